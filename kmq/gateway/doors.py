@@ -29,7 +29,7 @@ from aiohttp import web
 from kmq import descriptors
 from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
-from kmq.gateway.http.exchange import Exchange, exchange
+from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
 from kmq.gateway.lines.connection import Connection
 from kmq.settings import MIB, Settings
 
@@ -178,7 +178,7 @@ class Doors:
         """Finish the TLS handshake, if there is one, and admit the connection or turn it away."""
         patience = {"ssl_handshake_timeout": self._handshake_s} if context else {}
         try:
-            transport, handler = await asyncio.get_running_loop().connect_accepted_socket(
+            transport, protocol = await asyncio.get_running_loop().connect_accepted_socket(
                 server, sock, ssl=context, **patience
             )
         except ConnectionAbortedError as err:  # asyncio raises this when a handshake takes too long
@@ -192,6 +192,7 @@ class Doors:
                 )
                 transport.abort()
             else:
+                handler = protocol.handler if isinstance(protocol, HttpConnection) else protocol
                 self._open[handler] = _Open(transport, peer, door)
 
     def _has_room(self, door: socket.socket) -> bool:

@@ -20,6 +20,7 @@ from kmq.gateway.doors import Doors, listening, most_consumers, most_over_http
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
+from kmq.gateway.http.exchange import HttpConnection
 from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
@@ -136,10 +137,14 @@ def _credentials(settings: Settings, certificates: Certificates) -> Any:
 def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
     """Open the ports of aiohttp's `server`. Returns name → port number. Call inside the event loop."""
     most = most_over_http(settings)
-    ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port, most=most)}
+
+    def connection() -> HttpConnection:
+        return HttpConnection(server())
+
+    ports = {"http": _open(connection, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port, most=most)}
     if certificates is not None:
-        context = certificates.context()
-        ports["https"] = _open(server, doors, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context, most)
+        place, context = (settings.tls_host, settings.https_port), certificates.context()
+        ports["https"] = _open(connection, doors, "KMQ_HTTPS_PORT", *place, context, most)
     return _write_ports(settings, ports)
 
 

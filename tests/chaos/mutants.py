@@ -76,6 +76,7 @@ ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.p
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
+HTTP_GROUPS = "tests/contract/test_http_groups.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 STORE = "            new, position = self._store(blocks)\n"
@@ -670,6 +671,33 @@ MUTANTS = [
         "offsets: a later commit overtakes one that waits for the router",
         [("kmq/gateway/groups/membership.py", "        async with turn:\n", "        if turn:\n")],
         ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
+        "groups: a commit goes beyond an answer that nobody has seen",
+        [
+            (
+                "kmq/gateway/groups/membership.py",
+                "if await self._keep_on_the_way(group, name, rows) or has_waited",
+                "if has_waited",
+            )
+        ],
+        [HTTP_GROUPS],
+    ),
+    Mutant(
+        "groups: an answer that was sent counts as arrived",
+        [("kmq/gateway/http/exchange.py", "        connection.answered(known)\n", "        known(True)\n")],
+        [HTTP_GROUPS],
+    ),
+    Mutant(
+        "groups: no answer is known to have arrived",
+        [
+            (
+                "kmq/gateway/http/exchange.py",
+                "if outcome is not None:\n            outcome(",
+                "if False:\n            outcome(",
+            )
+        ],
+        [HTTP_GROUPS],
     ),
     Mutant(
         "offsets: commits do not wait for one another",

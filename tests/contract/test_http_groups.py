@@ -1,5 +1,6 @@
 """Consumer groups over HTTP, on a real broker: members by requests, alone and beside members of the consumer port."""
 
+import select
 import socket
 import time
 from contextlib import closing
@@ -206,6 +207,98 @@ def test_messages_of_an_answer_that_broke_off_come_again_at_once(broker, api, to
 
     assert until(again, "messages") == [0]
     assert api.get(f"/api/groups/{group}").value["partitions"][0]["committed"] is None
+
+
+def asked_without_reading(broker, topic, group, **more):
+    """Return a socket whose answer has come, and is not read."""
+    query = "&".join(f"{name}={value}" for name, value in {"group": group, "format": "text", **more}.items())
+    client = socket.create_connection(("127.0.0.1", int((broker.pipes / "http.port").read_text())))
+    client.sendall(f"GET /api/topics/{topic}/consume?{query} HTTP/1.1\r\nHost: kmq\r\n\r\n".encode())
+    assert select.select([client], [], [], 60)[0]
+    return client
+
+
+def again_of(api, topic, group, **more):
+    """What comes again, until nothing is left to come again."""
+    found = []
+    while api.get(f"/api/groups/{group}").value["partitions"][0]["nacked"] and len(found) < 100:
+        answer = consume(api, topic, group, timeoutMs=500, **more)
+        found += [message["value"] for message in answer.value["messages"] if message.get("deliveries")]
+        positions = {row["partition"]: row["offset"] for row in answer.value["positions"]}
+        assert commit(api, topic, group, positions, **more).status == 200
+    return found
+
+
+@pytest.mark.parametrize("who", [{"member": "m"}, {}])
+@pytest.mark.parametrize("how", ["commit", "positions", "autoCommit"])
+def test_messages_of_an_answer_that_hangs_come_again_when_a_commit_goes_beyond_it(broker, api, topic, group, how, who):
+    """Its program has given it up, asked again on a new connection, and commits what it was given there."""
+    more = who | ({"autoCommit": "true"} if how == "autoCommit" else {})
+    produce(api, topic, *"abcd")
+    with asked_without_reading(broker, topic, group, **more):
+        if how != "positions":
+            produce(api, topic, "e")
+        answer = consume(api, topic, group, **more)
+        assert values(answer) == ([] if how == "positions" else ["e"])
+        if how == "autoCommit":
+            consume(api, topic, group, **more)
+        else:
+            positions = {row["partition"]: row["offset"] for row in answer.value["positions"]}
+            assert commit(api, topic, group, positions, **who).status == 200
+        row = api.get(f"/api/groups/{group}").value["partitions"][0]
+        assert (row["committed"], row["nacked"]) == (row["end"], 4)
+        if how != "commit":
+            assert again_of(api, topic, group, **who) == ["a", "b", "c", "d"]
+        else:  # it is the group's, whoever has the partition
+            leave(api, group, who.get("member", "-"))
+            assert again_of(api, topic, group, member="heir") == ["a", "b", "c", "d"]
+
+
+def test_what_comes_again_in_an_answer_that_hangs_comes_once_more(broker, api, topic, group):
+    produce(api, topic, "a")
+    assert values(consume(api, topic, group)) == ["a"]
+    api.post(f"/api/topics/{topic}/nack", {"group": group, "partition": 0, "offset": 0})
+    with asked_without_reading(broker, topic, group):
+        produce(api, topic, "b")
+        assert values(consume(api, topic, group)) == ["b"]
+        assert commit(api, topic, group, {0: 2}).status == 200
+        assert again_of(api, topic, group) == ["a"]
+
+
+def test_an_answer_that_is_read_after_all_does_not_come_again(broker, api, topic, group):
+    """Two callers of one member: the quick one commits beyond what the slow one works on."""
+    produce(api, topic, *"ab")
+    with asked_without_reading(broker, topic, group) as slow:
+        produce(api, topic, "c")
+        assert values(consume(api, topic, group)) == ["c"]
+        assert commit(api, topic, group, {0: 3}).status == 200
+        assert slow.recv(10_000).startswith(b"HTTP/1.1 200 ")
+        slow.sendall(b"GET /api/groups HTTP/1.1\r\nHost: kmq\r\n\r\n")
+
+        def is_settled():
+            return api.get(f"/api/groups/{group}").value["partitions"][0]["nacked"] == 0
+
+        until(is_settled, "the end of the doubt")
+        assert values(consume(api, topic, group)) == []
+
+
+@pytest.mark.parametrize("header", ["keep-alive", "close"])
+def test_a_loop_of_calls_on_new_connections_is_given_nothing_twice(broker, api, topic, group, header):
+    """As a loop around curl: each client has closed its connection before the next one asks."""
+    produce(api, topic, *"abcdef")
+    seen = []
+    for more in (
+        *({"maxMessages": 1} for _ in range(3)),
+        *({"maxMessages": 1, "autoCommit": "true"} for _ in range(3)),
+    ):
+        with connected(broker) as once:
+            query = "&".join(f"{name}={value}" for name, value in {"group": group, "format": "text", **more}.items())
+            seen += values(once.get(f"/api/topics/{topic}/consume?{query}", Connection=header))
+    assert seen == [*"abcdef"]
+    with connected(broker) as once:
+        assert commit(once, topic, group, {0: 6}).status == 200
+    row = api.get(f"/api/groups/{group}").value["partitions"][0]
+    assert (row["committed"], row["nacked"]) == (6, 0)
 
 
 def test_a_topic_that_was_deleted_and_came_back_is_read_on_by_its_groups(broker, api, topic, group):

@@ -1,6 +1,6 @@
 """Messages that members gave back, without a broker: which are due, who has them, and which commit says they are done."""
 
-from kmq.gateway.groups.in_hand import NEVER, Hand, InHand, given_back, is_paused, is_spent
+from kmq.gateway.groups.in_hand import NEVER, Answer, Hand, InHand, given_back, is_paused, is_spent
 from kmq.gateway.groups.offset_records import Nack, decode_payload, encode_payload
 from kmq.gateway.groups.offset_table import MAX_NACKS
 
@@ -64,3 +64,69 @@ def test_a_limit_of_deliveries_and_of_waiting_messages_is_kept():
     assert not is_spent(Nack(999, 0.0), 0)
     rows = {offset: Nack(1, 0.0) for offset in range(MAX_NACKS)}
     assert is_paused(rows) and not is_paused(dict(list(rows.items())[1:]))
+
+
+def sent(hands, *offsets, again=(), member="m"):
+    answer = Answer({PLACE: list(offsets)} if offsets else {}, [(PLACE, offset) for offset in again])
+    hands.answers.send("g", member, answer)
+    return answer
+
+
+def lost(hands, offset, member="m"):
+    return [new for _, new in hands.answers.commit("g", member, PLACE, offset)]
+
+
+def test_a_commit_loses_what_a_later_answer_has_passed_unless_it_has_arrived():
+    hands = InHand()
+    first = sent(hands, 0, 1, 2)
+    assert lost(hands, 3) == [], "no later answer has shown this offset, so the member has the first"
+    sent(hands, 3, 4)
+    assert lost(hands, 0) == [] and lost(hands, 3) == [[0, 1, 2]] and lost(hands, 5) == [[0, 1, 2]]
+    assert lost(hands, 5, member="n") == []
+    hands.answers.end("g", "m", first)
+    assert lost(hands, 5) == []
+
+
+def test_who_commits_an_offset_from_inside_an_answer_has_it():
+    hands = InHand()
+    answer = sent(hands, 0, 1, 2)
+    sent(hands)  # no messages, but it shows where the first one ended
+    assert lost(hands, 3) == [[0, 1, 2]]
+    assert lost(hands, 2) == [] and not hands.answers.has("g", "m", answer)
+
+
+def test_what_is_sent_again_is_on_the_way_once():
+    hands = InHand()
+    for offset in (1, 2):
+        hands.take("g", PLACE, offset, Hand("m", 9))
+    sent(hands, 5, 6, 7, again=[1, 2])
+    answer = sent(hands, 5, 6, again=[1])
+    sent(hands, 8)
+    assert sorted(lost(hands, 9)) == [[5, 6], [7]]
+    hands.answers.end("g", "m", answer)
+    assert lost(hands, 9) == [[7]]
+    assert (hands.done_by("g", PLACE, 9), hands.lost_by("g", PLACE, 9)) == ([1], [2])
+    assert (hands.done_by("g", PLACE, 3), hands.lost_by("g", PLACE, 3)) == ([2], []), "a commit of just this one"
+
+
+def test_a_member_that_has_ended_or_reads_a_partition_no_more_has_nothing_on_the_way():
+    hands = InHand()
+    for end in (
+        lambda: hands.died("g", "m"),
+        lambda: hands.release("g", "m", keeps=[OTHER]),
+        lambda: hands.drop("g", PLACE),
+        lambda: hands.forget_topics(["orders"]),
+    ):
+        sent(hands, 0, 1)
+        sent(hands, 2)
+        end()
+        assert lost(hands, 3) == []
+
+
+def test_more_than_can_be_kept_is_not_left_behind():
+    hands = InHand()
+    sent(hands, 0, 1, 2)
+    sent(hands, 3, 4)
+    first_kept = hands.answers.first_kept
+    assert [first_kept("g", "m", PLACE, 0, most) for most in (5, 4)] == [None, 0]
+    assert [first_kept("g", "m", PLACE, 2, most) for most in (3, 2)] == [None, 2], "committed up to 2"

@@ -4,15 +4,19 @@
     in hand         delivered again to a member, which has neither committed nor given it back since
     read            new messages that a member was given: all up to a position, as far as they are not committed
     apart           in hand, or read, when its reader died: it comes again as the only message that its reader has
+    on the way      in an answer that is not known to have arrived, while a later answer has gone on behind it
     done            the member has committed beyond the position that came with the message, or just this one message
 
 Invariant   A message that was given back is delivered before new ones, to one member at a time. It is done only by a
             commit that came after its delivery, so an older commit that passes it takes nothing away.
+            Nothing is done by a commit of a later answer while it is on the way: then it comes again.
             Of the messages that a reader has when it dies, a delivery counts only for one that came apart and that the
             reader has not come back from. So a message that kills its reader never counts against its neighbours.
 Crash       What is in hand, and what comes apart, is in memory only: after a start of the gateway rows are due again,
             and the delivery that the gateway has counted stays counted.
 Memory      An entry for each message in hand, at most as many as the store has rows, and one or two for each partition.
+            An offset for each message on the way: of the answers on open connections, and at most as many as the store
+            has rows of those whose connection is gone (`Answers.first_kept`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,10 +37,92 @@ class Hand(NamedTuple):
     is_alone: bool = False
 
 
+class Answer:
+    """Messages that a member was sent: new ones by partition, in order, and those that came again."""
+
+    def __init__(self, new: Mapping[Partition, list[int]], again: Iterable[tuple[Partition, int]]) -> None:
+        self.new, self.again = dict(new), set(again)
+        self.is_passed = False  # a later answer has gone on behind it
+        self.is_lost = False  # its connection is gone, so it will never be known to have arrived
+        self.rows: dict[Partition, list[int]] = {}  # what comes again, because a commit went beyond it
+
+
+class Answers:
+    """The answers of all members that are not known to have arrived, in order."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, str], list[Answer]] = {}
+
+    def send(self, group: str, member: str, answer: Answer) -> None:
+        """Note that an answer goes on behind all others of the member."""
+        mine, sent = self._of.get((group, member), []), {place: set(new) for place, new in answer.new.items()}
+        for each in mine:
+            each.is_passed = True
+            each.again -= answer.again  # what is sent again is on the way once
+            for place in sent.keys() & each.new.keys():
+                each.new[place] = [offset for offset in each.new[place] if offset not in sent[place]]
+        if answer.new or answer.again:
+            mine = [*(each for each in mine if not each.is_lost or any(each.new.values()) or each.again), answer]
+            self._of[group, member] = mine
+
+    def has(self, group: str, member: str, answer: Answer) -> bool:
+        """Return False if it does not matter any more whether an answer arrives."""
+        return answer in self._of.get((group, member), ())
+
+    def end(self, group: str, member: str, answer: Answer) -> None:
+        """Note that an answer has arrived, or that all of it comes again."""
+        mine = [each for each in self._of.pop((group, member), []) if each is not answer]
+        if mine:
+            self._of[group, member] = mine
+
+    def commit(self, group: str, member: str, place: Partition, offset: int) -> list[tuple[Answer, list[int]]]:
+        """Return the new messages on the way that a commit of this next offset would go beyond, by answer."""
+        found = []
+        for answer in list(self._of.get((group, member), ())):
+            new = answer.new.get(place)
+            if new and new[0] < offset <= new[-1]:
+                self.end(group, member, answer)  # who knows an offset from inside it has it
+            elif new and answer.is_passed and new[0] < offset:
+                found.append((answer, new))
+        return found
+
+    def is_on_the_way(self, group: str, member: str, place: Partition, offset: int) -> bool:
+        """Return True if a message that came again is on the way."""
+        mine = self._of.get((group, member), ())
+        return any(answer.is_passed and (place, offset) in answer.again for answer in mine)
+
+    def first_kept(self, group: str, member: str, place: Partition, committed: int, most: int) -> int | None:
+        """Return where to go on in a partition if more than `most` messages are on the way: at the first of them."""
+        new = [[at for at in each.new.get(place, ()) if at >= committed] for each in self._of.get((group, member), ())]
+        return min(offsets[0] for offsets in new if offsets) if sum(map(len, new)) > most else None
+
+    def release(self, group: str, member: str, keeps: Iterable[Partition] = ()) -> None:
+        """Note that a member reads only `keeps` any more."""
+        kept = set(keeps)
+        for answer in self._of.get((group, member), ()) if kept else ():
+            answer.new = {place: new for place, new in answer.new.items() if place in kept}
+            answer.again = {(place, offset) for place, offset in answer.again if place in kept}
+        if not kept:
+            self._of.pop((group, member), None)
+
+    def drop(self, group: str, place: Partition | None) -> None:
+        """Forget what is on the way of a partition, or of all."""
+        for pair in [pair for pair in self._of if pair[0] == group]:
+            self.release(*pair, keeps=() if place is None else self._places(pair) - {place})
+
+    def places(self) -> set[tuple[str, Partition]]:
+        """Return the groups and partitions of which something is on the way."""
+        return {(pair[0], place) for pair in self._of for place in self._places(pair)}
+
+    def _places(self, pair: tuple[str, str]) -> set[Partition]:
+        return {place for each in self._of[pair] for place in (*each.new, *(at for at, _ in each.again))}
+
+
 class InHand:
     """The messages of all groups that members have."""
 
     def __init__(self) -> None:
+        self.answers = Answers()
         self._hands: dict[tuple[str, Partition], dict[int, Hand]] = {}
         self._read: dict[tuple[str, str], dict[Partition, int]] = {}  # group and member → the next new message of each
         # Rows that come apart, and whether their next delivery counts: it does not where the last one did without right.
@@ -93,6 +179,7 @@ class InHand:
     def release(self, group: str, member: str, keeps: Iterable[Partition] = ()) -> None:
         """Note that a member reads only `keeps` any more: what it had in hand of other partitions is due again."""
         kept = set(keeps)
+        self.answers.release(group, member, kept)
         for place, offset in self._of(group, member):
             if place not in kept:
                 self.give_back(group, place, offset)
@@ -104,6 +191,7 @@ class InHand:
 
     def died(self, group: str, member: str) -> None:
         """Note that a member has died: what it had comes again, each message apart."""
+        self.answers.release(group, member)
         for place, offset in self._of(group, member):
             was_alone = self._hands[group, place][offset].is_alone
             self.give_back(group, place, offset)
@@ -154,6 +242,7 @@ class InHand:
 
     def drop(self, group: str, place: Partition | None = None) -> None:
         """Forget what a group had in hand, in a partition or in all: it reads anew there, or it is gone."""
+        self.answers.drop(group, place)
         for table in (self._hands, self._apart, self._doubted):
             for key in [key for key in table if key[0] == group and place in (None, key[1])]:
                 del table[key]
@@ -165,7 +254,7 @@ class InHand:
     def forget_topics(self, names: Iterable[str]) -> None:
         """Forget what groups had in hand of topics that were deleted, and whose names others have now."""
         gone = set(names)
-        tables = self._hands, self._apart, self._doubted
+        tables = self._hands, self._apart, self._doubted, self.answers.places()
         for group, place in {key for table in tables for key in table if key[1][0] in gone}:
             self.drop(group, place)
 
@@ -189,8 +278,18 @@ class InHand:
 
     def done_by(self, group: str, place: Partition, committed: int) -> list[int]:
         """Return the offsets in hand that a commit of this next offset says are handled."""
-        mine = self._hands.get((group, place), {})
-        return sorted(offset for offset, hand in mine.items() if committed >= hand.position or committed == offset + 1)
+        return [offset for offset, is_done in self._passed_by(group, place, committed) if is_done]
+
+    def lost_by(self, group: str, place: Partition, committed: int) -> list[int]:
+        """Return the offsets in hand that a commit of this next offset goes beyond, though they are on the way."""
+        return [offset for offset, is_done in self._passed_by(group, place, committed) if not is_done]
+
+    def _passed_by(self, group: str, place: Partition, committed: int) -> list[tuple[int, bool]]:
+        return sorted(
+            (offset, committed == offset + 1 or not self.answers.is_on_the_way(group, hand.member, place, offset))
+            for offset, hand in self._hands.get((group, place), {}).items()
+            if committed >= hand.position or committed == offset + 1
+        )
 
     def is_of_one(self, group: str, place: Partition, committed: int, before: int) -> bool:
         """Return True if a commit concerns just one message in hand, behind which the group is already (`before`)."""

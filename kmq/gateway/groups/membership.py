@@ -8,7 +8,8 @@
 Owner       the gateway: one task, from its start to its end.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
-            beyond the end of a partition; the coordinator hears of it only after it is durable.
+            beyond the end of a partition; the coordinator hears of it only after it is durable. What it goes beyond,
+            though the answer with it is not known to have arrived, comes again (in_hand.py): on disk before the commit.
             The commits of a group are judged and stored in the order of the calls: one that has to wait for the router
             never lands behind a later one.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
@@ -21,8 +22,8 @@ Memory      As coordinator.py and store.py say, and a listener for each member t
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from secrets import token_hex
 from weakref import WeakValueDictionary
 
@@ -33,10 +34,10 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
-from kmq.gateway.groups.in_hand import InHand
+from kmq.gateway.groups.in_hand import Answer, InHand
 from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import KnownTopics
-from kmq.gateway.groups.offset_records import MAX_OFFSET, Committed
+from kmq.gateway.groups.offset_records import MAX_OFFSET, Committed, Nack
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
 from kmq.log.damage import DamageError
@@ -44,6 +45,8 @@ from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
+_ARRIVAL_S = 2.0  # until messages come again whose answer may have arrived
+_ON_THE_WAY = "in an answer that is not known to have arrived"
 _LOOK_S = 1.0  # between two looks whether topics came or went
 _LOAD_S = 0.05  # between two looks whether the offsets are loaded
 _COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
@@ -145,9 +148,7 @@ class Groups:
             except KmqError as err:
                 self._log.warn("group_not_forgotten", group=group, reason=err)
 
-        task = asyncio.get_running_loop().create_task(delete())
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        self._in_background(delete())
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -243,9 +244,11 @@ class Groups:
             if unknown:
                 await self._topics.know(unknown)
             coordinator.check_commit(group, member, generation, rows, time.monotonic())
-            if await self._check_ends(rows, deadline):  # meanwhile the member may have lost the partition
+            name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
+            has_waited = await self._check_ends(rows, deadline)
+            if await self._keep_on_the_way(group, name, rows) or has_waited:
+                # Meanwhile the member may have lost the partition.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
-        name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
         if generation is None:
             generation = coordinator.assignment(group, name).generation if name else 0
         known = self.store.committed(group)
@@ -256,12 +259,58 @@ class Groups:
         }
         # What is delivered while the commit is on its way is not done by it.
         done = {place: self.in_hand.done_by(group, place, row.offset) for place, row in rows.items()}
+        lost = [
+            (place, offset) for place, row in rows.items() for offset in self.in_hand.lost_by(group, place, row.offset)
+        ]
         if ahead:
             await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
             mine = [offset for offset in done[place] if self.in_hand.has(group, place, offset)]
             await self.forget(group, place, mine, row.offset if place in ahead else 0)
+        for place, offset in lost:
+            self.in_hand.give_back(group, place, offset)
+        if lost:
+            self.wake(group)
+
+    async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, Commit]) -> bool:
+        """Let messages come again that a commit goes beyond, though their answer may never have arrived.
+
+        They are given time to show that it has (`arrived`). Return True if there are such messages.
+        """
+        known, is_any = self.store.committed(group), False
+        for place, row in rows.items():
+            first = known[place].offset if place in known else 0
+            for answer, offsets in self.in_hand.answers.commit(group, member, place, row.offset):
+                nacks, now = self.store.nacks(group, *place), self.store.now_s()
+                kept = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
+                nack = Nack(0, now + _ARRIVAL_S, _ON_THE_WAY, first=now)
+                await self.store.nack(group, *place, dict.fromkeys(kept, nack))
+                answer.new.pop(place, None)
+                answer.rows[place] = [*answer.rows.get(place, ()), *kept]
+                is_any |= bool(kept)
+        if is_any:
+            self.wake(group)
+        return is_any
+
+    def arrived(self, group: str, member: str, answer: Answer) -> None:
+        """Note that an answer is known to have arrived: what a commit went beyond is done, unless it came again since."""
+
+        async def forget() -> None:
+            with suppress(RequestRefused):  # else it comes again
+                for place, offsets in answer.rows.items():
+                    nacks = self.store.nacks(group, *place)
+                    unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
+                    await self.forget(group, place, unsent)
+
+        self.in_hand.answers.end(group, member, answer)
+        if answer.rows:
+            self._in_background(forget())
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
 
     async def _check_ends(self, rows: Mapping[Partition, Commit], deadline: float) -> bool:
         """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip what comes there.

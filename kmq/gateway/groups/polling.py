@@ -6,6 +6,9 @@
 Positions   A call goes on where the one before ended. A partition that is new to the member begins at the committed
             offset. What a member was given and did not commit comes again when its session has ended, or when it
             joins again: then its program was killed, and another one has its name.
+Lost        An answer that has not arrived is given again by the next call. While nobody knows whether it has, calls go
+            on behind it; what it has comes again as soon as a commit goes beyond it (in_hand.Answers). autoCommit
+            commits what has arrived.
 Revoke      A member that comes back has done with what it was given before, so it gives up then what it was asked to.
             Until then it may commit. A call that waits without a message gives up at once.
 Invariant   A member's cursors are of partitions that it was assigned and has not been asked to give up.
@@ -13,7 +16,7 @@ Memory      One object for each member that the coordinator knows and that joine
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,7 +24,9 @@ from kmq.client.egress_lines import Position
 from kmq.gateway.core.fetching import Cursor, Fetching
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
+from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_table import MAX_NACKS
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Terms
 
@@ -48,7 +53,7 @@ class Poller:
         self.generation = 0
         self.assigned: list[TopicPartition] = []
         self.cursors: dict[TopicPartition, Cursor] = {}
-        self.delivered: dict[TopicPartition, int] = {}  # by calls with autoCommit, to be committed by the next call
+        self.delivered: dict[TopicPartition, int] = {}  # has arrived, with autoCommit: the next call commits it
         self.ended = ""  # the code with which the coordinator ended it
         self.lock = asyncio.Lock()
         self.watchers: set[asyncio.Event] = set()  # of calls that wait: set when the coordinator says something
@@ -113,18 +118,55 @@ class Poller:
     async def commit_delivered(self) -> None:
         """Commit what was delivered with autoCommit; what is another member's now stays as that one has it."""
         rows, self.delivered = self.delivered, {}
+        committed = self._groups.committed(self.group)
         for place, offset in rows.items():
+            least = committed[place].offset if place in committed else 0  # answers may arrive in another order
             try:
-                await self._groups.commit(self.group, self.id, {place: Commit(offset)})
+                await self._groups.commit(self.group, self.id, {place: Commit(max(offset, least))})
             except RequestRefused as err:
                 if err.code not in (*_LOST, "unknown_partition", "out_of_range"):
                     raise
 
-    def take_back(self, moves: Iterable[Move]) -> None:
-        """Note that the client has not got these messages, unless other calls have gone on behind them."""
-        for _, cursor, start, end in moves:
+    def sent(self, moves: list[Move], answer: Answer, auto_commit: bool = False) -> Callable[[bool], None]:
+        """Note that an answer is sent, and return what to call when it is known whether it has arrived."""
+        answers = self._groups.in_hand.answers
+        answers.send(self.group, self.id, answer)
+
+        def known(has_arrived: bool) -> None:
+            if not answers.has(self.group, self.id, answer):
+                return  # the member has begun anew
+            if not has_arrived:
+                return self._take_back(moves, answer)
+            self._groups.arrived(self.group, self.id, answer)
+            for move in moves if auto_commit else ():
+                self.delivered[move.place] = max(move.end, self.delivered.get(move.place, 0))
+
+        return known
+
+    def keep_near(self, cursors: Mapping[tuple[str, int], Cursor]) -> None:
+        """Let cursors go back where so much is on the way that not all of it could be kept to come again."""
+        committed, store = self._groups.committed(self.group), self._groups.store
+        for place, cursor in cursors.items():
+            room = MAX_NACKS - len(store.nacks(self.group, *place))
+            done = committed[place].offset if place in committed else 0
+            first = self._groups.in_hand.answers.first_kept(self.group, self.id, place, done, room)
+            if first is not None:
+                cursor.move(min(first, cursor.offset))
+
+    def _take_back(self, moves: Iterable[Move], answer: Answer) -> None:
+        """Note that the client has not got an answer: the next call is given it, unless calls have gone on behind it."""
+        answer.is_lost = True
+        for place, cursor, start, end in moves:
             if cursor.offset == end:
                 cursor.offset, cursor.seen = start, None
+                if not answer.is_passed:  # else a later answer has shown where this one ended, and may be committed
+                    answer.new.pop(place, None)
+        for at, offset in answer.again:
+            self._groups.in_hand.give_back(self.group, at, offset)
+        answer.again.clear()
+        if not any(answer.new.values()):
+            self._groups.in_hand.answers.end(self.group, self.id, answer)
+        self._groups.wake(self.group)
 
     def close(self, topic: str) -> None:
         """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""

@@ -2,14 +2,20 @@
 
 Memory      A large answer counts for the budget of all answers (kmq/gateway/core/answers.py) until its client has taken
             it. It is sent piece by piece, so the transport holds no second copy of it.
+Arrival     An answer is known to have arrived when the client sends its next request on the connection, or closes it in
+            order after it has taken every byte (a client that has not read all resets it). That the kernel of the
+            client, or of a proxy, has the bytes proves nothing.
 Wait        A call that waits for messages costs a connection and nothing else. At the limit of connections the one that
             has waited longest is answered at once, and its connection is closed, to make room for a newcomer (doors.py).
 """
 
 import asyncio
+import fcntl
+import struct
+import termios
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -18,8 +24,62 @@ from kmq.gateway.core.answers import READER, Budget
 from kmq.settings import KIB
 
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
+_LINGER_S = 1.0  # how long a client that asked for the end of the connection may take to close it first
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Outcome = Callable[[bool], None]
+
+
+class HttpConnection(asyncio.Protocol):
+    """Between a connection and its handler in aiohttp: it notes whether the last answer has arrived."""
+
+    def __init__(self, handler: web.RequestHandler) -> None:
+        self.handler = handler
+        self._transport: Any = None
+        self._outcome: Outcome | None = None
+
+    def answered(self, outcome: Outcome) -> None:
+        """Call `outcome` once: True when the answer just sent has arrived, False if the connection ended before."""
+        self._outcome = outcome
+        if self._transport.is_closing():
+            self._settle(False)
+
+    def _settle(self, has_arrived: bool) -> None:
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None:
+            outcome(has_arrived)
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._settle(True)  # what was there before the whole answer was sent came before `answered`
+        self.handler.data_received(data)
+
+    def eof_received(self) -> None:
+        if not self._transport.get_write_buffer_size() and not _unacknowledged(self._transport):
+            self._settle(True)
+        self.handler.eof_received()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._settle(False)
+        self.handler.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.handler.resume_writing()
+
+
+def _unacknowledged(transport: Any) -> int:
+    """Return how many bytes the kernel of the client has not acknowledged."""
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int(struct.unpack("i", found)[0])
 
 
 class Exchange:
@@ -70,8 +130,11 @@ class Exchange:
         while self._held:
             self._held.pop().release(self)
 
-    async def send(self, request: web.Request, response: web.Response) -> None:
-        """Send a whole answer; returns when the client has taken most of it. Raises ConnectionError."""
+    async def send(self, request: web.Request, response: web.Response, outcome: Outcome | None = None) -> None:
+        """Send a whole answer; returns when the client has taken most of it. Raises ConnectionError.
+
+        `outcome` is called as soon as it is known whether the answer has arrived.
+        """
         body, self.polls_since = response.body, 0.0
         await response.prepare(request)
         if isinstance(body, bytes) and request.method != "HEAD":
@@ -81,7 +144,31 @@ class Exchange:
                 await web.StreamResponse.write(response, view[begin : begin + _PIECE_BYTES])
         self.since = time.monotonic()
         await web.StreamResponse.write_eof(response)
+        if outcome is not None:
+            await self._follow(request, bool(response.keep_alive), outcome)
         self.since = 0.0
+
+    async def _follow(self, request: web.Request, keep_alive: bool, outcome: Outcome) -> None:
+        """Report what becomes of an answer. A connection that ends here lets its client close it first."""
+        transport = request.transport
+        if transport is None:
+            return outcome(False)
+        connection = transport.get_protocol()
+        if not isinstance(connection, HttpConnection):  # nobody watches it
+            return outcome(True)
+        is_known = asyncio.Event()
+
+        def known(has_arrived: bool) -> None:
+            is_known.set()
+            outcome(has_arrived)
+
+        connection.answered(known)
+        if not keep_alive:
+            if transport.can_write_eof():
+                transport.write_eof()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    await is_known.wait()
 
 
 def exchange() -> Exchange:

@@ -3,8 +3,9 @@
 Without `member=` all callers of a group are one member. A member beats by consuming.
 
 Lost        An answer that breaks off, or that the client does not read within KMQ_LINE_DEADLINE, counts as not given: the
-            member's next call begins with the same messages. What the kernel has taken for a client that then dies
-            comes again when its session has ended.
+            member's next call begins with the same messages. If it is not known whether an answer has arrived
+            (exchange.py), the next call goes on behind it, and what a commit goes beyond comes again (polling.py).
+            What was not committed comes again when the member's session has ended.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.polling import Move, Poller, Pollers
 from kmq.gateway.groups.redelivery import Again, Reader, Redelivery
@@ -37,10 +39,11 @@ _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call wi
 
 
 class _Given(NamedTuple):
-    """What an answer gives a member: new messages, by which its cursors moved, and those that were given back."""
+    """What a member is given: messages, and by how much its cursors moved. `again`: those that were given back."""
 
     moves: list[Move]
     again: list[Again]
+    new: dict[tuple[str, int], list[int]]
 
 
 class GroupCalls:
@@ -105,18 +108,21 @@ class GroupCalls:
                     cursors, given, answer = await self._read(call, poller, reader, topic, limit)
                     if given:
                         await self._send(call, answer, poller, given)
-                    if given or time.monotonic() >= deadline:
                         return answer
+                    if time.monotonic() >= deadline:
+                        break
                     # Look again for a message that becomes due, or to give a sign of life.
                     positions = {_place(cursor): cursor.offset for cursor in poller.cursors.values()}
                     until = min(deadline, time.monotonic() + min(_BEAT_S, reader.wait_s(positions)))
                     await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
                     if current.is_over or self._fetching.is_stopping:
-                        return answer
+                        break
                     if watcher.is_set():
                         poller.answer()
         finally:
             poller.watchers.discard(watcher)
+        poller.sent([], Answer({}, ()))  # it shows positions
+        return answer
 
     async def _read(
         self, call: Call, poller: Poller, reader: Reader, topic: str, limit: Limit
@@ -124,6 +130,7 @@ class GroupCalls:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
             cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
+            poller.keep_near(cursors)
             before = {place: cursor.offset for place, cursor in cursors.items()}
             turn = await reader.turn(before, limit, is_idle=True)
             again = turn.again
@@ -139,13 +146,16 @@ class GroupCalls:
             unread = [cursor for cursor in cursors.values() if cursor not in wanted]
             more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
 
-            def shape(found: list[Message]) -> tuple[int, web.Response]:
+            def shape(found: list[Message]) -> tuple[dict[tuple[str, int], list[int]], web.Response]:
                 for cursor in unread:
                     cursor.end = max(cursor.end, cursor.partition.end())
-                return len(found), response(call, found, [*cursors.values()], more, again)
+                new: dict[tuple[str, int], list[int]] = {}
+                for message in found:
+                    new.setdefault((topic, message.partition), []).append(message.offset)
+                return new, response(call, found, [*cursors.values()], more, again)
 
             try:
-                _, (count, answer) = await self._fetching.read(wanted, Limit(*room), shape)
+                _, (new, answer) = await self._fetching.read(wanted, Limit(*room), shape)
             except RequestRefused as err:
                 reader.take_back(again)
                 if err.code == "unknown_topic":
@@ -160,25 +170,23 @@ class GroupCalls:
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
-        return fresh, _Given(moves, again) if count or again else None, answer
+        return fresh, _Given(moves, again, new) if new or again else None, answer
 
     async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Given) -> None:
         """Send an answer with messages. If the client has gone, the member is given them again by its next call.
 
-        They count as delivered only when they were sent: a call beside this one would commit them unread.
+        They count as delivered only when they have arrived: a call beside this one would commit them unread.
         """
         deadline_s = self._deadline_s if self._deadline_s != float("inf") else None
+        sent = Answer(given.new, ((each.place, each.message.offset) for each in given.again))
+        outcome = poller.sent(given.moves, sent, bool(call.query["autoCommit"]))
         try:
             async with asyncio.timeout(deadline_s):
-                await exchange().send(call.request, answer)
+                await exchange().send(call.request, answer, outcome)
         except (ConnectionError, TimeoutError):
-            poller.take_back(given.moves)
-            Reader(self._redelivery, poller.group, poller.id).take_back(given.again)
+            outcome(False)
             if call.request.transport is not None:
                 call.request.transport.abort()
-        else:
-            if call.query["autoCommit"]:
-                poller.delivered.update((move.place, move.end) for move in given.moves)
 
     # --- members -----------------------------------------------------------------------------------------------------
 
