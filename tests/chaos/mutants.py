@@ -300,8 +300,29 @@ MUTANTS = [
     ),
     Mutant(
         "one commit record instead of two",
-        [("kmq/links/layout.py", "RECORD = (8, 16)", "RECORD = (8, 8)")],
+        [("kmq/links/layout.py", "RECORD = (8, 24)", "RECORD = (8, 8)")],
         [crash("framer")],
+    ),
+    Mutant(
+        "a reader does not go where an empty ring was begun anew",
+        [(RING, "            if self.position < record.begin:\n", "            if False:\n")],
+        [RACES],
+    ),
+    Mutant(
+        "a ring that was begun anew takes only what lies before the old place",
+        [
+            (
+                RING,
+                "        tail = max(cells[TAIL], self._floor, last.begin)\n",
+                "        tail = max(cells[TAIL], self._floor)\n",
+            )
+        ],
+        [LINKS],
+    ),
+    Mutant(
+        "the ring received forgets where it was begun anew",
+        [("kmq/links/received.py", "            self._begin = position\n", "            pass\n")],
+        ["tests/unit/test_received.py"],
     ),
     Mutant(
         "the counter is bumped before the record is written",
