@@ -411,8 +411,10 @@ def backlog(instance: str, name: str) -> int:
         return max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
 
 
-class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots"))):
-    """How full a ring is: bytes from tail to head, and messages, each with its limit; `slots` 0: only bytes count."""
+class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots", "is_full"))):
+    """How full a ring is: bytes from tail to head, and messages, each with its limit; `slots` 0: only bytes count.
+    `is_full`: its writer waits, because the next block does not fit.
+    """
 
     __slots__ = ()
 
@@ -421,12 +423,13 @@ def filling(instance: str, name: str) -> Filling:
     """Return how full a ring is now; of a ring that does not exist everything is 0."""
     with _existing(instance, name) as fd:
         if fd is None:
-            return Filling(0, 0, 0, 0)
+            return Filling(0, 0, 0, 0, False)
         cells, identity = _cells(fd), read_text(fd, IDENTITY)
         put = cells[RECORD[cells[COUNTER] & 1] + 1]
         size, slots = int(field(identity, "bytes") or 0), int(field(identity, "slots") or 0)
         messages = max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
-        return Filling(_used_bytes(cells), size, messages, slots)
+        used = _used_bytes(cells)
+        return Filling(used, size, messages, slots, used > 0 and cells[WRITER_SLEEPS] > 0)
 
 
 def last_seq(instance: str, name: str, identity: Identity) -> int:
