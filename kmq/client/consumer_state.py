@@ -7,7 +7,9 @@ Memory      `Buffer.has_room` is False while a whole batch waits, so at most two
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from itertools import islice
+from operator import is_
 from typing import NamedTuple
 
 from kmq.client.egress_lines import TopicPartition
@@ -17,7 +19,18 @@ from kmq.client.message import Message, each_message
 class Owned:
     """A partition that this consumer reads. `position`: the next offset for the application."""
 
-    __slots__ = ("committed", "is_placed", "is_starting", "moving", "paused", "place", "position", "revoked", "stale")
+    __slots__ = (
+        "committed",
+        "is_damaged",
+        "is_placed",
+        "is_starting",
+        "moving",
+        "paused",
+        "place",
+        "position",
+        "revoked",
+        "stale",
+    )
 
     def __init__(self, place: TopicPartition, position: int) -> None:
         self.place, self.position = place, position
@@ -27,6 +40,9 @@ class Owned:
         self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
         self.is_starting = False  # the option `start` is being found, and committed
         self.paused = self.revoked = False
+        self.is_damaged = (
+            False  # the broker's files are, at `position`: asked for again after resume, seek, or an outage
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -45,7 +61,7 @@ class Owned:
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_settled and not self.paused and not self.revoked
+        return self.is_settled and not self.paused and not self.revoked and not self.is_damaged
 
 
 class Chunk:
@@ -197,13 +213,17 @@ class Holdings:
 
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
-            self.owned[place].paused = False
+            owned = self.owned[place]
+            if owned.is_damaged:  # a seek to the position lets the broker look again
+                self.buffer.drop(partial(is_, owned))
+                owned.stale = True
+            owned.paused = owned.is_damaged = False
 
     def disconnected(self) -> None:
         """Drop what waits: the next connection reads from the positions on."""
         self.buffer.drop()
         for owned in self.owned.values():
-            owned.moving, owned.stale, owned.is_starting = 0, True, False
+            owned.moving, owned.stale, owned.is_starting, owned.is_damaged = 0, True, False, False
 
 
 __all__ = ["Buffer", "Chunk", "Event", "Holdings", "Kind", "Owned"]
