@@ -295,6 +295,7 @@ def test_a_gateway_that_stops_says_so_to_those_who_wait(broker):
 
 
 def test_the_status_port_knows_records_that_are_there(broker):
+    broker.wait(lambda: ask(port(broker, "status"), "GET_STATUS 1")[:3] != b"ERR", "the groups' offsets are read")
     answer = ask(port(broker, "status"), "GET_STATUS 1", "GET_STATUS 4000 billing", "GET_STATUS 999999", "GET_STATUS 0")
     assert answer == b"PENDING\nPENDING\nUNKNOWN\nUNKNOWN\n"
     usage = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
