@@ -26,6 +26,7 @@ COPIED = (
     "tests/fake_logger.py",
     "tests/conftest.py",
     "tests/certificates.py",
+    "tests/made_tables.py",
     "tests/made_up.py",
     "pyproject.toml",
 )
@@ -479,6 +480,28 @@ MUTANTS = [
             )
         ],
         [LINKS],
+    ),
+    Mutant(
+        "a table knows its batches by number alone",
+        [
+            (
+                "kmq/spark/tables/base.py",
+                "        self.stream.check_same(batch_id, offsets, self.stream.offsets(batch_id) or recorded_offsets, last)\n",
+                "",
+            )
+        ],
+        ["tests/unit/test_spark_tables.py::test_a_batch_that_comes_again_is_skipped_only_with_the_same_offsets"],
+    ),
+    Mutant(
+        "a limit of a replay counts letters that went back before",
+        [
+            (
+                "kmq/deadletters/chosen.py",
+                "if sent_back.has(found.record.partition, record.seq_of(found.record.line)):",
+                "if False:",
+            )
+        ],
+        ["tests/scenario/test_redrive.py::test_letters_go_back_once_whatever_was_selected_before"],
     ),
     Mutant(
         "the framer does not see that the FIFO died",
