@@ -21,7 +21,7 @@ from kmq.cli.options import grouped
 from kmq.client.consumer_options import to_topic
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
-from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
+from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.refusals import RETRYABLE
 from kmq.settings import load
 
@@ -211,28 +211,16 @@ class _Session:
             if self._reading.most and not self._left:
                 return
             self._look(bool(messages))
-            if not self._reading.follow and self._is_at_end(bool(messages)):
-                if damaged := self._consumer.paused():
-                    raise CorruptError(f"{', '.join(map(str, damaged))}: damaged, so not all of it was read; see above")
+            if not self._reading.follow and self._is_at_end():
                 return
 
-    def _is_at_end(self, has_more: bool) -> bool:
-        """Return True if every partition was read up to the end that it had when it was first seen, or to its damage.
-
-        `has_more`: messages came, and more in front of the damage may wait.
-        """
+    def _is_at_end(self) -> bool:
+        """Return True if every partition was read up to the end that it had when it was first seen."""
         consumer = self._consumer
-        places, damaged = consumer.assignment(), [] if has_more else consumer.paused()
-        try:
-            if new := [place for place in places if place not in self._ends and place not in damaged]:
-                self._ends |= consumer.end_offsets(new, _GIVE_UP_S)
-        except Refused as err:
-            if err.code != "damaged":
-                raise
-            return False  # the consumer will hear of it, too
-        return bool(places) and all(
-            place in damaged or consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places
-        )
+        places = consumer.assignment()
+        if new := [place for place in places if place not in self._ends]:
+            self._ends.update(consumer.end_offsets(new, _GIVE_UP_S))
+        return bool(places) and all(consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places)
 
     def _look(self, has_moved: bool) -> None:
         """Say what the command waits for, if that is not the next message."""
@@ -278,6 +266,7 @@ class _Printer:
     def __init__(self, shown: Callable[["Message"], bytes]) -> None:
         self._shown = shown
         self._written: dict[tuple[str, int], int] = {}  # next offsets, not committed yet
+        self._again: list[Message] = []  # written, and came again: each is committed by itself
         self._consumer: Consumer | None = None
 
     def print(self, consumer: "Consumer", reading: Reading) -> None:
@@ -290,8 +279,11 @@ class _Printer:
                         out.write(b"".join(map(self._shown, messages)))
                         out.flush()
                     if reading.group and terminal.is_read():
+                        self._again += [message for message in messages if message.deliveries > 1]
                         self._written.update(
-                            ((message.topic, message.partition), message.offset + 1) for message in messages
+                            ((message.topic, message.partition), message.offset + 1)
+                            for message in messages
+                            if message.deliveries == 1
                         )
                 if time.monotonic() - committed_at >= _COMMIT_S:
                     self.commit()
@@ -301,11 +293,14 @@ class _Printer:
 
     def commit(self) -> None:
         """Commit what was written; what the group has given to others is theirs, and comes again there."""
-        written, self._written = self._written, {}
-        if not written or self._consumer is None:
+        written, self._written, again, self._again = self._written, {}, self._again, []
+        if self._consumer is None:
             return
         try:
-            self._consumer.commit(written)
+            for message in again:
+                self._consumer.commit(message)
+            if written:
+                self._consumer.commit(written)
         except Refused as refused:
             if refused.code != "fenced":
                 raise

@@ -123,7 +123,8 @@ class Consumer(Waits):
                 continue
             owned = chunk.owned
             for message in chunk.unread:
-                owned.position = message.offset + 1
+                if not chunk.deliveries:
+                    owned.position = message.offset + 1
                 self._given = message
                 yield message
                 if self._driver.is_due:

@@ -26,7 +26,7 @@ from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Event, Kind
 from kmq.client.consumer_waits import LAST_COMMIT_S
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import PartitionOffsets
+from kmq.client.egress_replies import Nacked, PartitionOffsets
 from kmq.client.failures import NotAnswered
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.letterbox import local_producer, makes_producers
@@ -83,9 +83,20 @@ class AsyncWaits(Commits):
         if pending.error is not None:
             raise pending.error
 
+    async def nack(
+        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
+    ) -> Nacked:
+        """Give a message back, as Consumer.nack does."""
+        pending = self._nack(message, delay, reason)
+        await self._wait_for(lambda: pending.done, timeout, "the answer to a nack")
+        return self._nacked(pending)
+
     async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
+        pending = self._commit_handled(places)
         try:
-            await self.commit(self._handled(places), LAST_COMMIT_S)
+            await self._wait_for(lambda: pending.done, LAST_COMMIT_S, "the commit")
+            if pending.error is not None:
+                raise pending.error
         except KmqError as err:
             logger().warning("not committed, so it comes again: %s", err)
 
@@ -172,7 +183,8 @@ class AsyncConsumer(AsyncWaits):
             chunk = buffer.chunks[0]
             looked_at = time.monotonic()
             for message in chunk.unread:
-                chunk.owned.position = message.offset + 1
+                if not chunk.deliveries:
+                    chunk.owned.position = message.offset + 1
                 self._given = message
                 yield message
                 if (now := time.monotonic()) - looked_at >= 1.0:

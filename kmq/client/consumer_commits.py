@@ -6,12 +6,13 @@ Invariant   The consumer by itself commits only what the application has come ba
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kmq.client.consumer_options import logger, to_place
 from kmq.client.consumer_places import Places
 from kmq.client.consumer_wire import Pending
-from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_lines import MAX_DELAY_MS, MAX_REASON, Nack, TopicPartition
+from kmq.client.egress_replies import Nacked
 from kmq.client.lines import whole_number, wrong_type
 from kmq.client.message import Message
 from kmq.errors import KmqError
@@ -38,14 +39,66 @@ class Commits(Places):
             self._committed.append((callback, pending))
 
     def _commit(self, offsets: Message | Offsets | None) -> Pending:
-        if not self.options.group_id:
-            raise KmqError("commit: this consumer has no group that could remember it; give group_id=")
+        if isinstance(offsets, Message) and offsets.deliveries > 1:
+            return self._ask_commit((), [(TopicPartition(offsets.topic, offsets.partition), offsets.offset)])
+        return self._ask_commit(self._offsets(offsets), self._again(()) if offsets is None else ())
+
+    def _ask_commit(
+        self, offsets: Iterable[tuple[TopicPartition, int]], again: Iterable[tuple[TopicPartition, int]]
+    ) -> Pending:
+        """Ask to commit these next offsets, and these messages that came again."""
         with self._lock:
-            if self._core.failed is not None:
-                raise self._core.failed
-            pending = self._core.commit(self._offsets(offsets), time.monotonic())
+            self._must_have_group("commit")
+            pending = self._core.commit(offsets, time.monotonic(), again)
             self._driver.write()
         return pending
+
+    def _commit_handled(self, places: Iterable[TopicPartition]) -> Pending:
+        """Ask to commit what was handled of these partitions."""
+        wanted = set(places)
+        offsets, again = self._handled(wanted), [each for each in self._again(self._working()) if each[0] in wanted]
+        return self._ask_commit([(TopicPartition(*place), offset) for place, offset in offsets.items()], again)
+
+    def _again(self, working: Collection[Message]) -> list[tuple[TopicPartition, int]]:
+        """Return the messages that came again and were given out, without those that the application works on."""
+        busy = {(message.topic, message.partition, message.offset) for message in working}
+        return [
+            (place, offset)
+            for place, owned in self._core.holdings.owned.items()
+            for offset in sorted(owned.again)
+            if (*place, offset) not in busy
+        ]
+
+    def _nack(self, message: Message, delay: float, reason: str) -> Pending:
+        if not isinstance(message, Message):
+            raise wrong_type("message", message, "a message")
+        if not isinstance(reason, str):
+            raise wrong_type("reason", reason, "str")
+        if not isinstance(delay, int | float):
+            raise wrong_type("delay", delay, "a number of seconds")
+        if not 0 <= delay <= MAX_DELAY_MS / 1000:
+            raise ValueError(f"delay={delay}: must be 0 to {MAX_DELAY_MS // 1000} seconds")
+        with self._lock:
+            self._must_have_group("nack")
+            place, text = to_place((message.topic, message.partition), "nack"), reason[:MAX_REASON]
+            text = text.encode(errors="replace").decode()  # of an error's own text, which may be anything
+            request = Nack(place, message.offset, round(delay * 1000), text)
+            pending = self._core.nack(request, time.monotonic())
+            self._driver.write()
+        return pending
+
+    def _nacked(self, pending: Pending) -> Nacked:
+        """Return the answer to `nack`. Raises the error that was the answer."""
+        if pending.error is not None:
+            raise pending.error
+        assert isinstance(pending.value, Nacked)
+        return pending.value
+
+    def _must_have_group(self, what: str) -> None:
+        if not self.options.group_id:
+            raise KmqError(f"{what}: this consumer has no group that could remember it; give group_id=")
+        if self._core.failed is not None:
+            raise self._core.failed
 
     def _offsets(self, offsets: Message | Offsets | None) -> Iterable[tuple[TopicPartition, int]]:
         if isinstance(offsets, Message):
@@ -68,12 +121,16 @@ class Commits(Places):
             self._commit_at = now + self.options.auto_commit_s
             self.commit_async(callback=_report)
 
+    def _working(self) -> list[Message]:
+        """Return what the application works on."""
+        return [self._given] if isinstance(self._given, Message) else self._given or []
+
     def _handled(self, places: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
         """Return the next offsets of these partitions behind what was handled, before others read them."""
         positions = dict(self._offsets(None))
-        given = [self._given] if isinstance(self._given, Message) else self._given or []
-        for message in reversed(given):  # the application works on these
-            positions[TopicPartition(message.topic, message.partition)] = message.offset
+        for message in reversed(self._working()):
+            if message.deliveries == 1:
+                positions[TopicPartition(message.topic, message.partition)] = message.offset
         return {place: positions[place] for place in places if place in positions}
 
 

@@ -13,8 +13,6 @@ Outage      The next connection opens with the same member name. Partitions that
             request go on at their positions, if the group's offset is the one that this member has committed last.
             All others are lost, and begin where the group is: another member may have read on, or an operator has
             moved the group.
-Damage      A partition whose files are damaged pauses, and a log line says so; the others are read. It is asked for again
-            after `resume`, a seek, or with the next connection.
 Start       Where the group has committed nothing, the option `start` is found and committed before a message is given
             out. So `latest` is the moment of the subscription for every member that comes later.
 
@@ -33,9 +31,17 @@ from functools import partial
 
 from kmq.client import egress_lines as lines
 from kmq.client import egress_replies as replies
-from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
+from kmq.client.consumer_options import ConsumerOptions, made_up_member, to_position
 from kmq.client.consumer_state import Event, Holdings, Owned
-from kmq.client.consumer_wire import Decoder, Pending, Requests, commit_parts, nameable, split
+from kmq.client.consumer_wire import (
+    Decoder,
+    Pending,
+    Requests,
+    commit_parts,
+    joined,
+    nameable,
+    split,
+)
 from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import KmqError
@@ -128,8 +134,8 @@ class Core:
             self.phase, self.away_since = Phase.AWAY, time.monotonic()
         self.away_reason = reason
         self.fetch_until, self.is_dry = None, False
-        self.requests.forget_written()
         self.holdings.disconnected()
+        self.requests.forget_written()
         self.requests.fail(NotAnswered(f"the connection broke before the answer came: {reason}"), "seek", "offsets")
 
     def fail(self, error: KmqError) -> None:
@@ -150,9 +156,7 @@ class Core:
             return f"not connected for {now - self.away_since:.1f} s: {self.away_reason}"
         if self.phase is Phase.JOINING:
             return "connected, and waiting for an assignment"
-        damaged = [str(place) for place, owned in self.holdings.owned.items() if owned.is_damaged]
-        text = f"connected, reading {len(self.holdings.owned)} partitions"
-        return f"{text}; paused because of damage: {', '.join(damaged)}" if damaged else text
+        return f"connected, reading {len(self.holdings.owned)} partitions"
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Core:
             return
         self._received.begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
-            if owned.stale and owned.is_placed and not owned.paused and not owned.revoked and not owned.is_damaged:
+            if owned.stale and owned.is_placed and not owned.paused and not owned.revoked:
                 self.move(owned, Position("offset", owned.position), now)
         wanted = tuple(place for place, owned in holdings.owned.items() if owned.is_wanted)
         if not wanted and holdings.owned and not is_late:
@@ -190,8 +194,8 @@ class Core:
         owned = self.holdings.owned[place]
         if position.kind != "offset" and self.phase is not Phase.READING:
             raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
-        self.holdings.buffer.drop(lambda other: other is owned)
-        owned.stale, owned.is_damaged = True, False
+        self.holdings.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
+        owned.stale = True
         if position.kind == "offset":
             owned.position, owned.is_placed = position.value, True
         if self.phase is Phase.READING:
@@ -222,12 +226,22 @@ class Core:
         self.ask("offsets", *split(whole, places, ask))
         return whole
 
-    def commit(self, offsets: Iterable[tuple[TopicPartition, int]], now: float) -> Pending:
+    def commit(
+        self,
+        offsets: Iterable[tuple[TopicPartition, int]],
+        now: float,
+        again: Iterable[tuple[TopicPartition, int]] = (),
+    ) -> Pending:
         """Ask to commit the next offsets of these partitions; an empty commit is done at once.
 
+        `again`: messages that came again. Each is committed by itself, which says nothing of the others.
         While many commits are on their way, several calls share one request and its outcome.
         """
         pairs = dict(offsets)
+        if alone := [self._commit_again(*each, now) for each in again]:
+            whole = Pending(b"", now, tuple(pairs.items()))
+            joined(whole, [*alone, self.commit(pairs.items(), now)] if pairs else alone)
+            return whole
         if not pairs:
             pending = Pending(b"", now)
             pending.finish()
@@ -238,6 +252,29 @@ class Core:
             return asked
         assert self.requests.waiting_commit is not None
         return self.requests.waiting_commit
+
+    def _commit_again(self, place: TopicPartition, offset: int, now: float) -> Pending:
+        """Ask to commit a message that came again."""
+        owned = self.holdings.owned.get(place)
+        if owned:
+            owned.again.discard(offset)
+
+        def answered(pending: Pending) -> None:
+            if owned and pending.error is not None and not isinstance(pending.error, Fenced):
+                owned.again.add(offset)  # else it comes once more
+
+        pending = Pending(lines.Commit(((place, offset),), is_again=True).encode(), now)
+        pending.then(answered)
+        self.ask("commit", pending)
+        return pending
+
+    def nack(self, request: lines.Nack, now: float) -> Pending:
+        """Ask to give a message back."""
+        if owned := self.holdings.owned.get(request.place):
+            owned.again.discard(request.offset)
+        pending = Pending(request.encode(), now)
+        self.ask("nack", pending)
+        return pending
 
     def beat(self, now: float) -> None:
         """Say that the member lives, if that is due."""
@@ -287,6 +324,8 @@ class _Received:
             self._committed(requests.answered("commit"), now)
         elif isinstance(reply, replies.OffsetsReply):
             requests.answered("offsets").finish(reply.rows)
+        elif isinstance(reply, replies.Nacked):
+            requests.answered("nack").finish(reply)
         elif isinstance(reply, replies.Failed):
             self._refused(reply, now)
         else:
@@ -295,7 +334,9 @@ class _Received:
     def _batch(self, batch: replies.Batch, body: bytes) -> None:
         core = self._core
         core.fetch_until, core.is_dry = None, batch.place is None
-        if batch.place is not None:
+        if batch.place is not None and batch.deliveries:
+            core.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
+        elif batch.place is not None:
             core.holdings.deliver(batch.place, batch.offset, batch.lines, body)
 
     def _assigned(self, assigned: replies.Assigned, now: float) -> None:
@@ -330,13 +371,10 @@ class _Received:
         waiting = [
             owned
             for owned in core.holdings.owned.values()
-            if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving or owned.is_damaged)
+            if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving)
         ]
-        if waiting:
-            self._find_start(waiting, now)
-
-    def _find_start(self, waiting: list[Owned], now: float) -> None:
-        core = self._core
+        if not waiting:
+            return
         for owned in waiting:
             owned.is_starting = True
 
@@ -357,11 +395,7 @@ class _Received:
             if any(owned.revoked for owned in waiting):
                 self.begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
             elif isinstance(pending.error, Refused):
-                self._report(pending.error, waiting[0] if len(waiting) == 1 else None)
-            elif pending.error is None:
-                for owned in waiting:
-                    if owned.place not in has_committed:  # it is damaged; asked for alone it is told how
-                        self._find_start([owned], now)
+                core.errors.append(pending.error)
 
         core.offsets(tuple(owned.place for owned in waiting), now).then(answered)
 
@@ -423,7 +457,7 @@ class _Received:
             if find(refused.code).is_retryable:
                 core.fetch_from = now + _PAUSE_S
             elif not any(owned.revoked for owned in core.fetched):  # else it crossed with the revocation
-                self._report(refused, core.holdings.owned.get(failed.place) if failed.place else None)
+                core.errors.append(refused)
         elif failed.request == "commit":
             self._committed(core.requests.answered("commit"), now, refused)
         else:
@@ -433,16 +467,8 @@ class _Received:
                 if not pending.value.moving:  # else a later seek, which is on its way, decides
                     pending.value.stale = True
                 if not pending.value.revoked:  # else it crossed with the revocation
-                    self._report(refused, pending.value)
+                    core.errors.append(refused)
             pending.finish(error=refused)
-
-    def _report(self, refused: Refused, owned: Owned | None) -> None:
-        """Let the application hear of a refusal. A damaged partition pauses instead, because the others can be read."""
-        if owned is None or refused.code != "damaged":
-            self._core.errors.append(refused)
-        elif not owned.is_damaged:
-            owned.is_damaged = True
-            logger().error("paused, and others go on: %s", refused)
 
     def _ended(self, refused: Refused) -> None:
         """The broker ends the connection."""
@@ -451,6 +477,9 @@ class _Received:
         is_known = meaning.code == refused.code or core.phase is Phase.JOINING
         if refused.code in REJOIN:
             core.holdings.lose(tuple(core.holdings.owned))
+        elif refused.code == "bad_request" and core.requests.is_asked("nack"):
+            too_old = Refused("bad_request the broker is too old for this client, and takes no message back")
+            core.requests.fail(too_old, "nack")
         elif is_known and not meaning.is_retryable:
             refused.exit_code = meaning.exit_code
             core.fail(refused)

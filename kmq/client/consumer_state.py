@@ -7,9 +7,7 @@ Memory      `Buffer.has_room` is False while a whole batch waits, so at most two
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from itertools import islice
-from operator import is_
 from typing import NamedTuple
 
 from kmq.client.egress_lines import TopicPartition
@@ -20,14 +18,15 @@ class Owned:
     """A partition that this consumer reads. `position`: the next offset for the application."""
 
     __slots__ = (
+        "again",
         "committed",
-        "is_damaged",
         "is_placed",
         "is_starting",
         "moving",
         "paused",
         "place",
         "position",
+        "put_by",
         "revoked",
         "stale",
     )
@@ -40,9 +39,10 @@ class Owned:
         self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
         self.is_starting = False  # the option `start` is being found, and committed
         self.paused = self.revoked = False
-        self.is_damaged = (
-            False  # the broker's files are, at `position`: asked for again after resume, seek, or an outage
-        )
+        # Messages that came again: those that the application was given and has not committed, and those that wait
+        # because the partition is paused.
+        self.again: set[int] = set()
+        self.put_by: list[Chunk] = []
 
     @property
     def is_settled(self) -> bool:
@@ -61,17 +61,31 @@ class Owned:
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_settled and not self.paused and not self.revoked and not self.is_damaged
+        return self.is_settled and not self.paused and not self.revoked
 
 
 class Chunk:
-    """A batch on its way to the application. `unread` yields each message once, whoever asks; dropped, none at all."""
+    """A batch on its way to the application. `unread` yields each message once, whoever asks; dropped, none at all.
 
-    __slots__ = ("_body", "_lines", "_offset", "_unread", "end", "is_dropped", "nbytes", "owned")
+    `deliveries`: it is one message that comes again, for the so many-th time; 0: they are new, and move the position.
+    """
 
-    def __init__(self, owned: Owned, offset: int, lines: int, body: bytes) -> None:
+    __slots__ = (
+        "_body",
+        "_lines",
+        "_offset",
+        "_unread",
+        "deliveries",
+        "end",
+        "is_dropped",
+        "nbytes",
+        "owned",
+    )
+
+    def __init__(self, owned: Owned, offset: int, lines: int, body: bytes, deliveries: int = 0) -> None:
         self.owned, self.end, self.nbytes = owned, offset + lines, len(body)
         self._offset, self._body = offset, body
+        self.deliveries = deliveries
         self._lines: list[bytes] = []
         self._unread: Iterator[Message] | None = None
         self.is_dropped = False
@@ -81,13 +95,20 @@ class Chunk:
         if self._unread is None:
             self._lines, self._body = self._body.split(b"\n")[:-1], b""
             place = self.owned.place
-            self._unread = each_message(place.topic, place.partition, self._offset, self._lines)
+            if self.deliveries:
+                line = self._lines[0]
+                deliveries = max(2, self.deliveries)  # it was on its way before, if nothing else
+                again = Message(place.topic, place.partition, self._offset, line, deliveries=deliveries)
+                self._unread = iter([again])
+                self.owned.again.add(self._offset)
+            else:
+                self._unread = each_message(place.topic, place.partition, self._offset, self._lines)
         return self._unread
 
     def take(self, count: int) -> list[Message]:
         """Return up to `count` messages, and move the position behind them."""
         taken = list(islice(self.unread, count))
-        if not self.is_dropped:
+        if not self.is_dropped and not self.deliveries:
             self.owned.position = taken[-1].offset + 1 if len(taken) == count else self.end
         return taken
 
@@ -117,19 +138,21 @@ class Buffer:
         if self.chunks and self.chunks[0] is chunk:
             self.chunks.popleft()
             self._bytes -= chunk.nbytes
-            chunk.owned.position = chunk.end
+            if not chunk.deliveries:
+                chunk.owned.position = chunk.end
 
-    def drop(self, which: Callable[[Owned], bool] = lambda _: True) -> None:
-        """Drop the chunks of some partitions."""
-        kept: deque[Chunk] = deque()
-        for chunk in self.chunks:
-            if which(chunk.owned):
-                self._bytes -= chunk.nbytes
-                chunk.owned.stale = True
-                chunk.drop()
-            else:
-                kept.append(chunk)
-        self.chunks = kept
+    def drop(self, which: Callable[[Chunk], bool] = lambda _: True) -> None:
+        """Drop some chunks."""
+        for chunk in self.remove(which):
+            chunk.owned.stale |= not chunk.deliveries
+            chunk.drop()
+
+    def remove(self, which: Callable[[Chunk], bool]) -> list[Chunk]:
+        """Take some chunks out, whole."""
+        gone = [chunk for chunk in self.chunks if which(chunk)]
+        self.chunks = deque(chunk for chunk in self.chunks if not which(chunk))
+        self._bytes -= sum(chunk.nbytes for chunk in gone)
+        return gone
 
     def collect(self, count: int) -> list[Message]:
         """Return up to `count` messages, and move the positions behind them."""
@@ -185,7 +208,7 @@ class Holdings:
         mine = tuple(place for place in places if place in self.owned)
         for place in mine:
             self.owned[place].revoked = True
-        self.buffer.drop(lambda owned: owned.revoked)
+        self.buffer.drop(lambda chunk: chunk.owned.revoked)
         self.events.append(Event(Kind.REVOKED, mine, connection))
 
     def surrender(self, places: Iterable[TopicPartition]) -> None:
@@ -195,7 +218,7 @@ class Holdings:
     def _forget(self, places: tuple[TopicPartition, ...]) -> None:
         for place in places:
             self.owned.pop(place).revoked = True
-        self.buffer.drop(lambda owned: owned.revoked)
+        self.buffer.drop(lambda chunk: chunk.owned.revoked)
 
     def deliver(self, place: TopicPartition, offset: int, lines: int, body: bytes) -> None:
         """Keep a batch for the application, unless it is not wanted any more."""
@@ -205,25 +228,40 @@ class Holdings:
         elif owned is not None and not owned.moving and not owned.is_starting:
             owned.stale = True
 
+    def deliver_again(self, place: TopicPartition, offset: int, deliveries: int, body: bytes) -> None:
+        """Keep a message that comes again. Where the partition is read next has nothing to do with it."""
+        owned = self.owned.get(place)
+        if owned is None or owned.revoked:
+            return  # its next owner is given it
+        chunk = Chunk(owned, offset, 1, body, deliveries)
+        if owned.paused:
+            owned.put_by.append(chunk)
+        else:
+            self.buffer.add(chunk)
+
     def pause(self, places: Iterable[TopicPartition]) -> None:
         """Give out no records of these partitions until `resume`. Raises KeyError for one that is not owned."""
         for place in places:
             self.owned[place].paused = True
-        self.buffer.drop(lambda owned: owned.paused)
+        for chunk in self.buffer.remove(lambda chunk: chunk.owned.paused and bool(chunk.deliveries)):
+            chunk.owned.put_by.append(chunk)
+        self.buffer.drop(lambda chunk: chunk.owned.paused)
 
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
             owned = self.owned[place]
-            if owned.is_damaged:  # a seek to the position lets the broker look again
-                self.buffer.drop(partial(is_, owned))
-                owned.stale = True
-            owned.paused = owned.is_damaged = False
+            owned.paused = False
+            for chunk in owned.put_by:
+                self.buffer.add(chunk)
+            owned.put_by.clear()
 
     def disconnected(self) -> None:
         """Drop what waits: the next connection reads from the positions on."""
         self.buffer.drop()
         for owned in self.owned.values():
-            owned.moving, owned.stale, owned.is_starting, owned.is_damaged = 0, True, False, False
+            owned.moving, owned.stale, owned.is_starting = 0, True, False
+            owned.put_by.clear()
+            owned.again.clear()  # they come once more
 
 
 __all__ = ["Buffer", "Chunk", "Event", "Holdings", "Kind", "Owned"]

@@ -8,7 +8,7 @@ from kmq.client.consumer_driver import Driver
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Phase
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import PartitionOffsets
+from kmq.client.egress_replies import Nacked, PartitionOffsets
 from kmq.client.failures import NotAnswered
 from kmq.client.message import Message
 from kmq.errors import KmqError
@@ -57,10 +57,24 @@ class Waits(Commits):
         if pending.error is not None:
             raise pending.error
 
+    def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked:
+        """Give a message back: the group is given it again after `delay` seconds, before new ones. Durable on return.
+
+        Commits may go beyond it. `.deliveries` of what is returned says how often it was delivered; after the topic's
+        max_deliveries it becomes a dead letter instead, with `reason`, and `.letter` says where that is.
+        Raises Refused: `fenced` if the partition is no longer this member's, `out_of_range` if the message is gone.
+        """
+        pending = self._nack(message, delay, reason)
+        self._wait_for(lambda: pending.done, timeout, "the answer to a nack")
+        return self._nacked(pending)
+
     def _commit_last(self, places: Iterable[TopicPartition]) -> None:
         """Commit what was handled of these partitions, before others read them."""
+        pending = self._commit_handled(places)
         try:
-            self.commit(self._handled(places), LAST_COMMIT_S)
+            self._wait_for(lambda: pending.done, LAST_COMMIT_S, "the commit")
+            if pending.error is not None:
+                raise pending.error
         except KmqError as err:
             logger().warning("not committed, so it comes again: %s", err)
 

@@ -49,7 +49,11 @@ def split(whole: Pending, items: tuple[Item, ...], ask: Callable[[tuple[Item, ..
     """
     if len(whole.line) <= MAX_REQUEST:
         return [whole]
-    parts = [ask(part) for part in fitting(items, lambda some: ask(some).line)]
+    return joined(whole, [ask(part) for part in fitting(items, lambda some: ask(some).line)])
+
+
+def joined(whole: Pending, parts: list[Pending]) -> list[Pending]:
+    """Let `whole` be done as soon as all its parts are: with the first error, or with the rows of all answers."""
     missing, rows, error = len(parts), list[object](), None
 
     def answered(part: Pending) -> None:
@@ -60,7 +64,10 @@ def split(whole: Pending, items: tuple[Item, ...], ask: Callable[[tuple[Item, ..
             whole.finish(tuple(rows), error)
 
     for part in parts:
-        part.callback = answered
+        if part.done:
+            answered(part)
+        else:
+            part.then(answered)
     return parts
 
 
@@ -90,14 +97,14 @@ def _commit_of(pairs: tuple[tuple[TopicPartition, int], ...], now: float) -> Pen
 
 
 class Requests:
-    """What is written, and what is still to be answered: `seek`, `offsets` and `commit`, each in order."""
+    """What is written, and what is still to be answered: `seek`, `offsets`, `commit` and `nack`, each in order."""
 
     def __init__(self, session_s: float) -> None:
         self.written_at = 0.0  # when the last request was made: each counts as a beat
         self.was_silent = False  # on this connection, for so long that the broker has ended the member
         self._session_s = session_s
         self._out: list[bytes] = []
-        self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit")}
+        self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit", "nack")}
         self._next_commit: Pending | None = None  # waits until one of those on their way is answered
 
     def connected(self, now: float) -> None:
@@ -156,6 +163,10 @@ class Requests:
         if not self._asked[name]:
             raise BadLine(f"!{name}: an answer to nothing")
         return self._asked[name].popleft()
+
+    def is_asked(self, name: str) -> bool:
+        """Return True while a request of this kind has no answer."""
+        return bool(self._asked[name])
 
     def forget_written(self) -> None:
         """The connection is gone, with what was to be written."""
@@ -232,4 +243,4 @@ class Decoder:
                 yield reply, b""
 
 
-__all__ = ["Decoder", "Pending", "Requests", "commit_parts", "nameable", "split"]
+__all__ = ["Decoder", "Pending", "Requests", "commit_parts", "joined", "nameable", "split"]

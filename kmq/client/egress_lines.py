@@ -6,23 +6,28 @@
     → !fetch <max bytes> [wait=<ms>] [<topic>/<partition> …]
     → !seek <topic>/<partition> <position>          → !offsets [<topic>/<partition> …]
     → !commit <topic>/<partition> <next offset> …   → !revoked      → !beat      → !leave
+    → !nack <topic>/<partition> <offset> [delay=<ms>] [reason=<text>]
+    → !commit again <topic>/<partition> <offset> …  a message that came by `!batch again` is handled
     ← !ok <topic>/<partition> offset=<first>
     ← !batch <topic>/<partition> <first offset> <lines> <bytes>, then that many stored lines; !batch -: no records
+    ← !batch again <topic>/<partition> <offset> 1 <bytes> deliveries=<n>, then the stored line
     ← !assign <generation> [<topic>/<partition>@<next offset> …]    ← !revoke <topic>/<partition> …
     ← !seek <topic>/<partition>@<next offset>
     ← !offsets <topic>/<partition> start=<n> end=<n> next=<n> committed=<n or -> …
-    ← !committed <topic>/<partition> <next offset> …
+    ← !committed <topic>/<partition> <next offset> …          ← !committed again <topic>/<partition> <offset> …
+    ← !nacked <topic>/<partition> <offset> deliveries=<n> [letter=<topic>/<partition>@<offset>]
     ← !err <code> <text>                            the end of the connection
     ← !err <request> <code> <text>                  the answer to one `!<request>`; the connection goes on
 
-A position is `earliest`, `latest`, an offset, or a time in RFC 3339. Names of groups and members are percent-encoded.
-A line ends with a newline, or with carriage return and newline. No stored line begins with `!`.
+A position is `earliest`, `latest`, an offset, or a time in RFC 3339. Names of groups and members, and reasons, are
+percent-encoded. A line ends with a newline, or with carriage return and newline. No stored line begins with `!`.
 
 Invariant   decode(encode(x)) == x for every request and reply: a value of which another request would be read is never
             encoded. It raises BadLine, as does a line that is no request; the text says what is wrong and was expected.
 Not covered Whether a topic, a partition or an offset exists: only the broker knows that.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -37,13 +42,16 @@ MAX_REQUEST = 1 << 16  # bytes of a request line
 MAX_REPLY = 1 << 20  # bytes of a reply line
 MAX_WAIT_MS = 300_000
 MAX_NAME = 200  # characters of the name of a group or member
+MAX_REASON = 250  # characters of why a message is given back
+MAX_DELAY_MS = 604_800_000
 ASSIGNORS = ("cooperative-sticky", "sticky", "range", "roundrobin")
-REQUESTS = ("fetch", "seek", "offsets", "commit")  # those that `!err <request> …` answers
+REQUESTS = ("fetch", "seek", "offsets", "commit", "nack")  # those that `!err <request> …` answers
 
 _OFFSET = re.compile(r"\d{1,18}")
 _PARTITION = re.compile(r"(?:0|[1-9]\d{0,8})")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)")
-_DURATION = re.compile(r"(\d{1,6})(ms|s|m)")
+_DURATION = re.compile(r"(\d{1,8})(ms|s|m)")
+_MOST_S = 86_400  # of a time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _NAME_SAFE = "!$&'()*+,-.:;@^_`~"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -137,11 +145,22 @@ def name_of(text: str) -> str:
     return name
 
 
+def _reason(text: str) -> str:
+    try:
+        reason = unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        reason = ""
+    if not 0 < len(reason) <= MAX_REASON:
+        raise BadLine(f"{text[:80]!r}: must be 1 to {MAX_REASON} characters, percent-encoded")
+    return reason
+
+
 def _duration(text: str) -> float:
     match = _DURATION.fullmatch(text)
-    if not match:
-        raise BadLine(f"{text[:80]!r}: must be a time such as 30s, 500ms or 2m")
-    return int(match[1]) * _UNITS[match[2]]
+    seconds = int(match[1]) * _UNITS[match[2]] if match else math.inf
+    if seconds > _MOST_S:
+        raise BadLine(f"{text[:80]!r}: must be a time such as 30s, 500ms or 2m, of at most a day")
+    return seconds
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -260,12 +279,28 @@ class Offsets(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Commit the next offset of each of these partitions."""
+    """Commit the next offset of each of these partitions; `is_again`: these messages, which had come again."""
 
     offsets: tuple[tuple[TopicPartition, int], ...]
+    is_again: bool = False
 
     def encode(self) -> bytes:
-        return _encoded("!commit", *(word for place, offset in self.offsets for word in (_spelled(place), offset)))
+        again = ["again"] if self.is_again else []
+        pairs = (word for place, offset in self.offsets for word in (_spelled(place), offset))
+        return _encoded("!commit", *again, *pairs)
+
+
+class Nack(NamedTuple):
+    """Give a message back: it comes again after a while. `reason`: why, for its dead letter; "" says nothing."""
+
+    place: TopicPartition
+    offset: int
+    delay_ms: int = 0
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        delay, reason = _option("delay", self.delay_ms, 0), _option("reason", _quoted(self.reason))
+        return _encoded("!nack", _spelled(self.place), self.offset, delay, reason)
 
 
 class Word(NamedTuple):
@@ -279,7 +314,7 @@ class Word(NamedTuple):
 
 REVOKED, BEAT, LEAVE = Word("revoked"), Word("beat"), Word("leave")
 Opening = Consume | Group | Assign
-Request = Fetch | Seek | Offsets | Commit | Word
+Request = Fetch | Seek | Offsets | Commit | Nack | Word
 
 
 def opening(line: bytes) -> Opening:
@@ -328,7 +363,13 @@ def _options(words: Iterable[str], **known: Callable[[str], object]) -> dict[str
     return found
 
 
-_SPELLED = {"from": "start", "max": "most", "session": "session_s", "wait": "wait_ms"}  # as typed → attribute
+_SPELLED = {  # as typed → attribute
+    "from": "start",
+    "max": "most",
+    "session": "session_s",
+    "wait": "wait_ms",
+    "delay": "delay_ms",
+}
 _SPELLED_OUT = {attribute: typed for typed, attribute in _SPELLED.items()}
 
 
@@ -397,12 +438,24 @@ def _places(words: Sequence[str]) -> tuple[TopicPartition, ...]:
     return tuple(dict.fromkeys(map(partition_of, words)))
 
 
+def _commit(words: list[str]) -> Commit:
+    is_again = words[:1] == ["again"]
+    return Commit(_pairs(words[is_again:], "!commit"), is_again)
+
+
 def _pairs(words: Sequence[str], what: str) -> tuple[tuple[TopicPartition, int], ...]:
     if not words or len(words) % 2:
         raise BadLine(f"{what}: expected {what} <topic>/<partition> <next offset> …")
     return tuple(
         (partition_of(place), offset_of(offset)) for place, offset in zip(words[::2], words[1::2], strict=True)
     )
+
+
+def _nack(words: list[str]) -> Nack:
+    if len(words) < 2:
+        raise BadLine("!nack: expected !nack <topic>/<partition> <offset> [delay=<ms>] [reason=<text>]")
+    options = _options(words[2:], delay_ms=_whole(0, MAX_DELAY_MS), reason=_reason)
+    return Nack(partition_of(words[0]), offset_of(words[1]))._replace(**options)
 
 
 def _word(word: Word) -> Callable[[list[str]], Word]:
@@ -419,7 +472,8 @@ _REQUESTS: dict[str, Callable[[list[str]], Request]] = {
     "!fetch": _fetch,
     "!seek": _seek,
     "!offsets": lambda words: Offsets(_places(words)),
-    "!commit": lambda words: Commit(_pairs(words, "!commit")),
+    "!commit": _commit,
+    "!nack": _nack,
     "!revoked": _word(REVOKED),
     "!beat": _word(BEAT),
     "!leave": _word(LEAVE),

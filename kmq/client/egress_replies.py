@@ -25,16 +25,22 @@ class Started(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """`lines` stored lines follow, `nbytes` bytes, from `offset` on. place None: there are no records."""
+    """`lines` stored lines follow, `nbytes` bytes, from `offset` on. place None: there are no records.
+
+    `deliveries`: it is one message, which comes again, and this is how often it was delivered; 0: they are new.
+    """
 
     place: TopicPartition | None
     offset: int = 0
     lines: int = 0
     nbytes: int = 0
+    deliveries: int = 0
 
     def encode(self) -> bytes:
         if self.place is None:
             return b"!batch -\n"
+        if self.deliveries:
+            return f"!batch again {self.place} {self.offset} 1 {self.nbytes} deliveries={self.deliveries}\n".encode()
         return f"!batch {self.place} {self.offset} {self.lines} {self.nbytes}\n".encode()
 
 
@@ -94,38 +100,42 @@ class OffsetsReply(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """These next offsets are durable."""
+    """These next offsets are durable; `is_again`: that these messages are handled."""
 
     offsets: tuple[tuple[TopicPartition, int], ...]
+    is_again: bool = False
 
     def encode(self) -> bytes:
-        return " ".join(["!committed", *(f"{place} {offset}" for place, offset in self.offsets)]).encode() + b"\n"
+        verb = "!committed again" if self.is_again else "!committed"
+        return " ".join([verb, *(f"{place} {offset}" for place, offset in self.offsets)]).encode() + b"\n"
+
+
+class Nacked(NamedTuple):
+    """The answer to `!nack`. `letter`: where the dead letter of the message is; "": it comes again."""
+
+    place: TopicPartition
+    offset: int
+    deliveries: int
+    letter: str = ""
+
+    def encode(self) -> bytes:
+        letter = f" letter={self.letter}" if self.letter else ""
+        return f"!nacked {self.place} {self.offset} deliveries={self.deliveries}{letter}\n".encode()
 
 
 class Failed(NamedTuple):
-    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line.
-
-    The text of `damaged` begins with the partition: `<topic>/<partition>: …`.
-    """
+    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line."""
 
     request: str
     code: str
     text: str
-
-    @property
-    def place(self) -> TopicPartition | None:
-        """Return the partition that the text begins with."""
-        try:
-            return partition_of(self.text.partition(": ")[0])
-        except BadLine:
-            return None
 
     def encode(self) -> bytes:
         text = " ".join(self.text.split())  # a line, whatever an exception's text holds
         return " ".join(filter(None, ["!err", self.request, self.code, text])).encode(errors="replace") + b"\n"
 
 
-Reply = Started | Batch | Assigned | Revoke | Sought | OffsetsReply | Committed | Failed
+Reply = Started | Batch | Assigned | Revoke | Sought | OffsetsReply | Committed | Nacked | Failed
 
 
 def reply(line: bytes) -> Reply:
@@ -154,8 +164,28 @@ def _started(words: list[str]) -> Started:
 def _batch(words: list[str]) -> Batch:
     if words == ["-"]:
         return NO_RECORDS
+    if words[0] == "again":
+        _, place, offset, lines, nbytes, deliveries = words
+        if lines != "1":
+            raise BadLine("!batch again: is one line")
+        return Batch(partition_of(place), offset_of(offset), 1, offset_of(nbytes), _deliveries(deliveries))
     place, offset, lines, nbytes = words
     return Batch(partition_of(place), offset_of(offset), offset_of(lines), offset_of(nbytes))
+
+
+def _deliveries(word: str) -> int:
+    count = offset_of(_value(word, "deliveries"))
+    if not count:
+        raise BadLine("deliveries=0: must be at least 1")
+    return count
+
+
+def _nacked(words: list[str]) -> Nacked:
+    place, offset, deliveries, *letter = words
+    if len(letter) > 1:
+        raise BadLine("!nacked: says too much")
+    where = _value(letter[0], "letter") if letter else ""
+    return Nacked(partition_of(place), offset_of(offset), _deliveries(deliveries), where)
 
 
 def _at(word: str) -> tuple[TopicPartition, int]:
@@ -188,8 +218,10 @@ def _rows(words: Sequence[str]) -> OffsetsReply:
 
 
 def _committed(words: list[str]) -> Committed:
+    is_again = words[:1] == ["again"]
+    words = words[is_again:]
     pairs = zip(words[::2], words[1::2], strict=True)
-    return Committed(tuple((partition_of(place), offset_of(offset)) for place, offset in pairs))
+    return Committed(tuple((partition_of(place), offset_of(offset)) for place, offset in pairs), is_again)
 
 
 def _failed(rest: str) -> Failed:
@@ -210,5 +242,6 @@ _REPLIES: dict[str, Callable[..., Reply]] = {
     "!seek": _sought,
     "!offsets": _rows,
     "!committed": _committed,
+    "!nacked": _nacked,
     "!err": _failed,
 }

@@ -8,6 +8,9 @@
 Consumer.run (runner.py) and AsyncConsumer.run (runner_aio.py) drive `Attempts`: they read, call the handler, pause
 partitions and commit. letterbox.py stores the letters.
 
+    Again       A message that came again through the broker (Consumer.nack, a reader that died) counts its deliveries as
+                attempts. Its retry is another nack, with the pause as its delay, so its partition does not wait.
+
 Invariant   A message is committed only after the handler has returned, or its dead letter is on disk. So a message that
             cannot be handled never blocks its partition, and none is skipped.
 Crash       Between the letter and the commit: the letter has the same id the next time and is stored once.
@@ -92,6 +95,10 @@ class Held(NamedTuple):
     first_failure: float
     due: float  # by the monotonic clock
 
+    def left_s(self, now: float) -> float:
+        """Return how long it waits still."""
+        return max(0.0, self.due - now)
+
 
 class Attempts:
     """What one consumer has handled, and what waits for its retry. Times are the caller's."""
@@ -118,26 +125,27 @@ class Attempts:
 
     def is_turn_of(self, message: Message) -> bool:
         """Return False for what follows a message that failed: it is read again."""
-        return _place(message) not in self._behind
+        return message.deliveries > 1 or _place(message) not in self._behind
 
     def succeeded(self, message: Message) -> None:
-        """Note that a message was handled, or its dead letter is on disk."""
+        """Note that a message was handled, or its dead letter is on disk. One that came again is committed by itself."""
         self._held.pop(_place(message), None)
         self._handled[_place(message)] = message.offset + 1
 
     def failed(self, message: Message, error: Exception, now: float, wall: float) -> Held | Failure:
         """Return that the message waits for its retry, or what its dead letter says. `wall`: the time of day."""
-        place = _place(message)
-        held = self._held.pop(place, None)
+        place, is_again = _place(message), message.deliveries > 1
+        held = None if is_again else self._held.pop(place, None)
         if held is not None and held.offset != message.offset:
             held = None  # of the time before others read this partition
-        attempts = held.attempts + 1 if held else 1
+        attempts = held.attempts + 1 if held else message.deliveries
         first = held.first_failure if held else wall
         if isinstance(error, (Permanent, *self._rules.permanent)) or attempts > self._rules.max_retries:
             return Failure(self._group, error, attempts, first, wall)
         waits = Held(message.offset, attempts, first, now + self._rules.backoff.seconds(attempts))
-        self._held[place] = waits
-        self._behind.add(place)
+        if not is_again:
+            self._held[place] = waits
+            self._behind.add(place)
         return waits
 
     def due(self, mine: Iterable[TopicPartition], now: float) -> list[TopicPartition]:

@@ -29,14 +29,19 @@ _FIELDS = 6
 
 
 class Message:
-    """A record of a partition. `timestamp` and `recv_timestamp` are seconds since the epoch."""
+    """A record of a partition. `timestamp` and `recv_timestamp` are seconds since the epoch.
 
-    __slots__ = ("line", "marks_from", "offset", "partition", "topic")
+    `deliveries`: how often the group was given the message, with this time; 1: it is new.
+    """
 
-    def __init__(self, topic: str, partition: int, offset: int, line: bytes, marks_from: int = 0) -> None:
+    __slots__ = ("deliveries", "line", "marks_from", "offset", "partition", "topic")
+
+    def __init__(
+        self, topic: str, partition: int, offset: int, line: bytes, marks_from: int = 0, deliveries: int = 1
+    ) -> None:
         """`line`: as stored, without newline. `marks_from`: the seq from which a mark in a routing key counts as one."""
         self.topic, self.partition, self.offset, self.line = topic, partition, offset, line
-        self.marks_from = marks_from
+        self.marks_from, self.deliveries = marks_from, deliveries
 
     def _split(self) -> list[bytes]:
         """Return the six fields. Raises ValueError if this is not a stored line."""
@@ -160,7 +165,7 @@ class Message:
 
 
 def _shown(message: Message, show: Callable[[bytes | None], str | None]) -> dict[str, object]:
-    return {
+    shown: dict[str, object] = {
         "topic": message.topic,
         "partition": message.partition,
         "offset": message.offset,
@@ -170,6 +175,7 @@ def _shown(message: Message, show: Callable[[bytes | None], str | None]) -> dict
         "value": show(message.value),
         "headers": [{"name": name, "value": show(value)} for name, value in message.headers],
     }
+    return shown | {"deliveries": message.deliveries} if message.deliveries > 1 else shown
 
 
 def _as_base64(value: bytes | None) -> str | None:

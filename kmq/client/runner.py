@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kmq.client.consumer_commits import Offsets, OnCommit
 from kmq.client.consumer_options import ConsumerOptions, Start, logger
 from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_replies import Nacked
 from kmq.client.handling import Attempts, Held, Rules
 from kmq.client.letterbox import Letterbox, report
 from kmq.client.message import Message
@@ -36,6 +37,8 @@ class Source(Protocol):
     def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
 
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
+
+    def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked: ...
 
 
 class Runner:
@@ -80,12 +83,19 @@ class Runner:
             except Exception as error:
                 outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
                 if isinstance(outcome, Held):
-                    hold(self._consumer, message, outcome, error)
+                    if message.deliveries > 1:
+                        with not_given_back(message):
+                            self._consumer.nack(message, outcome.left_s(time.monotonic()), repr(error))
+                    else:
+                        hold(self._consumer, message, outcome, error)
                     continue
                 if self._rules.dlq is None:
                     raise
                 self._letters.put(message, self._rules.topic_of_letters(message.topic), outcome)
-            self._attempts.succeeded(message)
+            if message.deliveries > 1:
+                self._consumer.commit_async(message, report)
+            else:
+                self._attempts.succeeded(message)
 
 
 class Places(Protocol):
@@ -111,6 +121,15 @@ def hold(consumer: Places, message: Message, held: Held, error: Exception) -> No
         consumer.pause(place)
 
 
+@contextlib.contextmanager
+def not_given_back(message: Message) -> Iterator[None]:
+    """Go on if a message cannot be given back: it comes again when this member leaves, or comes back."""
+    try:
+        yield
+    except KmqError as err:
+        logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
+
+
 def go_on(consumer: Places, attempts: Attempts) -> None:
     """Commit what was handled, and let partitions go on that have waited long enough."""
     if handled := attempts.take_handled():
@@ -120,4 +139,4 @@ def go_on(consumer: Places, attempts: Attempts) -> None:
             consumer.resume(place)
 
 
-__all__ = ["Runner", "go_on", "hold"]
+__all__ = ["Runner", "go_on", "hold", "not_given_back"]

@@ -14,11 +14,12 @@ from typing import Protocol
 from kmq.client.consumer_commits import Offsets, OnCommit
 from kmq.client.consumer_options import ConsumerOptions, Start
 from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_replies import Nacked
 from kmq.client.handling import Attempts, Held, Rules
-from kmq.client.letterbox import Letterbox
+from kmq.client.letterbox import Letterbox, report
 from kmq.client.message import Message
 from kmq.client.producer import Producer
-from kmq.client.runner import go_on, hold
+from kmq.client.runner import go_on, hold, not_given_back
 from kmq.errors import KmqError
 
 
@@ -43,6 +44,10 @@ class AsyncSource(Protocol):
     async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
 
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
+
+    async def nack(
+        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
+    ) -> Nacked: ...
 
 
 class AsyncRunner:
@@ -89,13 +94,20 @@ class AsyncRunner:
             except Exception as error:
                 outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
                 if isinstance(outcome, Held):
-                    hold(self._consumer, message, outcome, error)
+                    if message.deliveries > 1:
+                        with not_given_back(message):
+                            await self._consumer.nack(message, outcome.left_s(time.monotonic()), repr(error))
+                    else:
+                        hold(self._consumer, message, outcome, error)
                     continue
                 if self._rules.dlq is None:
                     raise
                 dlq = self._rules.topic_of_letters(message.topic)
                 await asyncio.to_thread(self._letters.put, message, dlq, outcome)
-            self._attempts.succeeded(message)
+            if message.deliveries > 1:
+                self._consumer.commit_async(message, report)
+            else:
+                self._attempts.succeeded(message)
 
 
 __all__ = ["AsyncRunner"]

@@ -32,6 +32,7 @@ from kmq.gateway.doors import Doors
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.groups.stalled import StalledGroups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.grpc.calls import STREAMS, Calls, Streams
@@ -152,7 +153,8 @@ class Gateway:
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
         self.changes = Changes(log, self.overview.events.add)
         self.warnings = Warnings(self.overview.events.add)
-        self.lines = Lines(self.consumers, self.groups)
+        self.redelivery = Redelivery(self.groups, self.core)
+        self.lines = Lines(self.consumers, self.groups, self.redelivery)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
 
@@ -195,6 +197,7 @@ class Gateway:
             await self.lines.drain()
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+            await self.redelivery.close()
             await self.offsets.close()
             await self.bus.close()
             await self.kmq.close()

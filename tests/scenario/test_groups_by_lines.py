@@ -1,6 +1,7 @@
 """Consumer groups on the consumer port of a real broker, as somebody types them."""
 
 from collections import Counter
+from itertools import count
 
 import pytest
 from brokers import Broker
@@ -191,6 +192,175 @@ def test_a_member_that_comes_back_is_asked_again_for_what_it_must_give_up(broker
             assert len(again.reply().offsets) == 2
             again.send("!revoked")
             b.until(lambda: set(b.owned) == set(first.partitions))
+
+
+# --- giving messages back --------------------------------------------------------------------------------------------
+
+
+_numbers = count()
+
+
+@pytest.fixture
+def letters(broker, request):
+    """A topic of its own, of one partition and ten messages; asked with a number it is how often one is delivered."""
+    name = f"given{next(_numbers)}"
+    most = getattr(request, "param", 0)
+    words = ["--set", f"max_deliveries={most}"] if most else []
+    made = broker.kmq("topics", "create", name, "--partitions", "1", *words)
+    assert made.returncode == 0, made.stderr
+    broker.send_lines([b"%b|0||%d" % (name.encode(), n) for n in range(10)])
+    broker.wait(lambda: len(broker.lines(name)) == 10, "ten messages")
+    return name
+
+
+class Giver(LineClient):
+    """A member of a topic with one partition, `topic`/0, which is served line by line."""
+
+    def __init__(self, broker, group, topic, name="a"):
+        super().__init__(port(broker))
+        self.place = TopicPartition(topic, 0)
+        self.send(f"GROUP {group} member={name} topics={topic}")
+        while not self.reply().offsets:
+            pass
+
+    def take(self, max_bytes=1_000_000, wait_ms=60_000):
+        """(offset, deliveries, values) of the next batch; deliveries 0: new ones."""
+        self.send(f"!fetch {max_bytes}" + f" wait={wait_ms}" * (wait_ms > 0))
+        batch = self.reply()
+        assert isinstance(batch, replies.Batch), batch
+        return (
+            batch.offset,
+            batch.deliveries,
+            [int(line.split(b"|")[5]) for line in self.read(batch.nbytes).splitlines()],
+        )
+
+    def ask(self, line):
+        self.send(line)
+        return self.reply()
+
+    def commit(self, offset):
+        assert self.ask(f"!commit {self.place} {offset}") == replies.Committed(((self.place, offset),))
+
+    def nack(self, offset, *words):
+        return self.ask(" ".join([f"!nack {self.place} {offset}", *words]))
+
+
+def test_a_message_given_back_comes_again_before_new_ones_marked_as_such(broker, letters):
+    place = TopicPartition(letters, 0)
+    with Giver(broker, "givers", letters) as a:
+        first, deliveries, values = a.take(200)
+        assert (first, deliveries, values[:2]) == (0, 0, [0, 1])
+        end = len(values)
+        assert a.nack(1, "reason=no%20room") == replies.Nacked(place, 1, 1)
+        a.commit(end)
+        assert a.take() == (1, 2, [1])
+        assert a.take() == (end, 0, [*range(end, 10)])
+        a.commit(10)  # goes beyond what came after it
+        assert a.take(wait_ms=0) == (0, 0, [])
+        assert a.nack(3) == replies.Nacked(place, 3, 1)
+        assert a.take() == (3, 2, [3])
+        assert a.ask(f"!commit {place} 4") == replies.Committed(((place, 4),))  # nor does the group go back
+        assert a.ask(f"!commit again {place} 3") == replies.Committed(((place, 3),), True)
+        assert a.ask("!offsets").rows[0].committed == 10
+        a.send("!leave")
+        a.rest()
+    with Giver(broker, "givers", letters, "b") as b:
+        assert b.take(wait_ms=0) == (0, 0, [])
+
+
+def test_what_was_given_back_and_not_committed_does_not_come_in_its_turn(broker, letters):
+    with Giver(broker, "anew", letters) as a:
+        a.take()
+        a.nack(0, "delay=600000")
+        a.nack(4, "delay=600000")
+        a.nack(5, "delay=600000")
+        a.send("!leave")
+        a.rest()
+    with Giver(broker, "anew", letters, "b") as b:
+        assert b.take() == (1, 0, [1, 2, 3]) and b.take() == (6, 0, [6, 7, 8, 9])
+
+
+def test_a_fetch_that_waits_is_answered_when_a_message_is_due(broker, letters):
+    with Giver(broker, "waiting", letters) as a:
+        a.take()
+        a.commit(10)
+        a.send("!fetch 1000 wait=60000", f"!nack {a.place} 2 delay=300", f"!nack {a.place} 6 delay=900")
+        assert [a.reply().deliveries, a.reply().deliveries] == [1, 1]
+        batch = a.reply()
+        assert (batch.offset, batch.deliveries) == (2, 2)
+        a.read(batch.nbytes)
+        assert a.take() == (6, 2, [6])
+
+
+@pytest.mark.parametrize("letters", [2], indirect=True)
+def test_a_message_given_back_too_often_says_where_its_letter_is(broker, letters):
+    with Giver(broker, "writers", letters) as a:
+        a.take()
+        a.commit(10)
+        assert a.nack(3).letter == ""
+        assert a.take() == (3, 2, [3])
+        said = replies.Nacked(a.place, 3, 2, f"{letters}.dlq/0@0")
+        assert a.nack(3, "reason=no%20account") == said and a.take(wait_ms=0) == (0, 0, [])
+    [letter] = ask(port(broker), f"CONSUME {letters}.dlq/0 raw").splitlines()
+    assert b"error=no%20account" in letter and b"attempts=2" in letter and letter.endswith(b"|3")
+
+
+@pytest.mark.parametrize("letters", [3], indirect=True)
+def test_a_message_that_kills_its_readers_by_lines_is_put_aside_alone(broker, letters):
+    handled, lives = [], 0
+    while lives < 20:
+        with Giver(broker, "readers", letters) as a:
+            while True:
+                offset, deliveries, values = a.take(wait_ms=0)
+                if not values or 5 in values:
+                    break
+                handled += values
+                if deliveries:
+                    a.ask(f"!commit again {a.place} {offset}")
+                else:
+                    a.commit(offset + len(values))
+        if not values:
+            break
+        lives += 1
+    assert sorted(handled) == [0, 1, 2, 3, 4, 6, 7, 8, 9] and lives == 3
+    [letter] = ask(port(broker), f"CONSUME {letters}.dlq/0 raw").splitlines()
+    assert letter.endswith(b"|5") and b"attempts=3" in letter
+
+
+def test_who_reads_without_membership_gives_back_too_while_the_group_has_no_members(broker, letters):
+    with LineClient(port(broker)) as one:
+        one.send(f"ASSIGN alone {letters}/0", "!fetch 1000000")
+        assert isinstance(one.reply(), replies.Assigned) and one.batch()[1] == 0
+        one.send(f"!nack {letters}/0 6", "!fetch 1000000")
+        assert one.reply().deliveries == 1
+        assert one.batch()[1] == 6
+    with LineClient(port(broker)) as two:  # what the other had in hand when it went
+        two.send(f"ASSIGN alone {letters}/0@latest", "!fetch 1000000 wait=60000")
+        assert isinstance(two.reply(), replies.Assigned) and two.batch()[1] == 6
+        with Giver(broker, "alone", letters):
+            two.send(f"!nack {letters}/0 7")
+            assert two.reply().code == "unknown_member"
+
+
+def test_what_cannot_be_given_back_is_refused_and_the_connection_goes_on(broker, letters):
+    with Giver(broker, "strict", letters) as a:
+        for request, code in {
+            f"!nack {letters}/0": "bad_request",
+            f"!nack {letters}/0 1 delay=-1": "bad_request",
+            f"!nack {letters}/0 1 reason=%ff": "bad_request",
+            f"!nack {letters}/0 10": "out_of_range",
+            f"!nack {letters}/0 1 delay=1 delay=2": "bad_request",
+            f"!nack {letters}/7 1": "unknown_partition",
+            "!nack orders/0 1": "fenced",
+        }.items():
+            failed = a.ask(request)
+            assert isinstance(failed, replies.Failed) and (failed.request, failed.code) == ("nack", code), failed
+        assert len(a.take()[2]) == 10
+    assert (
+        ask(port(broker), f"ASSIGN {letters}/0", f"!nack {letters}/0 1")
+        .splitlines()[1]
+        .startswith(b"!err nack bad_request ")
+    )
 
 
 def test_a_killed_gateway_loses_no_commit_and_members_come_back(broker):

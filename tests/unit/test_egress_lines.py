@@ -29,6 +29,9 @@ REQUESTS = [
     lines.Offsets(),
     lines.Offsets((OTHER,)),
     lines.Commit(((ORDERS, 0), (OTHER, 10**17))),
+    lines.Commit(((ORDERS, 7), (OTHER, 0)), True),
+    lines.Nack(ORDERS, 7),
+    lines.Nack(OTHER, 10**17, 2500, "no account: 50 % = é\n"),
     lines.REVOKED,
     lines.BEAT,
     lines.LEAVE,
@@ -36,6 +39,7 @@ REQUESTS = [
 REPLIES = [
     replies.Started(ORDERS, 17),
     replies.Batch(OTHER, 17, 3, 900),
+    replies.Batch(ORDERS, 5, 1, 90, 3),
     replies.NO_RECORDS,
     replies.Assigned(3, ((ORDERS, 17), (OTHER, 0))),
     replies.Assigned(4, ()),
@@ -45,6 +49,9 @@ REPLIES = [
         (replies.PartitionOffsets(ORDERS, 0, 9, 4, 3), replies.PartitionOffsets(OTHER, 1, 1, 1, None))
     ),
     replies.Committed(((ORDERS, 4), (OTHER, 5))),
+    replies.Committed(((ORDERS, 4),), True),
+    replies.Nacked(ORDERS, 5, 2),
+    replies.Nacked(OTHER, 5, 3, "a.b-c_d.dlq/0@17"),
     replies.Failed("", "unknown_topic", "there is no topic x"),
     replies.Failed("commit", "fenced", "generation 3 is over"),
 ]

@@ -19,7 +19,7 @@ Memory      An entry for each message in hand, at most as many as the store has 
             has rows of those whose connection is gone (`Answers.first_kept`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kmq.gateway.groups.offset_records import Nack
@@ -30,11 +30,15 @@ NEVER = float("inf")
 
 
 class Hand(NamedTuple):
-    """Who has a message, from which committed position on it is done, and whether it is all that the member has."""
+    """Who has a message, from which committed position on it is done, and whether it is all that the member has.
+
+    `is_shown`: the position came with the message, so a commit of just the message (offset + 1) is one of it, too.
+    """
 
     member: str
     position: int
     is_alone: bool = False
+    is_shown: bool = False
 
 
 class Answer:
@@ -152,16 +156,25 @@ class InHand:
         """Note that a message was delivered with this position: a commit of it says that the message is done."""
         if self.has(group, place, offset):
             hands = self._hands[group, place]
-            hands[offset] = hands[offset]._replace(position=position)
+            hands[offset] = hands[offset]._replace(position=position, is_shown=True)
 
     def has(self, group: str, place: Partition, offset: int) -> bool:
         """Return True if somebody has a message in hand."""
         return offset in self._hands.get((group, place), ())
 
+    def hand(self, group: str, place: Partition, offset: int) -> Hand | None:
+        """Return who has a message in hand."""
+        return self._hands.get((group, place), {}).get(offset)
+
     def read(self, group: str, member: str, positions: Mapping[Partition, int]) -> None:
         """Note up to where a member was given new messages."""
         if positions:
             self._read.setdefault((group, member), {}).update(positions)
+
+    def has_nothing(self, group: str, member: str, committed: Callable[[Partition], int]) -> bool:
+        """Return True if a member has committed all that it was given. `committed`: the group's offset."""
+        read = self._read.get((group, member), {})
+        return not self._of(group, member) and all(committed(place) >= position for place, position in read.items())
 
     def has_one_alone(self, group: str, member: str) -> bool:
         """Return True while a member has a message that must be all that it has."""
@@ -285,15 +298,13 @@ class InHand:
         return [offset for offset, is_done in self._passed_by(group, place, committed) if not is_done]
 
     def _passed_by(self, group: str, place: Partition, committed: int) -> list[tuple[int, bool]]:
-        return sorted(
-            (offset, committed == offset + 1 or not self.answers.is_on_the_way(group, hand.member, place, offset))
-            for offset, hand in self._hands.get((group, place), {}).items()
-            if committed >= hand.position or committed == offset + 1
-        )
-
-    def is_of_one(self, group: str, place: Partition, committed: int, before: int) -> bool:
-        """Return True if a commit concerns just one message in hand, behind which the group is already (`before`)."""
-        return committed < before and committed - 1 in self._hands.get((group, place), {})
+        found = []
+        for offset, hand in self._hands.get((group, place), {}).items():
+            is_just_this = hand.is_shown and committed == offset + 1
+            if is_just_this or committed >= hand.position:
+                is_lost = self.answers.is_on_the_way(group, hand.member, place, offset)
+                found.append((offset, is_just_this or not is_lost))
+        return sorted(found)
 
 
 def is_paused(rows: Mapping[int, Nack]) -> bool:
@@ -310,4 +321,4 @@ def given_back(known: Nack | None, now: float, delay_s: float, reason: str) -> N
     """Return the row of a message that a member gives back. The same request again changes nothing but the time."""
     if known is None:
         return Nack(1, now + delay_s, reason, first=now)
-    return known._replace(due=now + delay_s, reason=reason)
+    return known._replace(due=now + delay_s, reason=reason, letter="")

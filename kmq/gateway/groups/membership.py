@@ -255,7 +255,9 @@ class Groups:
         ahead = {
             place: row
             for place, row in rows.items()
-            if place not in known or not self.in_hand.is_of_one(group, place, row.offset, known[place].offset)
+            if place not in known
+            or row.offset >= known[place].offset
+            or not self._is_of_one(group, place, row.offset - 1)
         }
         # What is delivered while the commit is on its way is not done by it.
         done = {place: self.in_hand.done_by(group, place, row.offset) for place, row in rows.items()}
@@ -343,6 +345,15 @@ class Groups:
                 pass  # nobody knows where it ends
         return None
 
+    def _is_of_one(self, group: str, place: Partition, offset: int) -> bool:
+        """Return True if a commit behind this message, with which the group goes back, concerns just the message.
+
+        It came again to who commits it. If that one does not have it any more, as after a start of the gateway, the
+        message comes once more, and the group stays where it is.
+        """
+        row = self.store.nacks(group, *place).get(offset)
+        return row is not None and not row.letter
+
     @contextmanager
     def watch(self, group: str, event: asyncio.Event) -> Iterator[None]:
         """Set the event whenever a message of the group was given back."""
@@ -368,6 +379,8 @@ class Groups:
         for offset in done:
             self.in_hand.give_back(group, place, offset)
             self.in_hand.trust(group, place, offset)
+        if done:
+            self.wake(group)
         self.in_hand.committed(group, place, committed)
 
     async def pass_letters(self, group: str, place: Partition, start: int) -> None:

@@ -64,11 +64,14 @@ class Committed(NamedTuple):
     seq: int = 0
 
 
+DONE = "done"  # in place of a letter
+
+
 class Nack(NamedTuple):
     """A message that a member gave back, or that its reader died of. Times in seconds since the epoch.
 
     `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was
-    put aside, is not delivered any more, and the row goes as soon as the group has committed beyond it.
+    put aside, or DONE: handled. It is not delivered any more, and the row goes as soon as the group has committed beyond it.
     """
 
     deliveries: int

@@ -27,7 +27,7 @@ Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its ne
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ from kmq.gateway.core.topic_options import UNLIMITED
 from kmq.gateway.groups.events import State
 from kmq.gateway.groups.in_hand import NEVER, Hand, Partition, given_back, is_paused, is_spent
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_records import Nack
+from kmq.gateway.groups.offset_records import DONE, Nack
 
 MOST_DELAY_S = 604_800.0
 MOST_REASON = 250  # characters
@@ -115,7 +115,7 @@ class Redelivery:
         most = await self.max_deliveries(topic)
         message = await self._read(place, offset)
         known = store.nacks(group, topic, partition).get(offset)
-        if known is not None and known.letter:
+        if known is not None and known.letter not in ("", DONE):
             return Given(known.deliveries, 0.0, known.letter)
         row = given_back(known, store.now_s(), delay_s, reason)
         if is_spent(row, most):
@@ -168,6 +168,23 @@ class Redelivery:
         await self.groups.forget(group, place, (), committed.offset if committed else 0)
         return letter
 
+    async def done(self, group: str, place: Partition, offset: int) -> None:
+        """Note that a message which came again was handled. While it is in front of the group, it is not a new one."""
+        store, in_hand = self.groups.store, self.groups.in_hand
+        row, known = store.nacks(group, *place).get(offset), store.committed(group).get(place)
+        if row is None or (known is not None and offset < known.offset):
+            await self.groups.forget(group, place, [offset])
+            return
+        await store.nack(group, *place, {offset: row._replace(letter=DONE)})
+        in_hand.give_back(group, place, offset)
+        in_hand.trust(group, place, offset)
+        await self._pass(group, place)
+
+    async def _pass(self, group: str, place: Partition) -> None:
+        """Move the group's offset over messages that are letters, or done."""
+        start = await self._core.fetching.open(*place, EARLIEST)
+        await self.groups.pass_letters(group, place, start.offset)
+
     # --- delivering again --------------------------------------------------------------------------------------------
 
     async def take(
@@ -197,8 +214,7 @@ class Redelivery:
             counts = in_hand.counts(group, place, offset)
             if counts and is_spent(row, most):
                 await self._put_aside(group, message, row)
-                start = await self._core.fetching.open(*place, EARLIEST)
-                await self.groups.pass_letters(group, place, start.offset)
+                await self._pass(group, place)
                 continue
             found.append(message)
             rows[offset] = row._replace(deliveries=row.deliveries + counts)
@@ -224,19 +240,29 @@ class Reader:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_turns(self) -> bool:
+        """Return True if something may come again, or may be left out, now: else all new messages may come."""
+        is_plain = not self._groups.store.table.has_nacks(self.group) and self._groups.in_hand.is_quiet(self.group)
+        return not is_plain and self._is_in_force
+
     async def turn(self, positions: Mapping[Partition, int], limit: Limit, is_idle: bool) -> Turn:
         """Return what the member is given next of partitions that go on at these positions.
 
-        `is_idle`: it has come back from all that it was given before. If something cannot be written now, the partition
-        waits, and others go on.
+        `is_idle`: it has come back from all that it was given before; one that has committed all that is idle, too.
+        If something cannot be written now, the partition waits, and others go on.
         """
         group, groups, in_hand = self.group, self._groups, self._groups.in_hand
         if is_idle:
             in_hand.came_back(group, self.member)
         elif in_hand.has_one_alone(group, self.member):
             return Turn([], {})
-        if (not groups.store.table.has_nacks(group) and in_hand.is_quiet(group)) or not self._is_in_force:
+        if not self.has_turns:
             return Turn([])
+        known = groups.committed(group)
+        is_idle = is_idle or in_hand.has_nothing(
+            group, self.member, lambda place: known[place].offset if place in known else 0
+        )
         again: list[Again] = []
         apart: list[Partition] = []
         held: set[Partition] = set()
@@ -340,12 +366,10 @@ class Reader:
     def wait_s(self, positions: Mapping[Partition, int]) -> float:
         """Return after how many seconds to ask for a turn again, without any news."""
         group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
-        if not self._is_in_force:
+        if not self.has_turns:
             return NEVER
-        if not in_hand.is_quiet(group) and any(at < in_hand.doubted(group, place) for place, at in positions.items()):
+        if any(at < in_hand.doubted(group, place) for place, at in positions.items()):
             return _LOOK_AGAIN_S
-        if not store.table.has_nacks(group):
-            return NEVER
         due = min((in_hand.next_due(group, at, store.nacks(group, *at)) for at in positions), default=NEVER)
         left = due - store.now_s()
         return left if left > 0 else _LOOK_AGAIN_S
@@ -354,13 +378,31 @@ class Reader:
         """Set the event whenever a message of the group was given back."""
         return self._groups.watch(self.group, event)
 
-    # --- giving back -------------------------------------------------------------------------------------------------
+    # --- giving back, and being done --------------------------------------------------------------------------------
+
+    async def done(self, messages: Sequence[tuple[Partition, int]]) -> None:
+        """Note on disk that the member is done with these messages, which had come again.
+
+        Raises RequestRefused (fenced) for one that the member has not: it comes once more, or another one has it.
+        """
+        self._check([place for place, _ in messages])
+        for place, offset in messages:
+            hand = self._groups.in_hand.hand(self.group, place, offset)
+            if hand is not None and hand.member == self.member:
+                await self._redelivery.done(self.group, place, offset)
+            elif (row := self._groups.store.nacks(self.group, *place).get(offset)) and not row.letter:
+                where = f"{TopicPartition(*place)} offset {offset}"
+                raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
 
     async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> Given:
         """Give a message of a partition that the member owns back. Raises RequestRefused."""
-        member = self.member if self._is_member else None
-        self._groups.coordinator.check_commit(self.group, member, None, [place], time.monotonic())
+        self._check([place])
         return await self._redelivery.nack(self.group, *place, offset, reason, delay_s)
+
+    def _check(self, places: Iterable[Partition]) -> None:
+        """Raise RequestRefused for a partition that the member does not own."""
+        member = self.member if self._is_member else None
+        self._groups.coordinator.check_commit(self.group, member, None, places, time.monotonic())
 
 
 class _Letters:

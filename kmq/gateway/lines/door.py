@@ -11,6 +11,7 @@ from kmq.client.egress_lines import Assign, BadLine, Consume, Opening, opening
 from kmq.client.egress_replies import Failed
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.redelivery import Reader, Redelivery
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.consume import Consumption
 from kmq.gateway.lines.member import GroupCommits, MemberSession
@@ -26,8 +27,9 @@ _STOPPING = Failed("", "stopping", "the gateway is stopping; come again and go o
 class Lines:
     """The connections of the consumer port. An instance is a factory of protocols, as aiohttp's server is."""
 
-    def __init__(self, service: Service, groups: Groups) -> None:
-        self._service, self._groups = service, groups
+    def __init__(self, service: Service, groups: Groups, redelivery: Redelivery | None = None) -> None:
+        """`redelivery` None: nothing can be given back, and nothing comes again."""
+        self._service, self._groups, self._redelivery = service, groups, redelivery
         self._connections: set[Connection] = set()
 
     def __call__(self) -> Connection:
@@ -81,10 +83,11 @@ class Lines:
             await Consumption(self._service, connection, asked).run()
         elif isinstance(asked, Assign):
             commits = GroupCommits(self._groups, asked.group) if asked.group else NoGroup()
-            session = Session(self._service, connection, commits)
+            reader = Reader(self._redelivery, asked.group, None) if asked.group and self._redelivery else None
+            session = Session(self._service, connection, commits, reader)
             await session.assign(0, await session.open(asked.partitions))
             connection.pending = 0
             await session.run()
         else:
             connection.pending = 0
-            await MemberSession(self._service, connection, self._groups, asked).run()
+            await MemberSession(self._service, connection, self._groups, asked, self._redelivery).run()

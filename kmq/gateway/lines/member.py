@@ -18,6 +18,7 @@ from kmq.client.egress_lines import Position, TopicPartition
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Partitions, Revoke
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.redelivery import Reader, Redelivery
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.lines.connection import Connection
@@ -45,9 +46,17 @@ class GroupCommits:
 class MemberSession(Session):
     """A member of a group."""
 
-    def __init__(self, service: Service, connection: Connection, groups: Groups, asked: requests.Group) -> None:
+    def __init__(
+        self,
+        service: Service,
+        connection: Connection,
+        groups: Groups,
+        asked: requests.Group,
+        redelivery: Redelivery | None = None,
+    ) -> None:
         self._commits = GroupCommits(groups, asked.group, asked.member)
-        super().__init__(service, connection, self._commits)
+        reader = Reader(redelivery, asked.group, asked.member) if redelivery else None
+        super().__init__(service, connection, self._commits, reader)
         self._groups, self._asked, self._member = groups, asked, asked.member
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
@@ -61,7 +70,7 @@ class MemberSession(Session):
         terms = Terms(asked.topics, asked.assignor, asked.session_s)
         client = Client(asked.member, self.connection.peer)
         try:
-            await self._groups.join(asked.group, asked.member, client, terms, self._hear)
+            await self._groups.join(asked.group, asked.member, client, terms, self._hear, is_anew=True)
             await super().run()
         finally:
             self._groups.stop_listening(asked.group, self._member, self._hear)

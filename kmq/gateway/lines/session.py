@@ -4,8 +4,9 @@ Pull        Nothing is sent that was not asked for: each `!fetch` is answered by
             partitions take turns.
 Order       Requests are answered in order, except that a fetch that waits for records stops nobody: later requests are
             answered before it, and later fetches after it. A line or a batch is written whole before the next one.
+Again       What was given back comes before new records, one message a batch (kmq/gateway/groups/redelivery.py). A fetch
+            that waits, or that follows an empty answer, says that the client has come back from all it was given.
 Invariant   After `!revoke` no batch of that partition is sent. After `!seek` none from before it is sent.
-Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py); after `!seek` it is said again.
 Memory      At most _MOST_FETCHES fetches wait; a batch is bytes of a file (connection.py).
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 from kmq.client import egress_lines as requests
@@ -23,19 +25,27 @@ from kmq.client.egress_replies import (
     Batch,
     Committed,
     Failed,
+    Nacked,
     OffsetsReply,
     PartitionOffsets,
     Sought,
 )
-from kmq.gateway.core.fetching import Damage
-from kmq.gateway.core.partitions import Partition, Signature
+from kmq.gateway.core.fetching import Limit
+from kmq.gateway.core.partitions import END, Partition, Signature
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waiter
+from kmq.gateway.groups.in_hand import NEVER
+from kmq.gateway.groups.redelivery import Again, Reader, Turn
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
 
 _MOST_FETCHES = 64
+_LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
+
+
+def _no_group() -> RequestRefused:
+    return RequestRefused("bad_request", "this connection names no group; say ASSIGN <group> … or GROUP <group> …")
 
 
 class Commits(Protocol):
@@ -55,7 +65,7 @@ class NoGroup:
         return {}
 
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
-        raise RequestRefused("bad_request", "this connection names no group; say ASSIGN <group> … or GROUP <group> …")
+        raise _no_group()
 
 
 class Cursor:
@@ -64,28 +74,30 @@ class Cursor:
     def __init__(self, partition: Partition, offset: int) -> None:
         self.partition, self.offset, self.version = partition, offset, 0
         self.place = TopicPartition(partition.topic, partition.number)
-        self.start: Position | None = None  # where to begin, if damage has hidden it until now
         self.seen: Signature | None = None  # when a read found nothing
-        self.damage = Damage()
 
     def has_news(self) -> bool:
-        return not self.damage.is_resting and self.partition.signature() != self.seen
+        return self.partition.signature() != self.seen
 
     def move(self, offset: int) -> None:
-        self.offset, self.start, self.seen, self.version = offset, None, None, self.version + 1
-        self.damage = Damage()
+        self.offset, self.seen, self.version = offset, None, self.version + 1
 
 
 class Session:
     """The partitions and requests of one connection. Subclasses say what a group does."""
 
-    def __init__(self, service: Service, connection: Connection, commits: Commits) -> None:
-        self.service, self.connection, self.commits = service, connection, commits
+    def __init__(
+        self, service: Service, connection: Connection, commits: Commits, reader: Reader | None = None
+    ) -> None:
+        """`reader`: what the group says is to be read next; None without a group."""
+        self.service, self.connection, self.commits, self.reader = service, connection, commits, reader
         self.cursors: dict[TopicPartition, Cursor] = {}  # in the order of their turns
         self._waiting: deque[tuple[requests.Fetch, float]] = deque()  # fetches, and until when they wait
         self._has_fetch, self._changed = asyncio.Event(), asyncio.Event()
         self._waiter = Waiter(self._changed)
         self._sending = asyncio.Lock()
+        self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
+        self._was_empty = True  # the last answer to a fetch
 
     # --- the partitions ----------------------------------------------------------------------------------------------
 
@@ -107,14 +119,8 @@ class Session:
                     if may_be_gone:
                         continue
                     raise
-                cursor = Cursor(partition, committed.get(place, 0))
-                try:
-                    cursor.offset = partition.nearest(cursor.offset) if position is None else partition.locate(position)
-                except DamageError:  # the first fetch says what is damaged
-                    cursor.start = position
-                    if position is not None and position.kind == "offset":
-                        cursor.offset = position.value
-                found.append(cursor)
+                at = partition.nearest(committed.get(place, 0)) if position is None else partition.locate(position)
+                found.append(Cursor(partition, at))
             return found
 
         return await self.service.run(opened)
@@ -139,16 +145,19 @@ class Session:
         """Serve requests until the client leaves or has gone, and everything it asked for was answered."""
         served = asyncio.gather(self._serve_fetches(), self.serve_lines())
         beside = asyncio.create_task(self.serve_beside())
-        try:
-            await asyncio.wait((served, beside), return_when=asyncio.FIRST_COMPLETED)
-            for ended in (beside, served):
-                if ended.done():
-                    ended.result()
-        finally:
-            served.cancel()
-            beside.cancel()
-            await asyncio.gather(served, beside, return_exceptions=True)
-            self.service.waking.forget(self._waiter)
+        with self.reader.watch(self._changed) if self.reader else nullcontext():
+            try:
+                await asyncio.wait((served, beside), return_when=asyncio.FIRST_COMPLETED)
+                for ended in (beside, served):
+                    if ended.done():
+                        ended.result()
+            finally:
+                served.cancel()
+                beside.cancel()
+                await asyncio.gather(served, beside, return_exceptions=True)
+                self.service.waking.forget(self._waiter)
+                if self.reader:
+                    self.reader.close()
 
     async def serve_beside(self) -> None:
         """Do what goes on beside requests; it ends with them, and an error ends them."""
@@ -183,8 +192,9 @@ class Session:
             elif isinstance(request, requests.Offsets):
                 await self._tell_offsets(request)
             elif isinstance(request, requests.Commit):
-                await self.commits.commit(request.offsets)
-                await self.say(Committed(request.offsets).encode())
+                await self._commit(request)
+            elif isinstance(request, requests.Nack):
+                await self._nack(request)
             elif request == requests.REVOKED:
                 self.revoked()
         except RequestRefused as err:
@@ -192,8 +202,7 @@ class Session:
                 raise  # nothing answers `!revoked`, so no `!err <request>` does: it ends the connection
             await self.say(Failed(name, err.code, str(err)).encode())
         except DamageError as err:
-            of = f"{request.place}: " if isinstance(request, requests.Seek) else ""
-            await self.say(Failed(name, "damaged", f"{of}{err}").encode())
+            await self.say(Failed(name, "damaged", str(err)).encode())
 
     def beat(self, polled: bool) -> None:
         """Note a sign of life; `polled`: the client asks for records."""
@@ -223,26 +232,35 @@ class Session:
         cursors = self._chosen(request.partitions)
         committed = self.commits.committed([cursor.place for cursor in cursors])
 
-        damage: DamageError | None = None
-
         def rows() -> list[PartitionOffsets]:
-            nonlocal damage
-            found = []
-            for cursor in cursors:
-                place, partition = cursor.place, cursor.partition
-                try:
-                    start, end = partition.start(), partition.end()
-                    found.append(PartitionOffsets(place, start, end, cursor.offset, committed.get(place)))
-                except DamageError as err:
-                    damage = err
-            return found
+            return [
+                PartitionOffsets(
+                    cursor.place,
+                    cursor.partition.start(),
+                    cursor.partition.end(),
+                    cursor.offset,
+                    committed.get(cursor.place),
+                )
+                for cursor in cursors
+            ]
 
-        answer = OffsetsReply(tuple(await self.service.run(rows)))
-        if damage is not None:  # its partition is left out; who asks for it alone hears of it
-            self.service.damaged(damage)
-            if len(cursors) == 1:
-                raise RequestRefused("damaged", f"{cursors[0].place}: {damage}")
-        await self.say(answer.encode())
+        await self.say(OffsetsReply(tuple(await self.service.run(rows))).encode())
+
+    async def _commit(self, request: requests.Commit) -> None:
+        if not request.is_again:
+            await self.commits.commit(request.offsets)
+        elif self.reader is None:
+            raise _no_group()
+        else:
+            await self.reader.done(request.offsets)
+        await self.say(Committed(*request).encode())
+
+    async def _nack(self, request: requests.Nack) -> None:
+        if self.reader is None:
+            raise _no_group()
+        place, offset, delay_ms, reason = request
+        given = await self.reader.nack(place, offset, reason, delay_ms / 1000)
+        await self.say(Nacked(place, offset, given.deliveries, given.letter).encode())
 
     # --- fetching ----------------------------------------------------------------------------------------------------
 
@@ -251,10 +269,10 @@ class Session:
         until = time.monotonic() + fetch.wait_ms / 1000
         cursors = self._chosen(fetch.partitions)
         if not self._waiting:
-            if await self._answer_from(cursors, fetch.max_bytes, is_patient=fetch.wait_ms > 0):
+            if await self._answer_from(cursors, fetch):
                 return
             if not fetch.wait_ms:
-                return await self.say(NO_RECORDS.encode())
+                return await self._say_nothing()
         if len(self._waiting) >= _MOST_FETCHES:
             raise RequestRefused("too_many", f"{_MOST_FETCHES} fetches of this connection wait already")
         self._waiting.append((fetch, until))
@@ -282,37 +300,74 @@ class Session:
         while True:
             self._changed.clear()
             cursors = self._chosen(fetch.partitions)
-            looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
-            is_news = await self.service.waking.next_news(self._waiter, looks, until - time.monotonic())
-            if is_news and await self._answer_from(cursors, fetch.max_bytes, is_patient=True):
+            looks = {each.partition.directory: each.has_news for each in cursors if each.place not in self._held}
+            due_s = _LOOK_AGAIN_S if self._held else NEVER  # without news
+            if self.reader and self.reader.has_turns:
+                due_s = min(due_s, self.reader.wait_s({cursor.place: cursor.offset for cursor in cursors}))
+            left_s = until - time.monotonic()
+            is_news = await self.service.waking.next_news(self._waiter, looks, min(left_s, due_s))
+            if (is_news or due_s < left_s) and await self._answer_from(cursors, fetch):
                 return
             if time.monotonic() >= until:
-                return await self.say(NO_RECORDS.encode())
+                return await self._say_nothing()
 
-    async def _answer_from(self, cursors: Sequence[Cursor], max_bytes: int, is_patient: bool) -> bool:
+    async def _say_nothing(self) -> None:
+        self._was_empty = True
+        await self.say(NO_RECORDS.encode())
+
+    async def _answer_from(self, cursors: Sequence[Cursor], fetch: requests.Fetch) -> bool:
         """Answer a fetch with records of one of these partitions. Return False if none has any.
 
-        `is_patient`: it waits, so a partition may be left out whose next event will wake it.
+        A fetch that waits may leave out a partition whose next event will wake it.
         """
+        turn, is_patient = Turn([]), fetch.wait_ms > 0
+        if self.reader and self.reader.has_turns:
+            positions: dict[tuple[str, int], int] = {cursor.place: cursor.offset for cursor in cursors}
+            turn = await self.reader.turn(positions, Limit(1, fetch.max_bytes), is_patient or self._was_empty)
+        self._held = frozenset(cursor.place for cursor in cursors if turn.skips(cursor.place) is None)
+        if turn.again:
+            return await self._answer_again(turn.again[0])
         for cursor in cursors:
+            skips = turn.skips(cursor.place)
+            if skips is None:
+                continue
             if is_patient and cursor.seen is not None and self._waiter.is_quiet(cursor.partition.directory):
                 continue
-            if await self._answer(cursor, max_bytes):
+            if await self._answer(cursor, fetch.max_bytes, skips):
                 return True
         return False
 
-    async def _answer(self, cursor: Cursor, max_bytes: int) -> bool:
-        """Answer a fetch with records of this partition, or with its damage. Return False if there are none."""
+    async def _answer_again(self, again: Again) -> bool:
+        """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
+        message, deliveries, position = again
+        cursor = self.cursors.get(TopicPartition(*again.place))
+        async with self._sending:
+            if cursor is None or self.cursors.get(cursor.place) is not cursor:
+                assert self.reader is not None
+                self.reader.take_back([again])
+                return False
+            self._take_turn(cursor)
+            if position != cursor.offset:
+                cursor.offset, cursor.seen = position, None
+                self._waiter.look_again(cursor.partition.directory)
+            self._was_empty = False
+            said = Batch(cursor.place, message.offset, 1, message.size, deliveries)
+            await self.connection.write(said.encode() + message.line + b"\n")
+        self.service.requests.count_sent(message.size)
+        return True
+
+    async def _answer(self, cursor: Cursor, max_bytes: int, skips: frozenset[int] = frozenset()) -> bool:
+        """Answer a fetch with records of this partition, or with its damage. Return False if there are none.
+
+        `skips`: offsets that are left out; a batch ends in front of one.
+        """
         seen, version = cursor.partition.signature(), cursor.version
-        if seen == cursor.seen or cursor.damage.is_resting:
+        if seen == cursor.seen:
             return False
         try:
             async with self.service.reading(self.connection):
-                if cursor.start is not None:
-                    offset = await self.service.run(cursor.partition.locate, cursor.start)
-                    if cursor.version == version:
-                        cursor.offset, cursor.start = offset, None
-                batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes)
+                most = await self._pass_over(cursor, skips) if skips else END
+                batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes, most)
                 if batch is None:
                     if cursor.version == version:  # else it was sought meanwhile, and is to be read anew
                         cursor.seen = seen
@@ -322,7 +377,9 @@ class Session:
                         if self.cursors.get(cursor.place) is not cursor or cursor.version != version:
                             return False  # revoked or sought meanwhile, which has set _changed
                         self._take_turn(cursor)
-                        cursor.offset = batch.next_offset
+                        cursor.offset, self._was_empty = batch.next_offset, False
+                        if self.reader:
+                            self.reader.read({cursor.place: batch.next_offset})
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
                         await self.connection.write(said.encode())
                         await self.connection.send(batch.span)
@@ -330,12 +387,20 @@ class Session:
                     self.service.release(batch)
         except DamageError as err:
             self._take_turn(cursor)
-            if cursor.version != version or not cursor.damage.is_new(err):
-                return False
-            await self.say(Failed("fetch", "damaged", f"{cursor.place}: {err}").encode())
+            await self.say(Failed("fetch", "damaged", str(err)).encode())
             return True
         self.service.requests.count_sent(batch.span.nbytes)
         return True
+
+    async def _pass_over(self, cursor: Cursor, skips: frozenset[int]) -> int:
+        """Move a cursor over offsets that are left out. Returns how many follow up to the next one."""
+        version = cursor.version
+        offset = await self.service.run(cursor.partition.nearest, cursor.offset)
+        while offset in skips:
+            offset += 1
+        if cursor.version == version:
+            cursor.offset = offset
+        return min((skipped for skipped in skips if skipped > offset), default=END) - offset
 
     def _take_turn(self, cursor: Cursor) -> None:
         """Let the other partitions go first at the next fetch."""
