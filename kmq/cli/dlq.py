@@ -4,6 +4,7 @@
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
@@ -107,10 +108,12 @@ def _list_topics(data: str, as_json: bool) -> None:
 def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
     from kmq.deadletters.chosen import all_of
 
-    letters = terminal.while_read(islice(all_of(data, topic, filters), most or None))
+    every = all_of(data, topic, filters)
+    letters = terminal.while_read(islice(every, most or None))
     if as_json:
         for found in letters:
             print(json.dumps(_as_dict(found), ensure_ascii=False))
+        _tell_more(every)
         return
     table = Table("letter", "origin", "key", box=None, pad_edge=False, header_style="bold")
     for title in ("attempts", "replays"):
@@ -119,6 +122,12 @@ def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_
     for found in letters:
         table.add_row(*_row(found))
     print(f"{topic}: no letters that match") if not table.row_count else terminal.console().print(table)
+    _tell_more(every)
+
+
+def _tell_more(rest: "Iterator[Found]") -> None:
+    if terminal.is_read() and next(rest, None) is not None:
+        print("kmq: there are more letters; --max 0 lists all", file=sys.stderr)
 
 
 def _row(found: "Found") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A driver that archives and is killed at one place: python archive_driver.py <point> <batch> <whole group> <arguments of run>.
+"""A driver that archives and is killed at one place: python archive_driver.py <point> <batch> <with its JVM> <arguments of run>.
 
 It stands in for `kmq pipeline run archive`, whose code has no such places.
 """
@@ -10,19 +10,21 @@ import sys
 import warnings
 from typing import Any
 
+from pyspark import SparkContext
+
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.dead_letters import DeadLetters
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
 from kmq.spark.tables.bound import BoundStream
 
-point, batch, whole_group, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
+point, batch, with_jvm, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 
 
 def kill() -> None:
-    """This process; or with it the JVM and the Python workers."""
-    if whole_group:
-        os.killpg(0, signal.SIGKILL)
+    """This process; or the JVM, which is in a session of its own, and then this process."""
+    if with_jvm:
+        os.killpg(SparkContext._gateway.proc.pid, signal.SIGKILL)  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGKILL)
 
 

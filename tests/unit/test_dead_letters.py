@@ -155,6 +155,7 @@ def dlq(tmp_path, monkeypatch):
         done = CliRunner().invoke(app, ["dlq", *command])
         if done.exception is not None:
             raise done.exception
+        run.stderr = done.stderr
         return done.stdout
 
     return run
@@ -164,6 +165,7 @@ def test_topics_of_letters_and_letters_are_listed(dlq):
     assert dlq("ls").split() == ["topic", "letters", "orders.dlq", "2", "orders.v2.dlq", "1"]
     assert json.loads(dlq("ls", "--json").splitlines()[0]) == {"topic": "orders.dlq", "letters": 2}
     header, row = dlq("ls", "orders", "--max", "1").splitlines()
+    assert dlq.stderr == "kmq: there are more letters; --max 0 lists all\n"
     assert header.split() == ["letter", "origin", "key", "attempts", "replays", "error"]
     assert row.split() == ["0@0", "orders/3@17", "eu", "4", "0", "ValueError:", "no;", "such|price"]
     shown = json.loads(dlq("ls", "orders", "--filter", "trace=1", "--json"))
