@@ -11,21 +11,25 @@ Anomalies
     poll-skip            a reader goes past records that it was not given and its group has not committed
     unassigned poll      a member is given a partition that it does not have
     unseen               a stored record that a group was never given, although it had come to the end
+    lost answer          a record of an answer that a member has given up, and that its group was never given after that
+    skipped by latest    a record that came after a group had subscribed with `latest`, and that it was never given
     commit lost          a group goes on in front of what was acknowledged as committed
+    position against group   a commit is accepted in front of one that had been acknowledged, so the group goes back
     stale commit         a commit of a former owner is accepted, after another member has begun to read
     two owners           a partition has two owners in one generation
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from chaos.history import FAIL, OK, Assigned, Commit, Committed, Operation, Owners, Place, Poll, Produce
+from chaos.history import FAIL, OK, Again, Assigned, Commit, Committed, Lost, Operation, Owners, Place, Poll, Produce
 
 SHOWN = 10  # anomalies of one kind that are listed; the rest is counted
 _NO_OFFSET = -1
 
 At = tuple[Place, int]
+_InGroup = tuple[str, Place, int]
 
 
 class Anomaly(NamedTuple):
@@ -59,21 +63,29 @@ class Verdict:
         return "\n".join([*map(str, self.anomalies), f"{operations} {counts}"])
 
 
-def check(history: Iterable[Operation], drained: Collection[str] = (), complete: bool = False) -> Verdict:
+def check(
+    history: Iterable[Operation],
+    drained: Collection[str] = (),
+    complete: bool = False,
+    latest: Mapping[str, float] | None = None,
+) -> Verdict:
     """Return what is wrong with a history, in which the operations of each process are in their order.
 
     drained: groups that have come to the end of every partition.   complete: readers without a group have read everything.
+    latest: groups that begin with `latest`, and when they had subscribed.
     """
-    verdict, operations = Verdict(), list(history)
+    verdict, operations, latest = Verdict(), list(history), latest or {}
     verdict.operations.update(type(operation).__name__ for operation in operations)
     records = _Records(operations, verdict)
     records.check_writes(complete)
     records.check_order()
     for group in drained:
-        records.check_seen_by(group)
+        records.check_seen_by(group, latest.get(group))
+        records.check_lost_by(group)
     commits = _Commits(operations)
-    _check_readers(operations, commits, verdict)
+    _check_readers(operations, commits, verdict, latest)
     commits.check_queries(verdict)
+    commits.check_order(verdict)
     commits.check_fences(verdict)
     _check_owners(operations, verdict)
     return verdict
@@ -88,12 +100,23 @@ class _Records:
         self._at: dict[At, str] = {}
         self._places: defaultdict[str, set[At]] = defaultdict(set)
         self._ends: Counter[Place] = Counter()
-        self._seen: defaultdict[str, set[At]] = defaultdict(set)
+        self._seen: defaultdict[str, dict[At, float]] = defaultdict(dict)
         for poll in (each for each in operations if isinstance(each, Poll)):
             self._ends[poll.place] = max(self._ends[poll.place], poll.end)
             for offset, value in enumerate(poll.values, poll.first):
                 self._note((poll.place, offset), value)
-                self._seen[poll.group].add((poll.place, offset))
+                self._see(poll.group, (poll.place, offset), poll.ended)
+        for again in (each for each in operations if isinstance(each, Again)):
+            self._note((again.place, again.offset), again.value)
+            self._see(again.group, (again.place, again.offset), again.ended)
+        self._lost = [each for each in operations if isinstance(each, Lost)]
+        for lost in self._lost:
+            for offset, value in enumerate(lost.values, lost.first):
+                self._note((lost.place, offset), value)
+
+    def _see(self, group: str, at: At, when: float) -> None:
+        """Note when a group was given a record last."""
+        self._seen[group][at] = max(when, self._seen[group].get(at, 0.0))
 
     def _note(self, at: At, value: str) -> None:
         if self._at.setdefault(at, value) != value:
@@ -136,12 +159,28 @@ class _Records:
                 else:
                     last[sent.process, place] = offset, value
 
-    def check_seen_by(self, group: str) -> None:
+    def check_seen_by(self, group: str, since: float | None = None) -> None:
+        """`since`: the group need not be given what was sent before."""
         told = {
             (p.place, p.offset) for p in self._sent.values() if p.outcome == OK and p.place and p.offset is not None
         }
-        for at in sorted((self._at.keys() | told) - self._seen[group]):
-            self._verdict.add("unseen", f"{self._at.get(at, 'a message')} at {at}: never given to group {group}")
+        given_up = {(each.place, n) for each in self._lost if each.group == group for n in range(each.first, each.end)}
+        for at in sorted((self._at.keys() | told) - self._seen[group].keys() - given_up):
+            sent = self._sent.get(self._at.get(at, ""))
+            what = f"{self._at.get(at, 'a message')} at {at}: never given to group {group}"
+            if since is None:
+                self._verdict.add("unseen", what)
+            elif sent is not None and sent.began > since:
+                self._verdict.add("skipped by latest", what)
+
+    def check_lost_by(self, group: str) -> None:
+        for lost in (each for each in self._lost if each.group == group):
+            for offset, value in enumerate(lost.values, lost.first):
+                if self._seen[group].get((lost.place, offset), 0.0) < lost.ended:
+                    what = (
+                        f"{value} at {(lost.place, offset)}: given up by {lost.process}, and not given to {group} again"
+                    )
+                    self._verdict.add("lost answer", what)
 
 
 class _Commits:
@@ -182,6 +221,14 @@ class _Commits:
                 if group == query.group and found < acked:
                     verdict.add("commit lost", f"{group} {place}: {found} after {acked} was acknowledged")
 
+    def check_order(self, verdict: Verdict) -> None:
+        for commit in self._commits:
+            for place, offset in commit.offsets.items() if commit.outcome == OK else ():
+                acked = self.acked(commit.group, place, commit.began)
+                if offset < acked:
+                    what = f"{commit.group} {place}: {commit.process} commits {offset} after {acked} was acknowledged"
+                    verdict.add("position against group", what)
+
     def check_fences(self, verdict: Verdict) -> None:
         for commit in self._commits:
             for place in commit.offsets if commit.outcome == OK else ():
@@ -209,8 +256,11 @@ def _highest(rows: list[tuple[float, int]], before: float) -> int:
 class _Reader:
     """Where one process goes on in each of its partitions. None: at what its group has committed."""
 
-    def __init__(self, commits: _Commits, verdict: Verdict) -> None:
-        self._commits, self._verdict = commits, verdict
+    def __init__(
+        self, commits: _Commits, verdict: Verdict, latest: Collection[str], again: Collection[_InGroup]
+    ) -> None:
+        self._commits, self._verdict, self._latest, self._again = commits, verdict, latest, again
+        self._behind: defaultdict[Place, set[int]] = defaultdict(set)  # answers that were given up
         self._next: dict[Place, int | None] = {}
         self._was: dict[Place, int] = {}
         self._began: dict[Place, float] = {}
@@ -223,6 +273,18 @@ class _Reader:
                 (before.get(place) or self._was.get(place, 0)) if assigned.goes_on and place in before else 0
             )
             self._next[place], self._began[place] = None, assigned.began
+            if not assigned.goes_on:
+                self._behind[place].clear()
+
+    def lose(self, lost: Lost) -> None:
+        """It goes on behind an answer that it has given up, or is given it again."""
+        self._behind[lost.place].add(lost.end)
+
+    def _may_skip(self, poll: Poll, due: int) -> bool:
+        skipped = range(due, poll.first)
+        return poll.first in self._behind[poll.place] or all(
+            (poll.group, poll.place, offset) in self._again for offset in skipped
+        )
 
     def poll(self, poll: Poll) -> None:
         if poll.group and poll.place not in self._next:
@@ -232,26 +294,38 @@ class _Reader:
             self._check_begin(poll)
         elif poll.first < due:
             self._verdict.add("non-monotonic poll", f"{poll.process}: {poll.place} at {poll.first} after {due - 1}")
-        elif poll.first > due:
+        elif poll.first > due and not self._may_skip(poll, due):
             self._verdict.add("poll-skip", f"{poll.process}: {poll.place} at {poll.first}, {due} was next")
         self._next[poll.place] = poll.end
 
     def _check_begin(self, poll: Poll) -> None:
         most = self._commits.asked(poll.group, poll.place, poll.ended)
         least = self._commits.acked(poll.group, poll.place, self._began.get(poll.place, 0.0))
-        if poll.first > most and poll.first != self._was.get(poll.place):
+        is_start = poll.group in self._latest and not most  # the member commits its start without telling us
+        if (
+            poll.first > most
+            and poll.first != self._was.get(poll.place)
+            and not is_start
+            and not self._may_skip(poll, most)
+        ):
             self._verdict.add("poll-skip", f"{poll.process}: {poll.place} begins at {poll.first}, committed is {most}")
         if poll.first < least:
             what = f"{poll.group} {poll.place}: {poll.process} begins at {poll.first} after {least} was acknowledged"
             self._verdict.add("commit lost", what)
 
 
-def _check_readers(operations: list[Operation], commits: _Commits, verdict: Verdict) -> None:
+def _check_readers(operations: list[Operation], commits: _Commits, verdict: Verdict, latest: Collection[str]) -> None:
     readers: dict[str, _Reader] = {}
+    again = {(each.group, each.place, each.offset) for each in operations if isinstance(each, Again)}
     for operation in operations:
-        if isinstance(operation, Assigned | Poll):
-            reader = readers.setdefault(operation.process, _Reader(commits, verdict))
-            reader.assign(operation) if isinstance(operation, Assigned) else reader.poll(operation)
+        if isinstance(operation, Assigned | Poll | Lost):
+            reader = readers.setdefault(operation.process, _Reader(commits, verdict, latest, again))
+            if isinstance(operation, Assigned):
+                reader.assign(operation)
+            elif isinstance(operation, Poll):
+                reader.poll(operation)
+            else:
+                reader.lose(operation)
 
 
 def _check_owners(operations: list[Operation], verdict: Verdict) -> None:

@@ -8,23 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
 
 from chaos import history
-from chaos.member import DOORS
 from chaos.pod import PATIENCE_S, Pod
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
 class Crowd:
-    """The members of some groups, all of one topic."""
+    """The members of some groups, all of one topic. `groups`: group → the doors of its first members, and of any other."""
 
-    def __init__(self, pod: Pod, topic: str, groups: tuple[str, ...], session_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, pod: Pod, topic: str, groups: dict[str, tuple[str, ...]], session_s: float, rng: random.Random
+    ) -> None:
         self._pod, self._topic, self.groups, self._session_s, self._rng = pod, topic, groups, session_s, rng
         self._directory = pod.root / "histories"
         self._directory.mkdir()
@@ -36,7 +37,7 @@ class Crowd:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def join(self, group: str, door: str = "", name: str = "") -> None:
-        door = door or self._rng.choice(list(DOORS))
+        door = door or self._rng.choice(self.groups[group])
         name = name or f"{group}-{door}-{next(self._numbers)}"
         words = [door, name, group, self._topic, self._pod.pipes, self._directory / name, self._session_s]
         argv = [sys.executable, "-m", "chaos.member", *map(str, words)]
@@ -46,9 +47,9 @@ class Crowd:
         self.started += 1
 
     def join_all(self) -> None:
-        """A member by each door, spread over the groups."""
-        for n, door in enumerate(DOORS):
-            self.join(self.groups[n % len(self.groups)], door)
+        for group, doors in self.groups.items():
+            for door in doors:
+                self.join(group, door)
 
     def _awake(self) -> list[str]:
         return sorted(self._running.keys() - self._asleep.keys())
@@ -122,9 +123,9 @@ class Crowd:
 class Observer(threading.Thread):
     """Asks the broker all the time who owns what, and what is committed."""
 
-    def __init__(self, pod: Pod, groups: tuple[str, ...]) -> None:
+    def __init__(self, pod: Pod, groups: Iterable[str]) -> None:
         super().__init__(daemon=True)
-        self._port_file, self._groups = pod.pipes / "http.port", groups
+        self._port_file, self._groups = pod.pipes / "http.port", tuple(groups)
         self.history: list[history.Operation] = []
         self.ends: dict[str, history.Offsets] = {}
         self.lags: dict[str, int] = {}

@@ -1,10 +1,12 @@
 """The history that a member of a group writes while it runs."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from chaos.history import OK, UNKNOWN, Assigned, Commit, Offsets, Operation, Place, Poll, encode
+from chaos.history import OK, UNKNOWN, Again, Assigned, Commit, Lost, Offsets, Operation, Place, Poll, encode
+
+Row = tuple[Place, int, str]  # where a message lies, its offset and value
 
 
 class Diary:
@@ -51,20 +53,22 @@ class Diary:
         gone = set(places)
         self.assigned(None, [place for place in self._places if place not in gone], (), 0.0)
 
-    def polled(self, rows: Iterable[tuple[Place, int, str]]) -> None:
-        """Place, offset and value of each record, in the order in which the member was given them."""
+    def polled(self, rows: Iterable[Row], again: Iterable[Row] = ()) -> None:
+        """The records in the order in which the member was given them; `again`: those that it was given again."""
         before, self._polled_at = self._polled_at, time.monotonic()
         self.gap_s = self._polled_at - before
-        runs: list[tuple[Place, int, list[str]]] = []
-        for place, offset, value in rows:
-            if runs and runs[-1][0] == place and runs[-1][1] + len(runs[-1][2]) == offset:
-                runs[-1][2].append(value)
-            else:
-                runs.append((place, offset, [value]))
-        for place, first, values in runs:
-            poll = Poll(self.process, self.group, place, first, tuple(values), time.monotonic())
+        for place, offset, value in again:
+            self._write(Again(self.process, self.group, place, offset, value, time.monotonic()))
+            self.committed.pop(place, None)  # the next commit says that it is done, whether or not it goes further
+        for place, first, values in _runs(rows):
+            poll = Poll(self.process, self.group, place, first, values, time.monotonic())
             self._write(poll)
             self.next[place] = poll.end
+
+    def lost(self, rows: Iterable[Row]) -> None:
+        """The records of an answer that the member has given up."""
+        for place, first, values in _runs(rows):
+            self._write(Lost(self.process, self.group, place, first, values, time.monotonic()))
 
     def due(self, places: Iterable[Place] | None = None) -> Offsets:
         """What there is to commit."""
@@ -80,3 +84,14 @@ class Diary:
     def has_committed(self, offsets: Mapping[Place, int], began: float) -> None:
         self._write(Commit(self.process, self.group, dict(offsets), OK, began, time.monotonic()))
         self.committed.update({place: offset for place, offset in offsets.items() if place in self.next})
+
+
+def _runs(rows: Iterable[Row]) -> Iterator[tuple[Place, int, tuple[str, ...]]]:
+    """Runs of records that follow one another: place, first offset, values."""
+    runs: list[tuple[Place, int, list[str]]] = []
+    for place, offset, value in rows:
+        if runs and runs[-1][0] == place and runs[-1][1] + len(runs[-1][2]) == offset:
+            runs[-1][2].append(value)
+        else:
+            runs.append((place, offset, [value]))
+    return ((place, first, tuple(values)) for place, first, values in runs)

@@ -21,7 +21,7 @@ class Produce(NamedTuple):
     """One message, its value unlike all others. `place` and `offset`: where the broker said that it lies; None: not said.
 
     `once`: it must not be stored twice, and the messages of one process stay in order. Without it the process sends again
-    whatever was not answered.
+    whatever was not answered. `began`: when it was sent, or later.
     """
 
     process: str
@@ -30,6 +30,7 @@ class Produce(NamedTuple):
     place: Place | None = None
     offset: int | None = None
     once: bool = True
+    began: float = 0.0
 
 
 class Assigned(NamedTuple):
@@ -50,6 +51,32 @@ class Assigned(NamedTuple):
 
 class Poll(NamedTuple):
     """The process was given `values`, which lie from offset `first` on. `group` "": a reader without one."""
+
+    process: str
+    group: str
+    place: Place
+    first: int
+    values: tuple[str, ...]
+    ended: float
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.values)
+
+
+class Again(NamedTuple):
+    """The process was given a message that comes again, which moves its position nowhere."""
+
+    process: str
+    group: str
+    place: Place
+    offset: int
+    value: str
+    ended: float
+
+
+class Lost(NamedTuple):
+    """An answer with `values` was on its way to the process, which has given it up and read nothing of it."""
 
     process: str
     group: str
@@ -91,8 +118,8 @@ class Owners(NamedTuple):
     owners: tuple[tuple[str, Place], ...]
 
 
-Operation = Produce | Assigned | Poll | Commit | Committed | Owners
-_TYPES = {each.__name__: each for each in (Produce, Assigned, Poll, Commit, Committed, Owners)}
+Operation = Produce | Assigned | Poll | Again | Lost | Commit | Committed | Owners
+_TYPES = {each.__name__: each for each in (Produce, Assigned, Poll, Again, Lost, Commit, Committed, Owners)}
 
 
 def encode(operation: Operation) -> str:

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -94,7 +96,11 @@ def _rows(messages: Iterable[kmq.Message]) -> list[tuple[Place, int, str]]:
     return [((each.topic, each.partition), each.offset, value_of(each.value)) for each in messages]
 
 
-def by_consumer(task: Task) -> None:
+def by_latest(task: Task) -> None:
+    by_consumer(task, start="latest")
+
+
+def by_consumer(task: Task, start: str = "earliest") -> None:
     diary, told = task.diary, _Callbacks(task)
 
     def commit(offsets: Offsets) -> None:
@@ -108,9 +114,8 @@ def by_consumer(task: Task) -> None:
         commit(diary.due(_plain(places)))
         told.on_lost(places)
 
-    with kmq.Consumer(
-        task.topic, on_assign=told.on_assign, on_revoke=on_revoke, on_lost=told.on_lost, **_options(task)
-    ) as consumer:
+    hooks = {"on_assign": told.on_assign, "on_revoke": on_revoke, "on_lost": told.on_lost, "start": start}
+    with kmq.Consumer(task.topic, **_options(task) | hooks) as consumer:
         while not task.enough.is_set():
             began = time.monotonic()
             messages = consumer.poll(timeout=0.1)
@@ -240,6 +245,7 @@ class _Http:
         self._connection = HTTPConnection("127.0.0.1", task.port("http"), timeout=PATIENCE_S)
         self._members = f"/api/groups/{task.group}/members"
         self._seen = 0.0
+        self._left: socket.socket | None = None  # an answer that nobody reads is on its way there
 
     def _join(self) -> None:
         """Join with a session as short as that of the others: who joins by consuming has a longer one."""
@@ -261,21 +267,53 @@ class _Http:
         task, began = self._task, time.monotonic()
         if began > self._seen + task.session_s / 2:
             self._join()
-        query = (
-            f"group={task.group}&member={task.name}&format=text&timeoutMs=100&maxMessages={task.rng.choice([50, 300])}"
-        )
-        status, answer = self._call("GET", f"/api/topics/{task.topic}/consume?{query}")
+        status, answer = self._call("GET", self._consume())
         self._seen = time.monotonic()
         if status != 200:
             raise ConnectionError(answer)
+        self._take(answer, began)
+        return bool(answer["messages"])
+
+    def _consume(self) -> str:
+        task = self._task
+        terms = f"group={task.group}&member={task.name}&format=text&timeoutMs=100"
+        return f"/api/topics/{task.topic}/consume?{terms}&maxMessages={task.rng.choice([50, 300])}"
+
+    def _take(self, answer: Any, began: float, is_read: bool = True) -> None:
+        """Note an answer; `is_read`: else it is given up."""
         places = [(row["topic"], row["partition"]) for row in answer["assignment"]]
         if answer["generation"] != self._diary.generation or tuple(places) != self._diary.places:
             self._diary.assigned(answer["generation"], places, places, began, goes_on=True)
-        self._diary.polled(
-            ((task.topic, row["partition"]), row["offset"], row["value"].partition(" ")[0])
-            for row in answer["messages"]
-        )
-        return bool(answer["messages"])
+        rows: dict[bool, list[tuple[Place, int, str]]] = {True: [], False: []}  # whether they come again
+        for row in answer["messages"]:
+            place = self._task.topic, row["partition"]
+            rows["deliveries" in row].append((place, row["offset"], row["value"].partition(" ")[0]))
+        if is_read:
+            self._diary.polled(rows[False], rows[True])
+        else:
+            self._diary.lost([*rows[True], *rows[False]])
+
+    def leave_an_answer(self) -> None:
+        """Ask, look at the answer without taking it, and let it hang for a while; or end the one that hangs."""
+        if self._left is not None:
+            self._left.close()  # with bytes that nobody has read, so it is reset
+            self._left = None
+            return
+        began, port = time.monotonic(), self._task.port("http")
+        if began > self._seen + self._task.session_s / 2:
+            return  # it may have to join again first
+        self._left = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        self._left.sendall(f"GET {self._consume()} HTTP/1.1\r\nHost: kmq\r\n\r\n".encode())
+        head, text, size = b"", b"", -1
+        while len(text) != size:
+            found = self._left.recv(1 << 20, socket.MSG_PEEK)
+            head, _, text = found.partition(b"\r\n\r\n")
+            if not found or time.monotonic() > began + PATIENCE_S:
+                raise ConnectionError("no whole answer")
+            size = int(re.findall(rb"(?i)content-length: (\d+)", head)[0]) if text else -1
+        self._seen = time.monotonic()
+        if b" 200 " in head.partition(b"\r\n")[0]:
+            self._take(json.loads(text), began, is_read=False)
 
     def commit(self, offsets: Offsets) -> None:
         if not offsets:
@@ -294,12 +332,20 @@ class _Http:
 
     def close(self) -> None:
         self._connection.close()
+        if self._left is not None:
+            self._left.close()
 
 
-def by_http(task: Task) -> None:
+def by_torn_http(task: Task) -> None:
+    by_http(task, is_torn=True)
+
+
+def by_http(task: Task, is_torn: bool = False) -> None:
     while not task.enough.is_set():
         with contextlib.suppress(OSError, ValueError, HTTPException), contextlib.closing(_Http(task)) as session:
             while not task.enough.is_set():
+                if is_torn and task.rng.random() < 0.2:
+                    session.leave_an_answer()
                 if not session.read() or task.wants_to_commit():
                     session.commit(task.diary.due())
             session.leave()
@@ -389,6 +435,8 @@ DOORS: dict[str, Callable[[Task], None]] = {
     "lines": by_lines,
     "http": by_http,
     "grpc": by_grpc,
+    "latest": by_latest,
+    "torn": by_torn_http,
 }
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import socket
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -30,13 +31,14 @@ class Sender(Load):
         self.process, self.topic, self.pipes = name, topic, pipes
         self._numbers = itertools.count(1)
         self._told: dict[str, Told] = {}
+        self._began: dict[str, float] = {}
         self.sent: list[str] = []
 
     @property
     def history(self) -> list[Produce]:
         """All that it has sent; to be asked when it has finished."""
         told = [(value, *self._told.get(value, (UNKNOWN, None, None))) for value in self.sent]
-        return [Produce(self.process, *each) for each in told]
+        return [Produce(self.process, *each, began=self._began[each[0]]) for each in told]
 
     def port(self, name: str) -> int:
         return int((self.pipes / f"{name}.port").read_text() or 0)
@@ -46,6 +48,7 @@ class Sender(Load):
         made = []
         for number in itertools.islice(self._numbers, self.rng.randrange(1, 30)):
             value = f"{self.process}-{number}"
+            self._began[value] = time.monotonic()
             filler = b"x" * self.rng.choice([0, 40, 40, 900])
             made.append((number, value, self.rng.choice(KEYS), b"%b %b" % (value.encode(), filler)))
         self.sent += [value for _, value, _, _ in made]

@@ -9,9 +9,11 @@ from chaos.history import (
     FAIL,
     OK,
     UNKNOWN,
+    Again,
     Assigned,
     Commit,
     Committed,
+    Lost,
     Operation,
     Owners,
     Poll,
@@ -44,6 +46,14 @@ def read_all(*values: str) -> Poll:
 
 def committed(process: str, offset: int, at: float, outcome: str = OK) -> Commit:
     return Commit(process, "g", {P: offset}, outcome, at, at + 0.5)
+
+
+def again(process: str, offset: int, value: str, at: float) -> Again:
+    return Again(process, "g", P, offset, value, at)
+
+
+def lost(process: str, first: int, *values: str, at: float) -> Lost:
+    return Lost(process, "g", P, first, values, at)
 
 
 A = assigned("a", 1, P)
@@ -110,6 +120,27 @@ GOOD: dict[str, list[Operation]] = {
         Owners("g", 1, (("a", P), ("b", Q))),
         Owners("g", 2, (("b", Q),)),
         Owners("g", 3, (("b", P), ("b", Q))),
+    ],
+    "an answer that was given up comes again, after a commit beyond it or at once": [
+        *SENT,
+        A,
+        lost("a", 0, "x", at=2),
+        polled("a", 1, "y", at=3),
+        committed("a", 2, 4),
+        again("a", 0, "x", 5),
+        lost("a", 2, "z", at=6),
+        polled("a", 2, "z", at=7),
+        committed("a", 3, 8),
+        read_all("x", "y", "z"),
+    ],
+    "its group goes on over what comes again": [
+        *SENT,
+        A,
+        lost("a", 0, "x", at=2),
+        assigned("b", 5, P),
+        polled("b", 1, "y", "z", at=6),
+        again("b", 0, "x", 7),
+        read_all("x", "y", "z"),
     ],
     "who comes back begins at what is committed": [
         *SENT,
@@ -199,6 +230,26 @@ BROKEN: dict[str, tuple[str, list[Operation]]] = {
         [committed("a", 2, 3), Committed("g", {P: 1}, 4, 4)],
     ),
     "the group says nothing": ("commit lost", [committed("a", 2, 3), Committed("g", {}, 4, 4)]),
+    "an answer was given up, and a commit went beyond it": (
+        "lost answer",
+        [*SENT, A, lost("a", 0, "x", at=2), polled("a", 1, "y", "z", at=3), committed("a", 3, 4), read_all(*"xyz")],
+    ),
+    "what was given up had been read by another one before": (
+        "lost answer",
+        [
+            *SENT,
+            A,
+            polled("a", 0, "x", at=2),
+            assigned("b", 3, P),
+            lost("b", 0, "x", at=4),
+            polled("b", 1, "y", "z", at=5),
+            read_all(*"xyz"),
+        ],
+    ),
+    "a member commits from memory what another one has gone beyond": (
+        "position against group",
+        [*SENT, A, polled("a", 0, *"xyz", at=2), committed("a", 3, 3), committed("a", 1, 9)],
+    ),
     "a zombie commits": (
         "stale commit",
         [*SENT, A, assigned("b", 5, P), polled("b", 0, *"xyz"), committed("a", 1, 9)],
@@ -212,8 +263,17 @@ BROKEN: dict[str, tuple[str, list[Operation]]] = {
 @pytest.mark.parametrize(("kind", "history"), BROKEN.values(), ids=BROKEN)
 def test_an_anomaly_is_found_and_no_other(kind: str, history: list[Operation]) -> None:
     complete = any(isinstance(each, Poll) and each.process == "reader" for each in history)
-    verdict = check(history, drained=("g",) if kind == "unseen" else (), complete=complete)
+    verdict = check(history, drained=("g",) if kind in ("unseen", "lost answer") else (), complete=complete)
     assert verdict.kinds == {kind}, verdict
+
+
+@pytest.mark.parametrize(("first", "kinds"), [(1, set()), (2, {"skipped by latest"})])
+def test_a_latest_group_is_given_what_was_sent_after_it_had_subscribed(first: int, kinds: set[str]) -> None:
+    """Where its members begin they need not say."""
+    sent = [Produce("p", value, OK, P, at, began=10.0 + at) for at, value in enumerate("xyz")]
+    history = [*sent, A, polled("a", first, *"xyz"[first:], at=20), read_all(*"xyz")]
+    assert check(history, drained=("g",), complete=True, latest={"g": 10.5}).kinds == kinds
+    assert "unseen" in check(history, drained=("g",), complete=True).kinds
 
 
 def test_many_anomalies_are_counted_and_few_are_listed() -> None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,19 @@ from line_client import ask
 from chaos import hurry
 from chaos.anomalies import check
 from chaos.crowd import Crowd, Observer
-from chaos.history import Poll
+from chaos.history import Committed, Offsets, Poll
 from chaos.kills import moment
 from chaos.member import DOORS
 from chaos.pod import PATIENCE_S, STAGES, Pod
-from chaos.senders import start_senders
+from chaos.senders import Sender, start_senders
 
-TOPIC, PARTITIONS, GROUPS = "mixed", 6, ("red", "blue")
+TOPIC, PARTITIONS, MOST = "mixed", 6, 9
+GROUPS = {  # group → the doors of its members
+    "red": ("consumer", "lines", "grpc"),
+    "blue": ("asyncio", "http", "lines"),
+    "late": ("latest", "latest"),
+    "torn": ("torn", "torn"),
+}
 GATEWAY = {f"KMQ_{name}_PORT": 0 for name in ("HTTP", "GRPC", "EGRESS", "STATUS", "METRICS")}
 
 Make = Callable[..., Pod]
@@ -33,17 +40,20 @@ class Mixed:
     """A pod with a gateway, writers over every door, and two groups."""
 
     def __init__(self, pod: Pod, rng: random.Random, cleanup: ExitStack, session_s: float) -> None:
-        self.pod, self.rng = pod, rng
+        self.pod, self.rng, self.partitions = pod, rng, PARTITIONS
         pod.start(*STAGES, "gateway")
         pod.wait_ready()
         self._declare()
         self.crowd = Crowd(pod, TOPIC, GROUPS, session_s, rng)
         cleanup.callback(self.crowd.close)
         self.crowd.join_all()
-        self.senders = start_senders(TOPIC, pod.pipes, rng)
         self.observer = Observer(pod, GROUPS)
         self.observer.start()
         cleanup.callback(self._stop_threads)
+        self.senders: list[Sender] = []
+        pod.wait(lambda: len(self._committed("late")) == PARTITIONS, "the beginning of a group that begins with latest")
+        self.latest = {"late": time.monotonic()}
+        self.senders += start_senders(TOPIC, pod.pipes, rng)
         pod.wait(lambda: self.crowd.doors_that_read() == set(DOORS), "messages over every door")
         self.faults: Counter[str] = Counter()
 
@@ -52,15 +62,26 @@ class Mixed:
         for sender in self.senders:
             sender.abandon()
 
-    def _declare(self) -> None:
-        def is_declared() -> bool:
+    def _committed(self, group: str) -> Offsets:
+        asked = (
+            each for each in reversed(self.observer.history) if isinstance(each, Committed) and each.group == group
+        )
+        return next((each.offsets for each in asked), {})
+
+    def _administer(self, method: str, target: str, body: dict[str, object]) -> None:
+        """Ask until there is a gateway that does it."""
+
+        def is_done() -> bool:
             try:
                 with closing(Api(int((self.pod.pipes / "http.port").read_text()))) as api:
-                    return api.post("/api/admin/topics", {"name": TOPIC, "partitions": PARTITIONS}).status in (200, 201)
-            except (OSError, ValueError):
+                    return api.call(method, f"/api/admin/topics{target}", body).status in (200, 201)
+            except (OSError, ValueError, HTTPException):
                 return False
 
-        self.pod.wait(is_declared, "a gateway that declares a topic")
+        self.pod.wait(is_done, f"a gateway that does {method} {target} {body}")
+
+    def _declare(self) -> None:
+        self._administer("POST", "", {"name": TOPIC, "partitions": PARTITIONS})
 
     # --- faults --------------------------------------------------------------------------------------------------
 
@@ -78,6 +99,12 @@ class Mixed:
         self.pod.resume(name)
         self.faults[f"stop {name}"] += 1
 
+    def grow(self) -> None:
+        if self.partitions < MOST:
+            self.partitions += 1
+            self._administer("PATCH", f"/{TOPIC}", {"partitions": self.partitions, "force": True})
+            self.faults["grow"] += 1
+
     def something(self) -> None:
         """Something happens."""
         crowd, rng = self.crowd, self.rng
@@ -88,6 +115,7 @@ class Mixed:
             crowd.leave,
             crowd.sleep,
             self.stop_for_a_moment,
+            self.grow,
             lambda: self.blow("gateway"),
             lambda: self.blow(rng.choice(STAGES)),
             lambda: self.blow(*rng.sample([*STAGES, "gateway"], 2)),
@@ -111,7 +139,7 @@ class Mixed:
         self.observer.finish()
         history = [operation for sender in self.senders for operation in sender.history]
         history += [*self.crowd.history(), *self.observer.history, *self._everything()]
-        verdict = check(history, drained=GROUPS if is_drained else (), complete=True)
+        verdict = check(history, drained=GROUPS if is_drained else (), complete=True, latest=self.latest)
         crowd = self.crowd
         print(f"members={crowd.started} killed={crowd.killed} stopped={crowd.zombies} left={crowd.left}", end=" ")
         print(" ".join(f"{name.replace(' ', '_')}={count}" for name, count in sorted(self.faults.items())))
@@ -133,7 +161,7 @@ class Mixed:
         return all(self.observer.ends.get(group) == ends and self.observer.lags[group] == 0 for group in GROUPS)
 
     def _ends(self) -> dict[tuple[str, int], int]:
-        return {(TOPIC, n): len(self._lines(n)) for n in range(PARTITIONS)}
+        return {(TOPIC, n): len(self._lines(n)) for n in range(self.partitions)}
 
     def _lines(self, number: int) -> list[bytes]:
         """As they are in the files."""
@@ -143,7 +171,7 @@ class Mixed:
     def _everything(self) -> Iterator[Poll]:
         """What a reader without a group is given."""
         port = int((self.pod.pipes / "egress.port").read_text())
-        for number in range(PARTITIONS):
+        for number in range(self.partitions):
             lines = ask(port, f"CONSUME {TOPIC}/{number} raw").splitlines()
             values = tuple(line.split(b"|", 5)[5].decode().partition(" ")[0] for line in lines)
             yield Poll("reader", "", (TOPIC, number), 0, values, time.monotonic())
