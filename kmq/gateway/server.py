@@ -143,7 +143,8 @@ class Gateway:
             settings, self.core.waking, self.tokens, self.strangers, self.requests, self.core.partitions
         )
         self.groups = Groups(settings, self.offsets, self.core.partitions, log)
-        self.kmq = KmqV1(self.core, self.groups, self.calls, streams)
+        self.redelivery = Redelivery(self.groups, self.core)
+        self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)
         self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
         admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
         self.requests.lags = admin.lags
@@ -153,7 +154,6 @@ class Gateway:
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
         self.changes = Changes(log, self.overview.events.add)
         self.warnings = Warnings(self.overview.events.add)
-        self.redelivery = Redelivery(self.groups, self.core)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()

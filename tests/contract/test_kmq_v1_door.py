@@ -12,6 +12,8 @@ from grpc_client import MESSAGES, Client, status_of, values
 from line_client import LineClient
 from waiting import wait_until
 
+from kmq.client.egress_replies import Batch
+
 _names = count()
 
 
@@ -275,6 +277,82 @@ def test_a_request_that_fails_is_answered_and_the_stream_goes_on(client, topic, 
         for number in range(2, 66):
             member.send("fetch", number)
         assert member.next("error", 65).code == "too_many"
+
+
+def test_a_message_given_back_comes_again_before_new_ones_and_is_done_by_itself(client, api, topic, group):
+    client.produce(topic, *in_partition(0, b"a", b"b", b"c", b"d"))
+    place = {"topic": topic, "partition": 0}
+
+    def again(batch):
+        [record] = batch.records
+        return batch.again, record.offset, record.value, record.deliveries, batch.next_offset
+
+    with client.member(group, topic) as member:
+        member.next("assigned")
+        batch = member.ask("fetch", "batch", max_records=3)
+        assert not batch.again and [record.deliveries for record in batch.records] == [0, 0, 0]
+        given = member.ask("nack", "nacked", offset=1, reason="busy", **place)
+        assert given == MESSAGES["Nacked"](deliveries=1)
+        assert again(member.ask("fetch", "batch")) == (True, 1, b"b", 2, 3)
+        member.ask("commit", "committed", offsets=[{"next_offset": 2, **place}])  # of before it came again
+        assert values(member.ask("fetch", "batch")) == [b"d"]
+        member.ask("commit", "committed", offsets=[{"next_offset": 3, **place}])
+        member.ask("commit", "committed", again=[{"offset": 1, **place}])
+        row = api.get(f"/api/groups/{group}").value["partitions"][0]
+        assert (row["committed"], row["nacked"]) == (3, 0)
+        member.send("fetch", 1, wait_ms=60_000)
+        member.ask("nack", "nacked", offset=2, delay_ms=300, **place)
+        assert again(member.next("batch", 1)) == (True, 2, b"c", 2, 4)
+        member.send("leave")
+        assert member.status()[0] == "OK"
+    with client.member(group, topic) as heir:
+        heir.next("assigned")
+        assert again(heir.ask("fetch", "batch", wait_ms=60_000)) == (True, 2, b"c", 3, 3)
+        heir.ask("commit", "committed", again=[{"offset": 2, **place}], offsets=[{"next_offset": 4, **place}])
+        assert heir.ask("nack", "error", offset=9, **place).code == "out_of_range"
+        assert heir.ask("nack", "error", topic="elsewhere", offset=9).code == "unknown_partition"
+        assert heir.ask("nack", "error", offset=1, delay_ms=700_000_000, **place).field == "delay"
+
+
+def test_a_message_that_is_given_back_too_often_says_where_its_letter_is(client, api, group):
+    topic = f"orders{next(_names)}"
+    api.post("/api/admin/topics", {"name": topic, "partitions": 1, "maxDeliveries": 2})
+    client.produce(topic, *in_partition(0, b"a", b"b"))
+    with client.member(group, topic) as member:
+        member.next("assigned")
+        member.ask("fetch", "batch")
+        assert member.ask("nack", "nacked", topic=topic).letter == ""
+        assert member.ask("fetch", "batch", wait_ms=60_000).again
+        given = member.ask("nack", "nacked", topic=topic, reason="no account")
+        assert (given.deliveries, given.letter) == (2, f"{topic}.dlq/0@0")
+        assert member.ask("fetch", "batch") == MESSAGES["Batch"]()
+    headers = {header.name: header.value for header in client.fetch(f"{topic}.dlq").records[0].headers}
+    assert (headers["error"], headers["attempts"]) == (b"no account", b"2")
+
+
+def test_what_one_door_gives_back_comes_by_the_door_of_the_partitions_owner(broker, client, api, group):
+    topic = f"orders{next(_names)}"
+    api.post("/api/admin/topics", {"name": topic, "partitions": 1})
+    client.produce(topic, *in_partition(0, b"a", b"b"))
+    place = {"topic": topic, "partition": 0}
+    with client.member(group, topic, member="grpc") as member:
+        member.next("assigned")
+        assert values(member.ask("fetch", "batch")) == [b"a", b"b"]
+        member.ask("commit", "committed", offsets=[{"next_offset": 2, **place}])
+        member.ask("nack", "nacked", offset=0, **place)
+        member.send("leave")
+        assert member.status()[0] == "OK"
+    with LineClient(port(broker, "egress")) as lines:
+        lines.send(f"GROUP {group} member=lines topics={topic}", "!fetch 1000 wait=60000")
+        while not isinstance(reply := lines.reply(), Batch):
+            pass
+        assert (reply.offset, reply.deliveries) == (0, 2) and lines.read(reply.nbytes).endswith(b"|a\n")
+        lines.send(f"!nack {topic}/0 0", "!leave")
+        assert lines.reply().deliveries == 2
+        lines.rest()
+    over_http = f"/api/topics/{topic}/consume?group={group}&member=http&timeoutMs=20000&format=text"
+    [message] = api.get(over_http).value["messages"]
+    assert (message["offset"], message["value"], message["deliveries"]) == (0, "a", 3)
 
 
 def test_a_revoked_partition_is_given_up_and_read_by_the_other_member(client, topic, group):

@@ -2,6 +2,8 @@
 
 Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The partitions
             take turns.
+Again       What was given back comes before new messages, one a batch (kmq/gateway/groups/redelivery.py). A fetch that
+            waits, or follows an empty answer, says that the client has come back from all it was given.
 Order       Fetches are answered in order. A response is written whole before the next one.
 Invariant   After `revoke` no batch of that partition is sent. After `sought` none from before it is sent. Both put
             another cursor, or none, in the place of the one that is being read.
@@ -11,7 +13,8 @@ Memory      At most _MOST_FETCHES fetches wait. One batch is read at a time (rea
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from kmq.client.egress_lines import Position, TopicPartition
@@ -19,6 +22,8 @@ from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.in_hand import NEVER
+from kmq.gateway.groups.redelivery import Again, Reader, Turn
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call
 from kmq.gateway.grpc.reading import Reading
@@ -26,6 +31,7 @@ from kmq.gateway.grpc.schema import KMQ
 from kmq.log.damage import DamageError
 
 _MOST_FETCHES = 64
+_LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
 _MOST_WAIT_MS = 300_000
 _Response, _Batch = KMQ.messages["SubscribeResponse"], KMQ.messages["Batch"]
 
@@ -57,12 +63,14 @@ class _Fetch(NamedTuple):
 class Deliveries:
     """`cursors`: the assigned partitions, in the order of their turns."""
 
-    def __init__(self, core: Core, reading: Reading, call: Call, out: Out) -> None:
-        self._core, self._reading, self._call, self._out = core, reading, call, out
+    def __init__(self, core: Core, reading: Reading, call: Call, out: Out, reader: Reader | None) -> None:
+        """`reader`: what the group says is to be read next; None: nothing comes again."""
+        self._core, self._reading, self._call, self._out, self._reader = core, reading, call, out, reader
         self.cursors: dict[TopicPartition, Cursor] = {}
         self._waiting: deque[_Fetch | None] = deque()  # None: the last one is in front of it
         self._has_fetch, self._changed = asyncio.Event(), asyncio.Event()
         self._is_ending = False
+        self._was_empty = True  # the last answer
 
     # --- the partitions ----------------------------------------------------------------------------------------------
 
@@ -149,6 +157,10 @@ class Deliveries:
 
     async def serve(self) -> None:
         """Answer the fetches, until the last one is answered."""
+        with self._reader.watch(self._changed) if self._reader else nullcontext():
+            await self._serve()
+
+    async def _serve(self) -> None:
         while True:
             await self._has_fetch.wait()
             while self._waiting:
@@ -168,18 +180,61 @@ class Deliveries:
             cursors = [cursor for place, cursor in self.cursors.items() if not fetch.places or place in fetch.places]
             if fetch.places and not cursors:
                 break  # all of them were revoked
+            turn = await self._turn(fetch, cursors)
+            if turn.again and await self._deliver_again(fetch, turn.again[0]):
+                return
+            fresh = []
             for cursor in cursors:
+                if (skips := turn.skips(_place(cursor))) is None or turn.again:
+                    continue
+                cursor.skips = skips
+                fresh.append(cursor)
                 if await self._deliver(fetch, cursor):
                     return
-            if self._changed.is_set():
+            if self._changed.is_set() or turn.again:
                 continue  # what was read was not wanted any more
-            if not await self._core.fetching.wait(cursors, fetch.until, self._changed, lambda: False):
+            if not await self._wait(fetch, cursors, fresh):
                 break
+        self._was_empty = True
         await self._out.say(fetch.request_id, batch=_Batch())
+
+    async def _turn(self, fetch: _Fetch, cursors: Iterable[Cursor]) -> Turn:
+        if self._reader is None or not self._reader.has_turns:
+            return Turn([])
+        positions: dict[tuple[str, int], int] = {_place(cursor): cursor.offset for cursor in cursors}
+        is_idle = fetch.limit.wait_s > 0 or self._was_empty
+        return await self._reader.turn(positions, Limit(1, fetch.limit.nbytes), is_idle)
+
+    async def _wait(self, fetch: _Fetch, cursors: Sequence[Cursor], fresh: Sequence[Cursor]) -> bool:
+        """Wait for news of those that are `fresh`, or until something is due. Return False if the time is up."""
+        due_s = NEVER if len(fresh) == len(cursors) else _LOOK_AGAIN_S
+        if self._reader is not None and self._reader.has_turns:
+            due_s = min(due_s, self._reader.wait_s({_place(cursor): cursor.offset for cursor in cursors}))
+        until = min(fetch.until, time.monotonic() + due_s)
+        is_news = await self._core.fetching.wait(fresh, until, self._changed, lambda: False)
+        return is_news or (until < fetch.until and not self._core.fetching.is_stopping)
+
+    async def _deliver_again(self, fetch: _Fetch, again: Again) -> bool:
+        """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
+        assert self._reader is not None
+        place = TopicPartition(*again.place)
+        cursor = self.cursors.get(place)
+        async with self._out.turn:
+            if cursor is None or not self._take_turn(place, cursor):
+                self._reader.take_back([again])
+                return False
+            cursor.move(again.position)
+            self._was_empty = False
+            batch = _Batch(topic=place.topic, partition=place.partition, again=True)
+            batch.next_offset, batch.end_offset = cursor.offset, max(cursor.end, cursor.offset)
+            values.fill(batch.records, [again.message])
+            batch.records[0].deliveries = again.deliveries
+            await self._out.write(fetch.request_id, batch=batch)
+        return True
 
     async def _deliver(self, fetch: _Fetch, cursor: Cursor) -> bool:
         """Answer a fetch with messages of this partition. Return False if there are none."""
-        place = TopicPartition(cursor.partition.topic, cursor.partition.number)
+        place = _place(cursor)
         if not cursor.has_news():
             return False
 
@@ -199,6 +254,9 @@ class Deliveries:
             async with self._out.turn:
                 if not self._take_turn(place, cursor):
                     return False  # revoked or sought meanwhile, which has set _changed
+                self._was_empty = False
+                if self._reader is not None:
+                    self._reader.read({place: cursor.offset})
                 await self._out.write(fetch.request_id, batch=batch)
             return True
         finally:
@@ -210,3 +268,7 @@ class Deliveries:
             return False
         self.cursors[place] = self.cursors.pop(place)
         return True
+
+
+def _place(cursor: Cursor) -> TopicPartition:
+    return TopicPartition(cursor.partition.topic, cursor.partition.number)

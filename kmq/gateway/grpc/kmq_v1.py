@@ -16,6 +16,7 @@ from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call, Calls, Streams
 from kmq.gateway.grpc.reading import Reading
@@ -32,8 +33,11 @@ _Produced, _Fetched = KMQ.messages["ProduceResponse"], KMQ.messages["FetchRespon
 class KmqV1:
     """The three methods. They raise RequestRefused, which service.py turns into a gRPC status."""
 
-    def __init__(self, core: Core, groups: Groups, calls: Calls, streams: Streams) -> None:
-        self._core, self._groups, self._streams = core, groups, streams
+    def __init__(
+        self, core: Core, groups: Groups, calls: Calls, streams: Streams, redelivery: Redelivery | None = None
+    ) -> None:
+        """`redelivery` None: nothing can be given back, and nothing comes again."""
+        self._core, self._groups, self._streams, self._redelivery = core, groups, streams, redelivery
         self._reading = Reading(core.fetching, calls)
         self._held = 0
         self._sending: set[asyncio.Task[None]] = set()  # acks NONE: what nobody waits for
@@ -118,7 +122,7 @@ class KmqV1:
         self, requests: AsyncIterator[bytes], call: Call, write: Callable[[Any], Awaitable[None]]
     ) -> None:
         with self._streams.enter(call):
-            member = Subscription(self._core, self._groups, self._reading, call, write)
+            member = Subscription(self._core, self._groups, self._redelivery, self._reading, call, write)
             self._members.add(member)
             try:
                 await member.run(requests)

@@ -21,6 +21,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.redelivery import Reader, Redelivery
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Resume, Terms
 from kmq.gateway.grpc import values
@@ -39,12 +40,20 @@ _TIMES = {"session_ms": "session_s", "rebalance_ms": "rebalance_s", "max_poll_ms
 class Subscription:
     """One Subscribe. `write`: returns when the client has room for the response."""
 
+    _reader: Reader | None  # both as soon as the member has joined
+    _deliveries: Deliveries
+
     def __init__(
-        self, core: Core, groups: Groups, reading: Reading, call: Call, write: Callable[[Any], Awaitable[None]]
+        self,
+        core: Core,
+        groups: Groups,
+        redelivery: Redelivery | None,
+        reading: Reading,
+        call: Call,
+        write: Callable[[Any], Awaitable[None]],
     ) -> None:
-        self._groups, self._call = groups, call
-        self._out = Out(write)
-        self._deliveries = Deliveries(core, reading, call, self._out)
+        self._groups, self._call, self._redelivery = groups, call, redelivery
+        self._core, self._reading, self._out = core, reading, Out(write)
         self._group = self._member = ""
         self._events: deque[Event] = deque()
         self._has_event, self._has_ended = asyncio.Event(), asyncio.Event()
@@ -95,7 +104,11 @@ class Subscription:
         resume = Resume(join.generation, values.places(join.owned) if join.generation else None)
         client = Client(join.client or join.member or "grpc", self._call.peer)
         self._group = join.group
-        self._member = await self._groups.join(join.group, join.member or None, client, terms, self._hear, resume)
+        self._member = await self._groups.join(
+            join.group, join.member or None, client, terms, self._hear, resume, is_anew=True
+        )
+        self._reader = Reader(self._redelivery, self._group, self._member) if self._redelivery else None
+        self._deliveries = Deliveries(self._core, self._reading, self._call, self._out, self._reader)
         await self._out.say(request.request_id, joined={"member": self._member})
 
     # --- what the coordinator says -----------------------------------------------------------------------------------
@@ -163,6 +176,11 @@ class Subscription:
         elif kind == "commit":
             await self._commit(request.commit)
             await self._out.say(request.request_id, committed={})
+        elif kind == "nack":
+            nack = request.nack
+            place = TopicPartition(nack.topic, nack.partition)
+            given = await self._required().nack(place, nack.offset, nack.reason, nack.delay_ms / 1000)
+            await self._out.say(request.request_id, nacked={"deliveries": given.deliveries, "letter": given.letter})
         elif kind == "revoked":
             self._revoked()
         elif kind == "seek":
@@ -175,9 +193,16 @@ class Subscription:
 
     async def _commit(self, commit: Any) -> None:
         rows = {(row.topic, row.partition): Commit(row.next_offset, row.metadata) for row in commit.offsets}
-        if not rows:
+        if not rows and not commit.again:
             raise bad_field("commit.offsets", "must name a partition")
-        await self._groups.commit(self._group, self._member, rows)
+        if rows:
+            await self._groups.commit(self._group, self._member, rows)
+        if commit.again:
+            await self._required().done([((row.topic, row.partition), row.offset) for row in commit.again])
+
+    def _required(self) -> Reader:
+        assert self._reader is not None, "a gateway has one for each member"
+        return self._reader
 
     def _revoked(self) -> None:
         if not self._unanswered:
