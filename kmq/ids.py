@@ -29,10 +29,11 @@ _RANGES = 1 << 16
 class Producer:
     """The ids of one name: runs of consecutive ids under consecutive seqs, and below them ranges of older ids."""
 
-    __slots__ = ("counts", "firsts", "ids", "last_id", "lasts", "name", "prints", "seconds", "seqs")
+    __slots__ = ("counts", "firsts", "generation", "ids", "last_id", "lasts", "name", "prints", "seconds", "seqs")
 
     def __init__(self, name: bytes = b"", last_id: int = -1, seconds: int = 0) -> None:
         self.name, self.last_id, self.seconds = name, last_id, seconds
+        self.generation = 0  # of the last snapshot that has it, or is older than it (kmq/log/dedupe_file.py)
         self.ids: list[int] = []  # first id of each run, rising
         self.seqs: list[int] = []
         self.counts: list[int] = []

@@ -34,7 +34,7 @@ from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare
 from kmq.log.segment import Limits
-from kmq.log.wal import Stored, Wal, torn_bytes
+from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, torn_bytes
 from kmq.states import InForce
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
@@ -53,7 +53,7 @@ class Durability:
         self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
         self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
-        self._postponed = False
+        self._postponed = self._has_more_due = False
         wal.while_full = self._retain
         wal.on_sync = stage.page.histogram("sync").observe
         stage.row.last_record = wal.last_ts * 1000
@@ -76,6 +76,8 @@ class Durability:
             self._commit()
             if self.acks.waiting:
                 self.acks.flush()
+        if self._has_more_due:
+            self._retain()
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
             if self.in_force.changed():
@@ -155,11 +157,13 @@ class Durability:
         self._postponed = postponed
 
     def _retain(self) -> None:
-        """Delete old segments, unless the router may be about to read them to repair a queue."""
-        stage = self.stage
+        """Delete old segments, unless the router may be about to read them to repair a queue. Some at a time."""
+        stage, self._has_more_due = self.stage, False
         if stage.page.rows["router"].state_name in ("starting", "waiting", "recovering"):
             return
-        for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s()):
+        deleted = self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s())
+        self._has_more_due = len(deleted) == RETIRED_AT_ONCE
+        for gone in deleted:
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)
 
     def _reply(self, blocks: list[Block]) -> None:

@@ -50,6 +50,8 @@ class DedupeTable:
         self.made_up: OrderedDict[bytes, Producer] = OrderedDict()  # those among `names`, in the same order
         self.runs = self.prints = self.ranges = 0  # of all producers together
         self.window = Window(max_ids, max_age)
+        self._snapshot: Snapshot | None = None  # until it is complete: what it still needs is copied before it changes
+        self._generation = 0  # of the last snapshot
 
     def __bool__(self) -> bool:
         return bool(self.names or self.window.ids)
@@ -71,6 +73,7 @@ class DedupeTable:
         return producer
 
     def _add(self, producer: Producer) -> Producer:
+        producer.generation = self._generation
         self.names[producer.name] = producer
         if producer.name.startswith(_MADE_UP):
             self.made_up[producer.name] = producer
@@ -80,6 +83,7 @@ class DedupeTable:
         self, producer: Producer, first_id: int, seq: int, count: int, seconds: int, prints: Sequence[int] = ()
     ) -> None:
         """Remember that messages first_id… of `producer` got the seqs seq…; `prints` are their fingerprints."""
+        self._keep(producer)
         name, before = producer.name, len(producer.prints)
         producer.seconds = seconds
         self.names.move_to_end(name)
@@ -94,6 +98,11 @@ class DedupeTable:
         elif self.runs > self._max_runs:
             self._trim(producer, MIN_RUNS)
 
+    def _keep(self, producer: Producer) -> None:
+        """Let the snapshot copy a producer that is about to change, if it has to."""
+        if producer.generation != self._generation and self._snapshot is not None:
+            self._snapshot.keep(producer)
+
     def _trim(self, producer: Producer, keep: int) -> None:
         before = len(producer.firsts)
         self.runs -= producer.trim(keep)
@@ -106,6 +115,7 @@ class DedupeTable:
         for producer in self.names.values():
             if self.ranges <= MAX_RANGES * 3 // 4:
                 return
+            self._keep(producer)
             self.ranges -= producer.forget_ranges()
 
     def _shed_prints(self) -> None:
@@ -113,6 +123,7 @@ class DedupeTable:
         for producer in self.names.values():
             if self.prints <= MAX_PRINTS * 3 // 4:
                 return
+            self._keep(producer)
             self.prints -= producer.forget_prints()
 
     def last_id(self, name: bytes) -> int:
@@ -179,9 +190,17 @@ class DedupeTable:
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, beat: Callable[[], None] = lambda: None) -> Snapshot:
-        """Return the table as it is now; costs a few copies of lists."""
-        return Snapshot(self.names.values(), self.window.ids, beat)
+    def snapshot(self, seq: int) -> Snapshot:
+        """Return the table as it is now, after record `seq`. It is complete once `copy` has returned True."""
+        self._generation += 1
+        self._snapshot = Snapshot(seq, self.names.values(), self.window.ids, self._generation)
+        return self._snapshot
+
+    def copy(self, seconds: float) -> bool:
+        """Copy producers for the last snapshot for about so long; return True once all are copied."""
+        if self._snapshot is not None and self._snapshot.copy(seconds):
+            self._snapshot = None
+        return self._snapshot is None
 
     def load(self, data: str, last_seq: int, beat: Callable[[], None] = lambda: None) -> int:
         """Take in producers.ckpt; return the seq that it covers, 0 if there is no file. `beat` is called now and then.

@@ -46,9 +46,10 @@ def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
 
     Raises ValueError or LookupError if the file is damaged.
     """
-    lines = _read(data)
-    if not lines:
+    body = _read(data)
+    if not body:
         return 0, {}, {}
+    lines = body.decode("ascii").splitlines()
     rows: Rows = {}
     since: dict[str, Since] = {}
     for line in lines[1:]:
@@ -83,23 +84,23 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
     return b"%bcrc32|%d\n" % (body, zlib.crc32(body))
 
 
-def _read(data: str) -> list[str]:
-    """Return the lines except the last; [] if there is no file. Raises ValueError if the crc is wrong."""
+def _read(data: str) -> bytes:
+    """Return the lines except the last; b"" if there is no file. Raises ValueError if the crc is wrong."""
     try:
         with open(f"{data}/router.ckpt", "rb") as file:
             content = file.read()
     except FileNotFoundError:
-        return []
+        return b""
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
         raise ValueError("its crc does not match")
-    return body.decode("ascii").splitlines()
+    return body
 
 
 def routed_seq(data: str) -> int:
     """Return the WAL seq of the checkpoint on disk; 0 if there is no readable checkpoint."""
     try:
-        return int((_read(data) or ["0"])[0])
+        return int(_read(data).partition(b"\n")[0] or b"0")
     except ValueError:
         return 0
 

@@ -14,14 +14,16 @@ Invariant   The file is used as a whole or not at all: its crc covers the seq an
 """
 
 import sys
+import time
 from array import array
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from zlib import crc32
 
 from kmq.ids import PRINTS, Producer, pack, unpack
 
 _VERSION = 2
+_ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005
 ROWS_PER_BEAT = 1024  # rows between two signs of life, because the settings allow any number of rows
 
 _Name = tuple[bytes, int, int, "array[int]", "array[int]", list[int], list[int], list[int], "array[int]"]
@@ -42,19 +44,36 @@ def checkpoint_seq(data: str) -> int:
 
 
 class Snapshot:
-    """A dedupe table at one moment. Making one only copies lists; its text is made later, in a thread."""
+    """A dedupe table at one moment, after record `seq`. Its text is made in a thread.
 
-    def __init__(
-        self, producers: Iterable[Producer], window: Mapping[bytes, int], beat: Callable[[], None] = lambda: None
-    ) -> None:
-        """Copy the lists of all producers. `beat` is called now and then, because this may take long."""
+    The lists of a producer are copied by `copy`, some producers at a time, or by `keep` before they change: to copy
+    50,000 names at once takes a second. The ids of a window, a million in 20 ms, are copied at once.
+    """
+
+    def __init__(self, seq: int, producers: Iterable[Producer], window: Mapping[bytes, int], generation: int) -> None:
+        self.seq = seq
+        self._ids, self._values = list(window), list(window.values())  # not pairs, which would take memory each
+        self._generation = generation  # of producers that are copied, or younger than this snapshot
+        self._left = list(producers)
+        self._left.reverse()
         self._names: list[_Name] = []
-        for number, p in enumerate(producers):
-            lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
-            self._names.append((p.name, p.last_id, p.seconds, *lists))
-            if number % ROWS_PER_BEAT == 0:
-                beat()
-        self._window = list(window.items())
+
+    def keep(self, p: Producer) -> None:
+        """Copy a producer of an older generation, and raise its generation."""
+        lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
+        self._names.append((p.name, p.last_id, p.seconds, *lists))
+        p.generation = self._generation
+
+    def copy(self, seconds: float) -> bool:
+        """Copy producers for about so long; return True once all are copied."""
+        until = time.monotonic() + seconds
+        while self._left:
+            producer = self._left.pop()
+            if producer.generation != self._generation:
+                self.keep(producer)
+                if time.monotonic() >= until:
+                    break
+        return not self._left
 
     def _rows(self) -> Iterator[bytes]:
         for name, last_id, seconds, firsts, lasts, ids, seqs, counts, prints in self._names:
@@ -64,13 +83,18 @@ class Snapshot:
                 prints.byteswap()
             fingerprints = b2a_base64(prints, newline=False)
             yield b"p|%b|%d|%d|%b|%b|%b\n" % (name, last_id, seconds, ranges, runs, fingerprints)
-        for key, value in self._window:
+        for key, value in zip(self._ids, self._values, strict=True):
             yield b"w|%b|%d|%d|%d\n" % (key, *unpack(value))
 
-    def encode(self, seq: int) -> bytes:
-        """Return the content of the file, for a table as of `seq`."""
-        rows = b"".join(self._rows())
-        return b"%d|%d|%d\n%b" % (seq, checksum(seq, rows), _VERSION, rows)
+    def encode(self) -> bytes:
+        """Return the content of the file. All producers must be copied."""
+        rows: list[bytes] = []
+        for row in self._rows():
+            rows.append(row)
+            if len(rows) % _ROWS_PER_PAUSE == 0:
+                time.sleep(_PAUSE_S)  # else the thread that frames waits for the interpreter 5 ms each time it asks
+        text = b"".join(rows)
+        return b"%d|%d|%d\n%b" % (self.seq, checksum(self.seq, text), _VERSION, text)
 
 
 class Saved:

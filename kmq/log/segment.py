@@ -176,16 +176,19 @@ class Limits:
             return True
         return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 
-    def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
-        """Return how many of the oldest sealed segments are due. `now_s`: of a trusted clock (kmq/broker/clock.py)."""
+    def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float, most: int) -> int:
+        """Return how many of the oldest sealed segments are due, at most `most`, because each is a file to be read.
+
+        `now_s`: of a trusted clock (kmq/broker/clock.py).
+        """
         total = active_bytes + sum(segment.size for segment in sealed) if self.retention_bytes else 0
         youngest = (now_s - self.retention_age) * 1e6
-        for count, segment in enumerate(sealed):
+        for count, segment in enumerate(sealed[:most]):
             is_too_old = self.retention_age != FOREVER and segment.newest_ts() <= youngest
             if total <= self.retention_bytes and not is_too_old:
                 return count
             total -= segment.size
-        return len(sealed)
+        return min(most, len(sealed))
 
 
 def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = lambda: None) -> None:

@@ -53,6 +53,7 @@ from kmq.settings import MIB
 Stored = tuple[Buffer, int, int, int]
 _READ_BYTES = 1 << 20
 RING_BYTES = 4 * MIB  # default of RB_BYTES
+RETIRED_AT_ONCE = 32  # segments that are deleted between two commits: some milliseconds
 _LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a power cut may have left NULs
 
 
@@ -302,20 +303,20 @@ class Wal:
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
-        """Delete the sealed segments that are too old or too many, and return them.
+        """Delete sealed segments that are too old or too many, the oldest RETIRED_AT_ONCE at most, and return them.
 
-        Call it about once a second, and while waiting for room. If all segments are due, the last record of the last
-        segment stays. `needed_after` returns the seq up to which the WAL is no longer needed; it is called only if a
-        segment is due.
+        Call it about once a second, while waiting for room, and again soon if so many were deleted. If all segments are
+        due, the last record of the last segment stays. `needed_after` returns the seq up to which the WAL is no longer
+        needed; it is called only if a segment is due.
         """
         sealed = self._sealed
-        due = self.limits.expired(sealed, self._file.size, now_s)
+        due = self.limits.expired(sealed, self._file.size, now_s, RETIRED_AT_ONCE)
         is_all = due == len(sealed) and not self._file.size
         if is_all and sealed and sealed[-1].first == self.last_seq:
             due -= 1  # it holds only the last record, from which the next seq and time follow
         if due <= 0:
             return []
-        ends = [*(each.first for each in sealed[1:]), self._first]  # a segment ends where the next one begins
+        ends = [*(each.first for each in sealed[1 : due + 1]), self._first]  # a segment ends where the next one begins
         free = needed_after()
         gone = [each for each, end in zip(sealed[:due], ends, strict=False) if end <= free + 1]
         last = gone.pop() if is_all and len(gone) == len(sealed) else None

@@ -23,6 +23,7 @@ from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
 
 ROLL_NS = 10_000_000_000  # between two checks of idle logs against their limits
+AT_ONCE = 256  # segments that are sealed or retired in one tick: some ten milliseconds
 _FUTURE_US = 1 << 62  # a time that no age limit reaches
 
 
@@ -32,7 +33,8 @@ class Retention:
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, checkpoints: Checkpoints) -> None:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
-        self._postponed = 0  # logs that `roll_over` had no room to seal
+        self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
+        self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
 
     def roll_over_soon(self) -> None:
         """Let the next `roll_over_if_due` do it."""
@@ -40,28 +42,41 @@ class Retention:
 
     def roll_over_if_due(self) -> None:
         """Call it once a second. While there is no room it rolls over each time."""
-        if time.monotonic_ns() - self.rolled_at > ROLL_NS or self._context.lacks_room():
+        if self._left:
+            self._roll_some()
+        elif time.monotonic_ns() - self.rolled_at > ROLL_NS or self._context.lacks_room():
             self.roll_over()
 
     def roll_over(self) -> None:
-        """Roll every log that is over its limits, even an idle one. Without room on the disk the log stays as it is."""
-        now_s, lacks_room, postponed = self._context.now_s(), self._context.lacks_room(), 0
-        for (name, partition), state in self._logs.states.items():
-            if (
-                state.end_offset - state.base < 2
-            ):  # a roll would free nothing, because the last record of a log always stays
+        """Roll every log that is over its limits, even an idle one: AT_ONCE now, the rest in the next ticks.
+
+        Without room on the disk a log stays as it is.
+        """
+        self._left, self._postponed = list(reversed(self._logs.states)), 0
+        self._roll_some()
+
+    def _roll_some(self) -> None:
+        now_s, lacks_room, rolled = self._context.now_s(), self._context.lacks_room(), 0
+        while self._left and rolled < AT_ONCE:
+            name, partition = at = self._left.pop()
+            state = self._logs.states.get(at)
+            # a roll would free nothing, because the last record of a log always stays
+            if state is None or state.end_offset - state.base < 2:
                 continue
             limits = self._in_force.limits_of(name)
             written_at = partial(self._written_at, name, partition, state)
             if limits.is_over(state.active_bytes, written_at, now_s, lacks_room):
                 self._context.check()
                 topic = self._in_force.table[name.encode()]
-                postponed += not self._has_rolled(self._logs.log_of(topic, partition))
-        if postponed and not self._postponed:
+                self._postponed += not self._has_rolled(self._logs.log_of(topic, partition))
+                rolled += 1
+        if self._left:
+            return
+        if self._postponed and not self._told_postponed:
             effect = "retention waits until the roll succeeds"
-            self._context.logger.warn("roll_postponed", queues=postponed, reason="no room", effect=effect)
-        self._postponed = postponed
-        self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(postponed)
+            self._context.logger.warn("roll_postponed", queues=self._postponed, reason="no room", effect=effect)
+        self._told_postponed = bool(self._postponed)
+        self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(self._postponed)
 
     def _written_at(self, topic: str, partition: int, state: State) -> int:
         """Return when the active segment was last written, in µs: no record is younger. Cheaper than a read."""
@@ -86,7 +101,7 @@ class Retention:
         return True
 
     def retire(self) -> bool:
-        """Stop counting the segments that are too old or too many; return True if there were any.
+        """Stop counting segments that are too old or too many, AT_ONCE at most; return True if there were any.
 
         Begins a checkpoint, after which they are deleted.
         """
@@ -95,8 +110,11 @@ class Retention:
         gone: list[Segment] = []
         now_s = self._context.now_s()
         for (name, _), state in self._logs.states.items():
+            if len(gone) == AT_ONCE:
+                break
             if state.sealed and state.end_offset - state.start > 1:
-                count = self._in_force.limits_of(name).expired(state.sealed, state.active_bytes, now_s)
+                limits, most = self._in_force.limits_of(name), AT_ONCE - len(gone)
+                count = limits.expired(state.sealed, state.active_bytes, now_s, most)
                 is_all = count == len(state.sealed) and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
         if gone:

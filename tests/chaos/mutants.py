@@ -133,8 +133,35 @@ MUTANTS = [
     ),
     Mutant(
         "acks: the checkpoint speaks of what is not synced",
-        [(DEDUPE_SAVER, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
+        [
+            (
+                DEDUPE_SAVER,
+                "        if synced is None or synced < snapshot.seq or self.busy:\n",
+                "        if self.busy:\n",
+            )
+        ],
         [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "acks: a name that changes while the table is copied is not copied before",
+        [(DEDUPE_TABLE, "        self._keep(producer)\n        name, before", "        name, before")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "power: a checkpoint does not sync the indexes of what it vouches for",
+        [
+            (
+                PARTITION,
+                "        files = [*self.unsynced, self.path, segment.index_path(self.path)]\n",
+                "        files = [*self.unsynced, self.path]\n",
+            )
+        ],
+        ["tests/unit/test_queues.py"],
+    ),
+    Mutant(
+        "power: a start writes the index of a segment whose other copy has other records",
+        [("kmq/log/lost_index.py", " or contradiction(_first_line(opened)) or contradiction(last)\n", "\n")],
+        [MISPLACED],
     ),
     Mutant(
         "acks: the crc of the checkpoint is not looked at",

@@ -336,7 +336,8 @@ def test_a_checkpoint_syncs_what_a_killed_router_had_written(data, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     open_queues(data, len(lines)).close()  # writes nothing itself
-    assert {f"{data}/topics/{topic}/0/{segment.name(0)}" for topic in ("test", "jobs")} <= synced
+    made = [f"{data}/topics/{topic}/0/{segment.name(0)}" for topic in ("test", "jobs")]
+    assert {*made, *map(segment.index_path, made)} <= synced
     assert checkpoint.load(data)[0] == len(lines)
 
 

@@ -13,11 +13,11 @@ from made_up import no_room, stored, write_wal
 from kmq import record
 from kmq.framing.dedupe import DedupeTable
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dedupe_file, disk, dropped, index, partition, remnant, segment, topics
+from kmq.log import checkpoint, dedupe_file, disk, dropped, index, partition, remnant, segment, topics, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
-from kmq.router import checkpoints
+from kmq.router import checkpoints, retention
 from kmq.router.queues import Queues
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
@@ -81,6 +81,56 @@ def test_whole_segments_go_oldest_first_and_offsets_stay(data):
     heard = FakeLogger()
     open_queues(data, log=heard).close()
     assert not heard.events and segments_of(data)[0].first == first
+
+
+def test_a_tick_deletes_only_some_of_many_segments_that_are_due_at_once(data, monkeypatch):
+    monkeypatch.setattr(retention, "AT_ONCE", 3)
+    write_wal(data, LINES).close()
+    heard = FakeLogger()
+    made = open_queues(data, 0, KEEP, heard)
+    route(made, LINES, 1)
+    counts = []
+    while not counts or counts[-1]:
+        already = len(heard.of("segment_deleted"))
+        settle(made)
+        counts.append(len(heard.of("segment_deleted")) - already)
+    assert counts[:3] == [3, 3, 3] and max(counts) == 3
+    assert 3500 < sum(each.size for each in segments_of(data)) <= 4500
+    made.close()
+
+
+def test_a_tick_seals_only_some_of_many_logs_that_are_over_their_limits_at_once(data, monkeypatch):
+    monkeypatch.setattr(retention, "AT_ONCE", 4)
+    lines = [b"t%d.k|1||x" % (n % 10) for n in range(30)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0, NEVER)
+    route(made, lines, 1)
+    made.use_limits(Limits(segment_bytes=10))
+    sealed = []
+    for _ in range(3):
+        made.retention.roll_over_if_due()
+        sealed.append(sum(len(state.sealed) for state in made.logs.states.values()))
+    assert sealed == [4, 8, 10]
+    made.close()
+
+
+def test_the_wal_deletes_only_some_of_many_segments_that_are_due_at_once(data):
+    log = Wal(data, no_room, 1 << 20, Limits(segment_bytes=100))
+    for at, line in enumerate(stored(LINES), start=1):
+        log.append([(line, at, 1, at)])
+    log.limits = Limits(segment_bytes=100, retention_bytes=1000)
+    counts = []
+    while not counts or counts[-1]:
+        first = log_segments(data)[0].first
+        counts.append(len(log.retain(lambda: 400, time.time())))
+        assert not counts[-1] or log_segments(data)[0].first > first
+    assert max(counts) == counts[0] == wal.RETIRED_AT_ONCE < sum(counts)
+    assert sum(each.size for each in log_segments(data)) <= 1000
+    log.close()
+
+
+def log_segments(data):
+    return segment.survey(f"{data}/append")
 
 
 def test_the_checkpoint_says_so_before_they_are_deleted(data, monkeypatch):
@@ -388,7 +438,7 @@ def test_the_wal_is_free_up_to_what_both_checkpoints_have_passed(data, router, t
     if router is not None:
         pathlib.Path(f"{data}/router.ckpt").write_bytes(checkpoint.text(router, {}, []))
     if table is not None:
-        pathlib.Path(dedupe_file.path(data)).write_bytes(DedupeTable(1, 1, 1, 1).snapshot().encode(table))
+        pathlib.Path(dedupe_file.path(data)).write_bytes(DedupeTable(1, 1, 1, 1).snapshot(table).encode())
     assert checkpoint.wal_is_free_up_to(data) == free
 
 

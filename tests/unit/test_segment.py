@@ -59,7 +59,11 @@ class Aged(Segment):
     ],
 )
 def test_the_oldest_sealed_segments_go_by_age_and_size(limits, ages, active, count):
-    assert limits.expired([Aged(age) for age in ages], active, time.time()) == count
+    assert limits.expired([Aged(age) for age in ages], active, time.time(), 100) == count
+
+
+def test_no_more_segments_are_looked_up_at_once_than_are_to_be_deleted():
+    assert Limits(retention_age=60).expired([Aged(90), Aged(90), Aged(None)], 50, time.time(), 2) == 2
 
 
 def test_the_age_of_a_segment_is_that_of_its_last_record_and_looked_up_once(tmp_path):
