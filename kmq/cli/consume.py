@@ -21,7 +21,7 @@ from kmq.cli.options import grouped
 from kmq.client.consumer_options import to_topic
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
-from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.refusals import RETRYABLE
 from kmq.settings import load
 
@@ -211,16 +211,28 @@ class _Session:
             if self._reading.most and not self._left:
                 return
             self._look(bool(messages))
-            if not self._reading.follow and self._is_at_end():
+            if not self._reading.follow and self._is_at_end(bool(messages)):
+                if damaged := self._consumer.paused():
+                    raise CorruptError(f"{', '.join(map(str, damaged))}: damaged, so not all of it was read; see above")
                 return
 
-    def _is_at_end(self) -> bool:
-        """Return True if every partition was read up to the end that it had when it was first seen."""
+    def _is_at_end(self, has_more: bool) -> bool:
+        """Return True if every partition was read up to the end that it had when it was first seen, or to its damage.
+
+        `has_more`: messages came, and more in front of the damage may wait.
+        """
         consumer = self._consumer
-        places = consumer.assignment()
-        if new := [place for place in places if place not in self._ends]:
-            self._ends.update(consumer.end_offsets(new, _GIVE_UP_S))
-        return bool(places) and all(consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places)
+        places, damaged = consumer.assignment(), [] if has_more else consumer.paused()
+        try:
+            if new := [place for place in places if place not in self._ends and place not in damaged]:
+                self._ends |= consumer.end_offsets(new, _GIVE_UP_S)
+        except Refused as err:
+            if err.code != "damaged":
+                raise
+            return False  # the consumer will hear of it, too
+        return bool(places) and all(
+            place in damaged or consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places
+        )
 
     def _look(self, has_moved: bool) -> None:
         """Say what the command waits for, if that is not the next message."""

@@ -1,6 +1,7 @@
 """Which partitions a topic has, asked of the consumer port: a consumer without a group reads them all.
 
-`CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record.
+`CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record. A
+damaged partition may be left out or refused; it is one nevertheless, and whoever reads it hears of the damage.
 """
 
 import socket
@@ -27,7 +28,8 @@ def discover(
     for topic in topics:
         with open_socket(host, port, tls, server_hostname) as sock:
             sock.sendall(Consume(topic, None, LATEST, token=token).encode())
-            found += _read(sock)
+            count = max((place.partition + 1 for place in _read(sock)), default=0)
+            found += [TopicPartition(topic, number) for number in range(count)]
     return found
 
 
@@ -49,9 +51,9 @@ def _place(line: bytes) -> list[TopicPartition]:
         answer = reply(line)
     except BadLine as err:
         raise Refused(f"protocol the broker's reply does not fit: {err}") from None
-    if isinstance(answer, Failed) and answer.code not in _NOT_YET:
+    if isinstance(answer, Failed) and answer.code not in (*_NOT_YET, "damaged"):
         raise Refused(f"{answer.code} {answer.text}")
-    return [answer.place] if isinstance(answer, Started) else []
+    return [answer.place] if isinstance(answer, Started | Failed) and answer.place is not None else []
 
 
 def add_partitions(core: Core, found: Iterable[TopicPartition]) -> bool:

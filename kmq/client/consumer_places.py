@@ -10,6 +10,7 @@ from kmq.client.consumer_state import Owned
 from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.egress_replies import PartitionOffsets
+from kmq.client.failures import Refused
 from kmq.errors import ConfigError, KmqError
 
 
@@ -111,9 +112,9 @@ class Places:
             self._core.is_dry = False
 
     def paused(self) -> list[TopicPartition]:
-        """Return the partitions that are paused."""
+        """Return the partitions that are paused, by `pause` or because the broker's files are damaged there."""
         with self._lock:
-            return [place for place, owned in self._core.holdings.owned.items() if owned.paused]
+            return [place for place, owned in self._core.holdings.owned.items() if owned.paused or owned.is_damaged]
 
     def _most(self, max_records: int | None) -> int:
         most = self.options.max_poll_records if max_records is None else max_records
@@ -136,6 +137,8 @@ class Places:
             raise pending.error
         assert isinstance(pending.value, tuple)
         rows = {row.place: row for row in pending.value}
+        if missing := next((place for place in wanted if place not in rows), None):
+            raise Refused(f"damaged {missing}: its offsets cannot be told; ask for it alone to hear why")
         return [rows[place] for place in wanted]
 
     def _find(self, place: tuple[str, int]) -> Owned:

@@ -13,6 +13,8 @@ Outage      The next connection opens with the same member name. Partitions that
             request go on at their positions, if the group's offset is the one that this member has committed last.
             All others are lost, and begin where the group is: another member may have read on, or an operator has
             moved the group.
+Damage      A partition whose files are damaged pauses, and a log line says so; the others are read. It is asked for again
+            after `resume`, a seek, or with the next connection.
 Start       Where the group has committed nothing, the option `start` is found and committed before a message is given
             out. So `latest` is the moment of the subscription for every member that comes later.
 
@@ -31,7 +33,7 @@ from functools import partial
 
 from kmq.client import egress_lines as lines
 from kmq.client import egress_replies as replies
-from kmq.client.consumer_options import ConsumerOptions, made_up_member, to_position
+from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
 from kmq.client.consumer_state import Event, Holdings, Owned
 from kmq.client.consumer_wire import (
     Decoder,
@@ -156,7 +158,9 @@ class Core:
             return f"not connected for {now - self.away_since:.1f} s: {self.away_reason}"
         if self.phase is Phase.JOINING:
             return "connected, and waiting for an assignment"
-        return f"connected, reading {len(self.holdings.owned)} partitions"
+        damaged = [str(place) for place, owned in self.holdings.owned.items() if owned.is_damaged]
+        text = f"connected, reading {len(self.holdings.owned)} partitions"
+        return f"{text}; paused because of damage: {', '.join(damaged)}" if damaged else text
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class Core:
             return
         self._received.begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
-            if owned.stale and owned.is_placed and not owned.paused and not owned.revoked:
+            if owned.stale and owned.is_placed and not owned.paused and not owned.revoked and not owned.is_damaged:
                 self.move(owned, Position("offset", owned.position), now)
         wanted = tuple(place for place, owned in holdings.owned.items() if owned.is_wanted)
         if not wanted and holdings.owned and not is_late:
@@ -195,7 +199,7 @@ class Core:
         if position.kind != "offset" and self.phase is not Phase.READING:
             raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
         self.holdings.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
-        owned.stale = True
+        owned.stale, owned.is_damaged = True, False
         if position.kind == "offset":
             owned.position, owned.is_placed = position.value, True
         if self.phase is Phase.READING:
@@ -371,10 +375,13 @@ class _Received:
         waiting = [
             owned
             for owned in core.holdings.owned.values()
-            if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving)
+            if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving or owned.is_damaged)
         ]
-        if not waiting:
-            return
+        if waiting:
+            self._find_start(waiting, now)
+
+    def _find_start(self, waiting: list[Owned], now: float) -> None:
+        core = self._core
         for owned in waiting:
             owned.is_starting = True
 
@@ -395,7 +402,11 @@ class _Received:
             if any(owned.revoked for owned in waiting):
                 self.begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
             elif isinstance(pending.error, Refused):
-                core.errors.append(pending.error)
+                self._report(pending.error, waiting[0] if len(waiting) == 1 else None)
+            elif pending.error is None:
+                for owned in waiting:
+                    if owned.place not in has_committed:  # it is damaged; asked for alone it is told how
+                        self._find_start([owned], now)
 
         core.offsets(tuple(owned.place for owned in waiting), now).then(answered)
 
@@ -457,7 +468,7 @@ class _Received:
             if find(refused.code).is_retryable:
                 core.fetch_from = now + _PAUSE_S
             elif not any(owned.revoked for owned in core.fetched):  # else it crossed with the revocation
-                core.errors.append(refused)
+                self._report(refused, core.holdings.owned.get(failed.place) if failed.place else None)
         elif failed.request == "commit":
             self._committed(core.requests.answered("commit"), now, refused)
         else:
@@ -467,8 +478,16 @@ class _Received:
                 if not pending.value.moving:  # else a later seek, which is on its way, decides
                     pending.value.stale = True
                 if not pending.value.revoked:  # else it crossed with the revocation
-                    core.errors.append(refused)
+                    self._report(refused, pending.value)
             pending.finish(error=refused)
+
+    def _report(self, refused: Refused, owned: Owned | None) -> None:
+        """Let the application hear of a refusal. A damaged partition pauses instead, because the others can be read."""
+        if owned is None or refused.code != "damaged":
+            self._core.errors.append(refused)
+        elif not owned.is_damaged:
+            owned.is_damaged = True
+            logger().error("paused, and others go on: %s", refused)
 
     def _ended(self, refused: Refused) -> None:
         """The broker ends the connection."""

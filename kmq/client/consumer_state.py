@@ -7,6 +7,7 @@ Memory      `Buffer.has_room` is False while a whole batch waits, so at most two
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class Owned:
     __slots__ = (
         "again",
         "committed",
+        "is_damaged",
         "is_placed",
         "is_starting",
         "moving",
@@ -39,6 +41,7 @@ class Owned:
         self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
         self.is_starting = False  # the option `start` is being found, and committed
         self.paused = self.revoked = False
+        self.is_damaged = False  # at `position`, so nobody asks for it until resume, a seek, or the next connection
         # Messages that came again: those that the application was given and has not committed, and those that wait
         # because the partition is paused.
         self.again: set[int] = set()
@@ -61,7 +64,7 @@ class Owned:
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_settled and not self.paused and not self.revoked
+        return self.is_settled and not self.paused and not self.revoked and not self.is_damaged
 
 
 class Chunk:
@@ -116,6 +119,11 @@ class Chunk:
         """Give out nothing more: a loop over `unread` ends."""
         self.is_dropped, self._body = True, b""
         self._lines.clear()
+
+
+def _is_new_of(owned: Owned, chunk: Chunk) -> bool:
+    """Return True for new messages of this partition, which a seek brings again. What was given back would not come."""
+    return chunk.owned is owned and not chunk.deliveries
 
 
 class Buffer:
@@ -250,7 +258,10 @@ class Holdings:
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
             owned = self.owned[place]
-            owned.paused = False
+            if owned.is_damaged:  # a seek to the position lets the broker look again
+                self.buffer.drop(partial(_is_new_of, owned))
+                owned.stale = True
+            owned.paused = owned.is_damaged = False
             for chunk in owned.put_by:
                 self.buffer.add(chunk)
             owned.put_by.clear()
@@ -259,7 +270,7 @@ class Holdings:
         """Drop what waits: the next connection reads from the positions on."""
         self.buffer.drop()
         for owned in self.owned.values():
-            owned.moving, owned.stale, owned.is_starting = 0, True, False
+            owned.moving, owned.stale, owned.is_starting, owned.is_damaged = 0, True, False, False
             owned.put_by.clear()
             owned.again.clear()  # they come once more
 

@@ -124,11 +124,22 @@ class Nacked(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line."""
+    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line.
+
+    The text of `damaged` begins with the partition: `<topic>/<partition>: …`.
+    """
 
     request: str
     code: str
     text: str
+
+    @property
+    def place(self) -> TopicPartition | None:
+        """Return the partition that the text begins with."""
+        try:
+            return partition_of(self.text.partition(": ")[0])
+        except BadLine:
+            return None
 
     def encode(self) -> bytes:
         text = " ".join(self.text.split())  # a line, whatever an exception's text holds

@@ -16,13 +16,16 @@ Layout (bytes; every cell is one aligned 8-byte word)
     end is preceded by a header whose length is SKIP.
 
 Positions are byte counts that only grow; a place is position % ring_bytes. `head` is where the writer continues, `tail`
-where the reader continues. `floor` (drop_oldest) is up to where the writer has dropped blocks. The effective tail is
-the larger of tail and floor.
+where the reader continues. `floor` (drop_oldest) is up to where the writer has dropped blocks. `begin` is where the
+writer began the ring anew: an empty ring is begun at place 0 again, so that a reader that keeps up works on a few pages
+that stay in the cache. Nothing lies between the head of the empty ring and `begin`, so the effective tail is the
+largest of tail, floor and begin. So wherever the reader stops, the ring takes ring_bytes, less what a block that would
+not fit leaves free at its end and before the oldest block.
 
 Invariants
   1  A block is visible only when all its bytes are written: the commit record that covers it comes last.
-  2  A commit is one 8-byte store. The record (head, next seq, and up to where the framer has framed) is kept twice: the
-     writer fills the spare record, then increments the counter that chooses between the two. A reader accepts a record
+  2  A commit is one 8-byte store. The record (head, next seq, begin, and up to where the framer has framed) is kept
+     twice: the writer fills the spare record, then increments the counter that chooses between the two. A reader accepts a record
      only if the counter was the same before and after, so it never acts on a record that a dying writer had not
      committed.
   3  The reader publishes its tail only after its work on the blocks before that tail is durable, so it sees a block at
@@ -43,7 +46,6 @@ Assumed     x86-64 or a machine whose aligned 8-byte stores are atomic; on weake
 import contextlib
 import mmap
 import os
-import sys
 from collections import namedtuple
 from collections.abc import Iterator
 
@@ -52,7 +54,7 @@ from kmq.links.doorbell import Doorbell, fence
 from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.settings import SHM
 
-LAYOUT = 3  # version of the layout on this page
+LAYOUT = 4  # version of the layout on this page
 
 IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024
 CELLS, BLOCKS = 4096, 8192
@@ -60,13 +62,14 @@ _COPY_BYTES = 1 << 20
 
 # Cells, as word numbers from CELLS. Written by the writer process:
 COUNTER = 0  # commits so far; the record in force is RECORD[counter & 1]
-# Eight words: head, messages put in so far, next seq, last recv_ts; of the framer also: staging area, bytes of it
-# consumed, the birth of `received`, and up to which position the lines there are framed.
-RECORD = (8, 16)
-FLOOR, FLOOR_MESSAGES = 24, 25  # dropped: up to this position, this many messages
-WRITER_SLEEPS = 32
-BASE_SEQ = 33  # next seq when the ring was created
-PIPE_MARKED = 34  # framer only: the FIFO that the staged bytes came from carries fifo.mark
+# Nine words: head, messages put in so far, next seq, last recv_ts; of the framer also: staging area, bytes of it
+# consumed, the birth of `received`, and up to which position the lines there are framed; last: begin.
+RECORD = (8, 24)
+BEGIN = 8  # its word in the record
+FLOOR, FLOOR_MESSAGES = 40, 41  # dropped: up to this position, this many messages
+WRITER_SLEEPS = 48
+BASE_SEQ = 49  # next seq when the ring was created
+PIPE_MARKED = 50  # framer only: the FIFO that the staged bytes came from carries fifo.mark
 # Written by the reader process:
 TAIL, TAIL_MESSAGES = 64, 65  # done: up to this position, this many messages
 READER_SLEEPS = 72
@@ -129,7 +132,7 @@ NOTHING_STAGED = Consumed(0, 0, 0, 0)  # of a ring without staging areas
 class Commit:
     """One consistent reading of the writer's record."""
 
-    __slots__ = ("area", "birth", "consumed", "head", "last_ts", "messages", "next_seq", "position")
+    __slots__ = ("area", "begin", "birth", "consumed", "head", "last_ts", "messages", "next_seq", "position")
 
     def __init__(
         self,
@@ -141,13 +144,15 @@ class Commit:
         consumed: int,
         birth: int,
         position: int,
+        begin: int,
     ) -> None:
         self.head, self.messages, self.next_seq, self.last_ts = head, messages, next_seq, last_ts
         self.area, self.consumed, self.birth, self.position = area, consumed, birth, position
+        self.begin = begin
 
     def consuming(self, consumed: Consumed) -> "Commit":
         """Return the same record with other cells of the framer."""
-        return Commit(self.head, self.messages, self.next_seq, self.last_ts, *consumed)
+        return Commit(self.head, self.messages, self.next_seq, self.last_ts, *consumed, self.begin)
 
 
 class Stamp(namedtuple("Stamp", ("first_seq", "count", "key_length", "recv_ts"))):
@@ -266,7 +271,7 @@ class Ring(SharedFile):
         while True:
             counter = cells[COUNTER]
             at = RECORD[counter & 1]
-            record = cells[at : at + 8].tolist()
+            record = cells[at : at + 9].tolist()
             fence()
             if cells[COUNTER] == counter:
                 return Commit(*record)
@@ -284,7 +289,8 @@ class Ring(SharedFile):
 
     @property
     def tail(self) -> int:
-        return max(self.cells[TAIL], self.cells[FLOOR])
+        """Where the first block lies that the reader has not released."""
+        return max(self.cells[TAIL], self.cells[FLOOR], self.committed().begin)
 
     def is_in_place(self) -> bool:
         """Return True if ring and bells still have their names, by which the other end finds them."""
@@ -337,6 +343,7 @@ def read_text(fd: int, at: int) -> str:
 
 
 def first_waiting(ring: Ring, position: int, record: Commit) -> int:
+    position = max(position, record.begin)
     if position < record.head and ring.words[BLOCKS // 8 + position % ring.size // 8] == SKIP:
         position += ring.size - position % ring.size
     return ring.words[BLOCKS // 8 + position % ring.size // 8 + 1] if position < record.head else record.next_seq
@@ -353,7 +360,13 @@ def waiting_bytes(fd: int) -> int:
     ring_bytes, area_bytes = (int(field(identity, name) or 0) for name in ("bytes", "extra"))
     area_bytes //= 2
     staged = os.pread(fd, area_bytes, BLOCKS + ring_bytes + words[at + 4] * area_bytes).rstrip(b"\0")
-    return max(0, words[at] - max(words[TAIL], words[FLOOR])) + max(0, len(staged) - words[at + 5])
+    return _used_bytes(words) + max(0, len(staged) - words[at + 5])
+
+
+def _used_bytes(cells: "memoryview[int]") -> int:
+    """Return how many bytes lie between the effective tail and the head."""
+    at = RECORD[cells[COUNTER] & 1]
+    return max(0, cells[at] - max(cells[TAIL], cells[FLOOR], cells[at + BEGIN]))
 
 
 def make_identity(data_id: str, slots: int, ring_bytes: int, extra: int, policy: str) -> Identity:
@@ -398,8 +411,10 @@ def backlog(instance: str, name: str) -> int:
         return max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
 
 
-class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots"))):
-    """How full a ring is: bytes from tail to head, and messages, each with its limit; `slots` 0: only bytes count."""
+class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots", "is_full"))):
+    """How full a ring is: bytes from tail to head, and messages, each with its limit; `slots` 0: only bytes count.
+    `is_full`: its writer waits, because the next block does not fit.
+    """
 
     __slots__ = ()
 
@@ -408,17 +423,13 @@ def filling(instance: str, name: str) -> Filling:
     """Return how full a ring is now; of a ring that does not exist everything is 0."""
     with _existing(instance, name) as fd:
         if fd is None:
-            return Filling(0, 0, 0, 0)
+            return Filling(0, 0, 0, 0, False)
         cells, identity = _cells(fd), read_text(fd, IDENTITY)
-        at = RECORD[cells[COUNTER] & 1]
-        head, tail = cells[at], max(cells[TAIL], cells[FLOOR])
+        put = cells[RECORD[cells[COUNTER] & 1] + 1]
         size, slots = int(field(identity, "bytes") or 0), int(field(identity, "slots") or 0)
-        if slots and size and tail < head:
-            word = os.pread(fd, 8, BLOCKS + tail % size)
-            if int.from_bytes(word, sys.byteorder) == SKIP:  # nothing lies from there to the end of the ring
-                tail += size - tail % size
-        messages = max(0, cells[at + 1] - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
-        return Filling(max(0, head - tail), size, messages, slots)
+        messages = max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
+        used = _used_bytes(cells)
+        return Filling(used, size, messages, slots, used > 0 and cells[WRITER_SLEEPS] > 0)
 
 
 def last_seq(instance: str, name: str, identity: Identity) -> int:

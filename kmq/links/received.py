@@ -2,7 +2,8 @@
 
 Links       /dev/shm/<instance>.received, made by ingress, its only writer. The framer is its only reader.
 Layout      As in layout.py, but between head and tail there are no blocks: only bytes, where the control lines of the
-            FIFO say (raw.py). The first word of the record is the head, and its counter stays 0. BASE_SEQ holds the
+            FIFO say (raw.py). The first word of the record is the head, the last is begin, and its counter stays 0.
+            Head and begin are two stores: begin comes second, so it never lies beyond the head. BASE_SEQ holds the
             birth: the time in ns at which the ring was made. Control lines name it, so a line that speaks of an older
             ring is never taken for one of this ring.
 
@@ -26,6 +27,7 @@ from kmq.links import layout
 from kmq.links.doorbell import fence
 from kmq.links.layout import (
     BASE_SEQ,
+    BEGIN,
     BLOCKS,
     IDENTITY,
     READER,
@@ -47,8 +49,8 @@ from kmq.settings import KIB, MIB
 
 NAME = "received"
 _HEAD = RECORD[0]
+_BEGIN = _HEAD + BEGIN
 _LEAST_BYTES = MIB
-_REUSED_BYTES = 512 * KIB
 
 
 def ring_bytes(max_line: int) -> int:
@@ -97,6 +99,7 @@ class ReceivedWriter(SharedFile):
         self._sign(WRITER, who)
         self.birth: int = self.cells[BASE_SEQ]
         self.head: int = self.cells[_HEAD]
+        self._begin: int = self.cells[_BEGIN]
         self._asks = 1  # whether we ask for a sign of room; an earlier ingress may have
 
     def may_write_again(self) -> bool:
@@ -117,6 +120,8 @@ class ReceivedWriter(SharedFile):
                 return -1
         if self._asks:
             self._asks = self.cells[WRITER_SLEEPS] = 0
+        if self._is_empty():
+            self._begin = position
         at = BLOCKS + position % self.size
         for part in parts:
             end = at + len(part)
@@ -130,18 +135,20 @@ class ReceivedWriter(SharedFile):
         return self._place(nbytes) >= 0
 
     def _place(self, nbytes: int) -> int:
-        tail, position, size = self.cells[TAIL], self.head, self.size
+        is_empty, position, size = self._is_empty(), self.head, self.size
         at = position % size
-        # An empty ring is begun anew once it has used some pages, so that these stay in the cache. Not earlier: until
-        # the tail moves, only as much fits as lies before the place where the ring was empty.
-        is_begun_anew = tail == position and at >= max(_REUSED_BYTES, nbytes)
-        if is_begun_anew or at + nbytes > size:
+        if at and (is_empty or at + nbytes > size):  # an empty ring is begun anew (layout.py)
             position += size - at
+        tail = position if is_empty else max(self.cells[TAIL], self._begin)
         return position if position + nbytes - tail <= size else -1
+
+    def _is_empty(self) -> bool:
+        return self.cells[TAIL] == self.head
 
     def publish(self) -> None:
         """Move the head. Call before the FIFO gets a line that speaks of what was put."""
         self.cells[_HEAD] = self.head
+        self.cells[_BEGIN] = self._begin
 
 
 class ReceivedReader(SharedFile):

@@ -85,44 +85,43 @@ class RingWriter(Ring):
 
     def has_room(self, nbytes: int, count: int) -> bool:
         """Return True if a block of this size fits now; under drop_oldest drop blocks until it fits."""
-        place, total = self._place(nbytes)
-        while not self.fits(place + total - self._last.head, count):
+        start, total = self._place(nbytes)
+        while not self.fits(start + total, count):
             if not self.drops:
                 return False
             self._drop_oldest()
         return True
 
     def _place(self, nbytes: int) -> tuple[int, int]:
-        """Return (position where a block of `nbytes` begins, bytes it takes): the head, or the start of the ring after
-        a skip.
-
-        Skip if the block does not fit before the end, and under `block` also whenever the ring is empty: a reader that
-        keeps up then works on the same few pages again and again, which stay in the cache and keep the memory small. If
-        the reader stops right then, the ring takes only what fits before the place where it was empty; under
-        drop_oldest that would drop messages early.
+        """Return (position where a block of `nbytes` begins, bytes it takes): the head, or the start of the ring if
+        the block does not fit before the end, or the ring is empty.
         """
         total, head = block_bytes(nbytes), self._last.head
         at = head % self.size
-        is_empty = max(self.cells[TAIL], self._floor) == head
-        if at + total > self.size or (is_empty and total <= at and not self.drops):
+        if at and (at + total > self.size or self._is_empty()):
             return head + self.size - at, total
         return head, total
 
-    def fits(self, total: int, count: int) -> bool:
-        """Return True if a block that takes `total` bytes and holds `count` messages fits without dropping any."""
-        cells = self.cells
-        tail = max(cells[TAIL], self._floor)
-        messages = max(cells[TAIL_MESSAGES], self._floor_messages)
-        waiting = self._last.messages - messages
-        return self._last.head + total - tail <= self.size and (waiting + count <= self.identity.slots or waiting <= 0)
+    def _is_empty(self) -> bool:
+        return max(self.cells[TAIL], self._floor) == self._last.head  # begin: a block follows it in the same commit
+
+    def fits(self, end: int, count: int) -> bool:
+        """Return True if a block that ends at `end` and holds `count` messages fits without dropping any."""
+        if self._is_empty():
+            return True
+        cells, last = self.cells, self._last
+        tail = max(cells[TAIL], self._floor, last.begin)
+        waiting = last.messages - max(cells[TAIL_MESSAGES], self._floor_messages)
+        return end - tail <= self.size and (waiting + count <= self.identity.slots or waiting <= 0)
 
     def _drop_oldest(self) -> None:
         """Drop the oldest block: publish the floor before its bytes are overwritten (invariant 4)."""
         cells = self.cells
-        if cells[TAIL] > self._floor:
-            # The reader has moved on. Look again first: it may have released everything, and there is no block at the
-            # head.
-            self._floor, self._floor_messages = cells[TAIL], cells[TAIL_MESSAGES]
+        tail = max(cells[TAIL], self._last.begin)
+        if tail > self._floor:
+            # The reader has moved on, or the ring was begun anew. Look again first: the reader may have released
+            # everything, and there is no block at the head.
+            self._floor, self._floor_messages = tail, max(cells[TAIL_MESSAGES], self._floor_messages)
             return
         at = BLOCKS // 8 + self._floor % self.size // 8
         nbytes = self.words[at]
@@ -141,9 +140,12 @@ class RingWriter(Ring):
         first_seq, count, key_length, recv_ts = framed.stamp
         nbytes = len(lines) + len(replies)
         start, total = self._place(nbytes)
-        words = self.words
+        words, begin = self.words, last.begin
         if start != last.head:
-            words[BLOCKS // 8 + last.head % self.size // 8] = SKIP
+            if self._is_empty():
+                begin = start
+            else:
+                words[BLOCKS // 8 + last.head % self.size // 8] = SKIP
         at = BLOCKS + start % self.size
         self.mm[at + HEADER : at + HEADER + len(lines)] = lines
         if replies:
@@ -156,7 +158,7 @@ class RingWriter(Ring):
         words[header + 4] = recv_ts
         words[header + 5] = last.messages + count
         words[header + 6] = len(replies)
-        self.commit(Commit(start + total, last.messages + count, first_seq + count, recv_ts, *consumed))
+        self.commit(Commit(start + total, last.messages + count, first_seq + count, recv_ts, *consumed, begin))
 
     def commit(self, record: Commit) -> None:
         """Put `record` in force: fill the spare record, then store the counter. That store is the commit."""
@@ -171,6 +173,7 @@ class RingWriter(Ring):
         cells[at + 5] = record.consumed
         cells[at + 6] = record.birth
         cells[at + 7] = record.position
+        cells[at + 8] = record.begin
         fence()
         cells[COUNTER] = counter
         self._counter = counter
@@ -255,7 +258,8 @@ class RingReader(Ring):
         Under drop_oldest the list may begin later than the last list ended; `jumped` tells that the blocks between were
         dropped.
         """
-        head = self.committed().head
+        record = self.committed()
+        head = record.head
         blocks: list[Block] = []
         jumped = self._jump_unreported
         while self.position < head:
@@ -264,6 +268,9 @@ class RingReader(Ring):
                     break  # a gap begins a list of its own
                 self.position = self.cells[FLOOR]
                 jumped = True
+                continue
+            if self.position < record.begin:
+                self.position = record.begin
                 continue
             block, self.position = block_at(self, self.position, head)
             if block is not None:

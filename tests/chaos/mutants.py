@@ -26,6 +26,7 @@ COPIED = (
     "tests/fake_logger.py",
     "tests/conftest.py",
     "tests/certificates.py",
+    "tests/made_tables.py",
     "tests/made_up.py",
     "pyproject.toml",
 )
@@ -327,8 +328,29 @@ MUTANTS = [
     ),
     Mutant(
         "one commit record instead of two",
-        [("kmq/links/layout.py", "RECORD = (8, 16)", "RECORD = (8, 8)")],
+        [("kmq/links/layout.py", "RECORD = (8, 24)", "RECORD = (8, 8)")],
         [crash("framer")],
+    ),
+    Mutant(
+        "a reader does not go where an empty ring was begun anew",
+        [(RING, "            if self.position < record.begin:\n", "            if False:\n")],
+        [RACES],
+    ),
+    Mutant(
+        "a ring that was begun anew takes only what lies before the old place",
+        [
+            (
+                RING,
+                "        tail = max(cells[TAIL], self._floor, last.begin)\n",
+                "        tail = max(cells[TAIL], self._floor)\n",
+            )
+        ],
+        [LINKS],
+    ),
+    Mutant(
+        "the ring received forgets where it was begun anew",
+        [("kmq/links/received.py", "            self._begin = position\n", "            pass\n")],
+        ["tests/unit/test_received.py"],
     ),
     Mutant(
         "the counter is bumped before the record is written",
@@ -485,6 +507,28 @@ MUTANTS = [
             )
         ],
         [LINKS],
+    ),
+    Mutant(
+        "a table knows its batches by number alone",
+        [
+            (
+                "kmq/spark/tables/base.py",
+                "        self.stream.check_same(batch_id, offsets, self.stream.offsets(batch_id) or recorded_offsets, last)\n",
+                "",
+            )
+        ],
+        ["tests/unit/test_spark_tables.py::test_a_batch_that_comes_again_is_skipped_only_with_the_same_offsets"],
+    ),
+    Mutant(
+        "a limit of a replay counts letters that went back before",
+        [
+            (
+                "kmq/deadletters/chosen.py",
+                "if sent_back.has(found.record.partition, record.seq_of(found.record.line)):",
+                "if False:",
+            )
+        ],
+        ["tests/scenario/test_redrive.py::test_letters_go_back_once_whatever_was_selected_before"],
     ),
     Mutant(
         "the framer does not see that the FIFO died",

@@ -1,5 +1,6 @@
 """G6 and G9: stages start in any order; a ring left by another directory, size or version is never read as ours."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -11,6 +12,8 @@ import pytest
 from chaos.checker import Stream
 from chaos.load import FifoLoad, Lines, Load
 from chaos.pod import STAGES, Pod
+from kmq.broker import links
+from kmq.settings import Settings, load
 
 ORDERS = list(itertools.permutations(STAGES))
 PEER = {"durability": "framer", "router": "durability"}  # who makes the ring that it reads
@@ -140,3 +143,52 @@ def test_a_ring_with_a_foreign_header_is_recreated(make_pod: Make, loads: Start,
     (pod.pipes / "raw").write_bytes(lines.line(0) + b"\n")
     pod.wait(lambda: pod.seq("router") == load.count + 1, "the next message")
     pod.judge([*load.sent, Stream("new", lines.line, 1)])
+
+
+def settings_of(pod: Pod) -> Settings:
+    return load({name: str(value) for name, value in pod.settings.items()}, toml="")
+
+
+def flooded(pod: Pod, halted: str) -> Stream:
+    """A hundred lines at once, all of them read, then a stage stops, and lines come until those before it wait for room."""
+    lines, sent, raw = Lines("fifo"), 100, os.open(pod.pipes / "raw", os.O_WRONLY | os.O_NONBLOCK)
+    os.write(raw, b"".join(lines.line(number) + b"\n" for number in range(sent)))
+    pod.wait(lambda: pod.seq("router") == sent, "all of them are in their queues")
+    pod.pause(halted)
+    os.write(raw, lines.line(sent) + b"\n")  # the ring was empty, and is begun with a short block
+    sent += 1
+    pod.wait(lambda: pod.seq("framer") == sent, "that one is framed")
+    waiting = ("framer",) if halted == "durability" else ("framer", "durability")
+
+    def stand() -> bool:
+        nonlocal sent
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(100):
+                os.write(raw, lines.line(sent) + b"\n")
+                sent += 1
+        return all(pod.row(name).waits_since for name in waiting)
+
+    pod.wait(stand, "all before it wait for room")
+    os.close(raw)
+    return Stream("fifo", lines.line, sent)
+
+
+@pytest.mark.parametrize("halted", ["router", "durability"])
+def test_a_ring_is_full_when_it_has_taken_what_its_settings_say(make_pod: Make, halted: str) -> None:
+    """Wherever its reader stops; and what is shown of it is how much of that is used."""
+    pod = make_pod()
+    pod.start()
+    pod.wait_ready()
+    stream = flooded(pod, halted)
+    settings = settings_of(pod)
+    full = {"framed"} if halted == "durability" else {"framed", "durable"}
+
+    def rings() -> list[links.Link]:
+        return [link for link in links.look(settings) if link.name in full]
+
+    for link in rings():
+        assert link.messages is not None
+        assert link.messages >= settings.ring_slots * 3 // 4, f"{link.name}: {link.messages} messages, {link.fill}"
+    pod.wait(lambda: all(link.fill == 1 for link in rings()), "they are shown as full")
+    pod.resume(halted)
+    pod.judge([stream])

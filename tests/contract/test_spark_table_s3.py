@@ -71,6 +71,25 @@ def test_a_writer_to_s3_that_dies_at_any_step_leaves_each_row_once(s3, tmp_path,
         died_before(f"{to}/t{number}", format, state, monkeypatch, number)
 
 
+@pytest.mark.parametrize("format", ["parquet", "delta"])
+def test_a_checkpoint_restored_from_an_older_copy_changes_nothing_on_s3(s3, tmp_path, format):
+    to, state, copy = f"s3://{BUCKET}/{format}/restored", tmp_path / "ckpt", tmp_path / "copy"
+    with opened(to, format, state) as table:
+        add(table, 0, FIRST)
+    shutil.copytree(state, copy)
+    with opened(to, format, state) as table:
+        add(table, 1, SECOND)
+        add(table, 2, [20])
+    shutil.rmtree(state)
+    copy.rename(state)
+    with opened(to, format, state) as table:
+        for batch in (1, 2):
+            with pytest.raises(ConfigError, match=f"batch {batch} of the checkpoint is not in the table"):
+                add(table, batch, [77])
+        assert not add(table, 2, [20]) and add(table, 3, [21])
+    assert read(to, format) == expected(range(22))
+
+
 def test_a_table_on_s3_of_another_checkpoint_or_format_is_refused(s3, tmp_path):
     to = f"s3://{BUCKET}/owned"
     with open_table(to, "delta", ["topic"], checkpoint=str(tmp_path / "a")) as table:

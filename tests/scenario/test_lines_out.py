@@ -212,9 +212,9 @@ def test_damage_is_told_behind_all_good_records_in_front_of_it(broker):
             client.send("!fetch 2000000")
             head = client.line()
             answers.append(head.split()[1])
-            if head.startswith(b"!batch"):
+            if head.startswith(b"!batch") and head != b"!batch -":
                 client.read(int(head.split()[4]))
-        assert answers == [b"hurt/0", b"orders/0", b"fetch", b"fetch"]  # the damage stops this partition alone
+        assert answers == [b"hurt/0", b"orders/0", b"fetch", b"-"]  # the damage stops this partition alone, said once
 
 
 def test_records_that_retention_deletes_in_front_of_a_reader_are_left_out(broker):
@@ -295,6 +295,7 @@ def test_a_gateway_that_stops_says_so_to_those_who_wait(broker):
 
 
 def test_the_status_port_knows_records_that_are_there(broker):
+    broker.wait(lambda: ask(port(broker, "status"), "GET_STATUS 1")[:3] != b"ERR", "the groups' offsets are read")
     answer = ask(port(broker, "status"), "GET_STATUS 1", "GET_STATUS 4000 billing", "GET_STATUS 999999", "GET_STATUS 0")
     assert answer == b"PENDING\nPENDING\nUNKNOWN\nUNKNOWN\n"
     usage = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"

@@ -90,6 +90,7 @@ def test_links_disk_quota_and_the_process_itself_are_measured(used):
     for link in ("raw", "received", "framed", "durable"):
         fill, capacity = (after[f'kmq_link_{what}{{link="{link}"}}'] for what in ("bytes", "capacity_bytes"))
         assert 0 <= fill <= capacity and capacity >= 1 << 16
+        assert 0 <= after[f'kmq_link_fill{{link="{link}"}}'] <= 1
     assert 0 < after["kmq_disk_free_bytes"] < after["kmq_disk_size_bytes"]
     assert 0 < after["kmq_quota_used_bytes"] < after["kmq_quota_bytes"] == 1 << 30
     assert after["process_resident_memory_bytes"] > 0 and after["process_open_fds"] > 0

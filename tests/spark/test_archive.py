@@ -24,7 +24,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import Row
 from time_zone import tokyo
 
-from kmq.errors import EXIT_RETRY, ConfigError
+from kmq.errors import EXIT_CONFIG, EXIT_RETRY, ConfigError
 from kmq.spark import failures, tables
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.archive import READ, dead_letters, enrich, infer, parse, with_text
@@ -214,6 +214,37 @@ def test_each_run_adds_what_is_new_once(spark, tmp_path, format):
         )
         assert row["recv_ts"].replace(tzinfo=None).isoformat().startswith(f"{row['date']}T{row['hour']:02}:")
     assert len({(row["partition"], row["offset"]) for row in found}) == 1200
+
+
+@pytest.mark.parametrize("format", tables.FORMATS)
+def test_a_checkpoint_restored_from_an_older_copy_leaves_nothing_out(spark, tmp_path, format):
+    made = write_data(tmp_path / "data", list(lines(0, 400)), {"orders": 1}, closed=False)
+    where, checkpoint = {"path": str(tmp_path / "data"), "subscribe": "orders"}, tmp_path / "c"
+    arguments = {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint", "checkpoint": str(checkpoint)}
+
+    def run(limit):
+        return archive.run(spark, where | {"maxOffsetsPerTrigger": limit}, **arguments).rows
+
+    def restore():
+        shutil.rmtree(checkpoint)
+        shutil.copytree(tmp_path / "copy", checkpoint)
+
+    arguments["bad"] = "drop"
+    assert run("200") == 400
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    append(made, list(lines(400, 1000)))
+    assert run("200") == 600
+    restore()
+    append(made, list(lines(1000, 2000)))
+    with pytest.raises(StreamingQueryException) as told:
+        run("300")
+    cause = failures.explain(told.value)
+    assert "batch 2 of the checkpoint is not in the table" in str(cause)
+    assert "orders/0 700 now, 600 in the table" in str(cause) and cause.exit_code == EXIT_CONFIG
+    assert sorted(row["n"] for row in read(arguments["to"], format)) == list(range(1000))
+    restore()
+    assert run("200") == 1000, "cut as before: what the table has is skipped"
+    assert sorted(row["n"] for row in read(arguments["to"], format)) == list(range(2000))
 
 
 def test_payloads_are_kept_as_text_where_no_schema_is_wanted(spark, tmp_path):

@@ -101,6 +101,7 @@ class Way:
     def spoil(self) -> None:
         """Overwrite all that is free, as ingress may do at any time."""
         tail, head, size = self.writer.cells[TAIL], self.writer.head, self.writer.size
+        tail = max(tail, self.writer._begin)
         low, high = tail % size, head % size
         free = [(high, low)] if high < low else [(0, low), (high, size)]
         if head - tail < size:

@@ -11,7 +11,7 @@ from framing_steps import Steps, one_by_one, table
 from received_ends import Way, joined
 
 from kmq.errors import ConfigError
-from kmq.links import fifo, handover, received
+from kmq.links import fifo, handover
 from kmq.links.fifo import open_fifo, waiting_bytes
 from kmq.links.handover import Handover
 from kmq.links.layout import BlockLimits
@@ -164,15 +164,17 @@ def test_adjoining_pieces_that_nobody_waits_for_become_one_and_others_do_not(end
 
 def test_a_piece_ends_where_the_ring_does(raw):
     ends = Ends(raw, 8192)
-    ends.put([line(4995)])
-    ends.finish()
-    ends.put([line(2995)])
+    ends.put([line(3995)])
+    ends.hand.flush()
+    ends.put([line(995)])
+    ends.frame()  # the first, so that there is room at the start
+    ends.put([line(1995)])
     ends.put([line(2995)])
     ends.hand.flush()
     text = read_all(raw)
-    assert [match.groups()[1:] for match in control_lines(text)] == [(b"5000", b"8000"), (b"8192", b"11192")]
+    assert [match.groups()[1:] for match in control_lines(text)] == [(b"4000", b"7000"), (b"8192", b"11192")]
     ends.steps.read(text)
-    assert ends.steps.lines == [line(4995), line(2995), line(2995)]
+    assert ends.steps.lines == [line(3995), line(995), line(1995), line(2995)]
 
 
 def test_the_ring_shows_the_bytes_before_the_fifo_speaks_of_them(ends, raw, monkeypatch):
@@ -272,9 +274,8 @@ def test_both_full_at_once_keep_the_order(raw):
     assert ends.steps.lines[count:] == lines
 
 
-def test_a_clogged_way_keeps_the_order_and_the_numbers_of_every_sender(raw, writes, monkeypatch):
+def test_a_clogged_way_keeps_the_order_and_the_numbers_of_every_sender(raw, writes):
     """Whatever was read between, the framer finds each connection's messages whole, in order and numbered on."""
-    monkeypatch.setattr(received, "_REUSED_BYTES", 100_000)
     rng, clogs, shells = random.Random(8), 0, 0
     ends = Ends(raw, 400_000)
     senders = [Sender(b"17.%d" % n, tag) for n, tag in enumerate([b"", b"p=a", b"w=b"], start=1)]

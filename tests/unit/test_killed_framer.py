@@ -12,7 +12,7 @@ from kmq.framing import batch as batches
 from kmq.framing.blocks import frame
 from kmq.framing.parser import Parser
 from kmq.framing.source import Source
-from kmq.links import layout, received
+from kmq.links import layout
 from kmq.links import ring as ring_module
 from kmq.links.fifo import open_fifo, waiting_bytes
 from kmq.links.handover import Handover
@@ -168,7 +168,6 @@ def worlds(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_traffic_of_many_connections_is_the_models_whenever_the_framer_is_killed(worlds, monkeypatch, seed):
-    monkeypatch.setattr(received, "_REUSED_BYTES", 4096)
     rng, kills, blocks = random.Random(seed), 0, 0
     for slots, ring_bytes, received_bytes in (
         (16, 64 << 10, 16 << 10),

@@ -138,11 +138,46 @@ def test_a_block_of_half_the_ring_fits_an_empty_ring_at_every_position(rings, nb
         assert put(writer, b"x" * writer.limits.nbytes), place
         assert len(taken(reader)) == 1
         writer.commit(
-            Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, 0, 0, 0, *NOTHING_STAGED)
+            Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, 0, 0, 0, *NOTHING_STAGED, 0)
         )
         reader.cells[layout.TAIL] = reader.position = writer.last.head
     places = {(place + 64) % writer.size for place in range(0, writer.size, 64)}
     assert len(places) == writer.size // 64
+
+
+@pytest.mark.parametrize("policy", ["block", "drop_oldest"])
+@pytest.mark.parametrize("slots", [64, 10_000])
+def test_a_ring_takes_its_slots_or_its_bytes_less_one_block_wherever_its_reader_stops(rings, policy, slots):
+    rng = random.Random(slots)
+    writer, reader = rings(nbytes=8192, slots=slots, policy=policy)
+    for _ in range(300):
+        for _ in range(rng.randrange(5)):
+            put(writer, b"x" * rng.randrange(300))
+            if rng.randrange(4):
+                taken(reader)
+        while writer.fits(writer._place(100)[0] + layout.block_bytes(100), 1):  # under drop_oldest: without dropping
+            put(writer, b"x" * 100)
+        found = layout.filling(writer.instance, "framed")
+        # Or a block fits neither before the end nor before the oldest.
+        assert found.messages == slots or found.nbytes > found.capacity - 2 * layout.block_bytes(100)
+        blocks = reader.take()
+        if rng.randrange(2):
+            reader.release(blocks[rng.randrange(len(blocks))])
+            reader.position = reader.tail
+        else:
+            reader.release(blocks[-1])
+
+
+def test_an_empty_ring_begins_at_its_start_again(rings):
+    """The pages at the start are in the cache. Its reader, and the next one, go there."""
+    writer, reader = rings(nbytes=8192)
+    for lap in range(5):
+        assert put(writer, b"%d" % lap * 500) and writer.last.begin == lap * 8192
+        if lap % 2:
+            reader.lock.release()
+            reader = RingReader.attach(reader.instance, "framed", reader.identity, "another")
+        assert [data for data, *_ in taken(reader)] == [b"%d" % lap * 500]
+    reader.lock.release()
 
 
 def test_two_blocks_of_half_the_ring_fill_it_when_they_start_at_its_beginning(rings):
@@ -261,8 +296,8 @@ def test_the_floor_never_passes_the_head_while_the_reader_empties_a_full_ring(ri
         put(writer, b"x" * 500)
     fits, raced = writer.fits, []
 
-    def reader_is_faster(total, count):
-        room = fits(total, count)
+    def reader_is_faster(end, count):
+        room = fits(end, count)
         if not room and not raced:
             raced.append(taken(reader))
         return room

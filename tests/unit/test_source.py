@@ -13,7 +13,7 @@ from kmq.framing import parser
 from kmq.framing.blocks import frame
 from kmq.framing.parser import Parser
 from kmq.framing.source import Source
-from kmq.links import raw, received
+from kmq.links import raw
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
 
 ROOMY = BlockLimits(2048, 1 << 16)
@@ -297,9 +297,8 @@ def test_a_ring_that_is_not_there_is_waited_for_only_if_a_control_line_may_speak
 # --- the ring wraps ----------------------------------------------------------------------------------------------------
 
 
-def test_random_traffic_through_a_small_ring_is_the_models_however_it_is_cut_and_killed(monkeypatch):
+def test_random_traffic_through_a_small_ring_is_the_models_however_it_is_cut_and_killed():
     """Pieces are put as far as there is room, so they lie at both ends of the ring, at its very end and at its start."""
-    monkeypatch.setattr(received, "_REUSED_BYTES", 4096)
     rng, kills, wraps = random.Random(11), 0, 0
     for _ in range(60):
         parts, model = random_traffic(rng, 120)

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable
-from made_tables import FORMATS, QUERY, Killed, add, count_steps, expected, read, summaries
+from made_tables import FORMATS, QUERY, Killed, add, count_steps, expected, read, stage, summaries
 from pyiceberg.utils.config import Config
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import ownership
-from kmq.spark.tables import disk, iceberg, open_table
+from kmq.spark.tables import bound, disk, iceberg, open_table
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -51,6 +51,69 @@ def test_a_writer_that_dies_at_any_step_leaves_each_row_once(tmp_path, monkeypat
             assert DeltaTable(path).version() == 3
         if format == "iceberg":
             assert summaries(path, f"{path}/.kmq") == [(QUERY, "0"), (QUERY, "1"), (QUERY, "2")]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_batch_that_comes_again_is_skipped_only_with_the_same_offsets(tmp_path, format):
+    path = str(tmp_path / "t")
+    with open_table(path, format, ["topic"]) as table:
+        for batch in range(4):
+            assert add(table, batch, range(10 * batch, 10 * batch + 10))
+    with open_table(path, format, ["topic"]) as table:
+        for batch in (3, 1):
+            assert not add(table, batch, range(10 * batch, 10 * batch + 10))
+        for batch in (3, 1):  # one batch back too: its number is the last one's
+            told = rf"batch {batch} of the checkpoint is not in .*orders/0 99 now, {10 * batch + 10} in the table; was"
+            with pytest.raises(ConfigError, match=told):
+                add(table, batch, range(50, 99))
+        assert add(table, 4, range(40, 50))
+    assert read(path, format) == expected(range(50))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_table_of_a_release_that_kept_no_offsets_goes_on_by_number(tmp_path, format):
+    path = str(tmp_path / "t")
+    with open_table(path, format, ["topic"]) as table:
+        for batch in range(3):
+            table.stream.bind(QUERY, batch)
+            stage(table, [batch])
+            table.commit(batch)
+        assert not add(table, 2, [2]), "the last one, whose end Spark has not seen"
+        with pytest.raises(ConfigError, match="which took a batch of this number long ago, and is at batch 2"):
+            add(table, 1, [77])
+        assert add(table, 3, [3])
+        assert not add(table, 3, [3])
+    assert read(path, format) == expected(range(4))
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg"])
+def test_a_state_that_is_older_than_its_table_adds_no_batch_of_a_known_number(tmp_path, monkeypatch, format):
+    monkeypatch.setenv("PYICEBERG_CATALOG__PROD__URI", f"sqlite:///{tmp_path}/prod.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__PROD__TYPE", "sql")
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+    where = (str(tmp_path / "t"), format, ["topic"], "prod.sales.orders" if format == "iceberg" else "")
+    with open_table(*where) as table:
+        add(table, 0, [0])
+    state, copy = tmp_path / "t/.kmq", tmp_path / "copy"
+    shutil.copytree(state, copy)
+    with open_table(*where) as table:
+        add(table, 1, [1])
+        add(table, 2, [2])
+    shutil.rmtree(state)
+    copy.rename(state)
+    with open_table(*where) as table:
+        for batch in (1, 2):
+            with pytest.raises(ConfigError, match=f"batch {batch} of the checkpoint is not in the table"):
+                add(table, batch, [77])
+        assert not add(table, 2, [2]) and add(table, 3, [3])
+
+
+def test_the_offsets_of_the_last_batches_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(bound, "KEEP", 2)
+    with open_table(str(tmp_path / "t"), "parquet", ["topic"]) as table:
+        for batch in range(4):
+            add(table, batch, [batch])
+        assert sorted(os.listdir(f"{table.state}/offsets")) == ["2", "3"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

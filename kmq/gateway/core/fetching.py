@@ -2,6 +2,8 @@
 
 Invariant   What is shown is in its partition, so durable and routed (partitions.py). A cursor moves over what was read,
             and over nothing else.
+Damage      is said once to each reader, by the read that finds nothing before it. The cursor rests then, so that other
+            partitions are read meanwhile, and looks again every _REST_S.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
             thread turns the records into what the door sends, so nobody holds both for long. What answers hold until
             their clients have taken them is bounded by one budget (answers.py).
@@ -27,6 +29,7 @@ from kmq.settings import KIB
 
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once
+_REST_S = 5.0  # until a damaged partition is looked at again
 _LOOK_S = 0.5  # longest time until a waiting call notices that its client has gone
 
 T = TypeVar("T")
@@ -40,6 +43,24 @@ class Limit(NamedTuple):
     wait_s: float = 0.0
 
 
+class Damage:
+    """The damage that a reader has met in a partition, and whether it was told."""
+
+    def __init__(self) -> None:
+        self._told, self._rests_until = "", 0.0
+
+    @property
+    def is_resting(self) -> bool:
+        """Return True while the partition need not be looked at, because it was damaged a moment ago."""
+        return time.monotonic() < self._rests_until
+
+    def is_new(self, err: DamageError) -> bool:
+        """Let the partition rest. Return True if the reader has not been told of this damage."""
+        known, self._told = self._told, str(err)
+        self._rests_until = time.monotonic() + _REST_S
+        return known != self._told
+
+
 class Cursor:
     """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read.
 
@@ -51,14 +72,15 @@ class Cursor:
         self.skips: frozenset[int] = frozenset()
         self.end = offset  # of the partition, when it was read last
         self.seen: Signature | None = None  # when a read found nothing
+        self.damage = Damage()
 
     def has_news(self) -> bool:
-        return self.partition.signature() != self.seen
+        return not self.damage.is_resting and self.partition.signature() != self.seen
 
     def move(self, offset: int) -> None:
         """Go on at another offset."""
         if offset != self.offset:
-            self.offset, self.seen = offset, None
+            self.offset, self.seen, self.damage = offset, None, Damage()
 
 
 class Fetching:
@@ -145,10 +167,17 @@ class Fetching:
                 room = Limit(limit.messages - len(found), limit.nbytes - nbytes)
                 if found and (room.messages <= 0 or room.nbytes <= 0):
                     break
+                if cursor.damage.is_resting:
+                    continue
+                # With messages in hand the next call hears of what is wrong: the cursors of what was found have moved.
                 try:
                     some = self._read(cursor, room, is_first=not found)
-                except (DamageError, RequestRefused):
-                    if not found:  # else the next call hears of it: the cursors of what was found have moved
+                except DamageError as err:
+                    if not found and cursor.damage.is_new(err):
+                        raise
+                    continue
+                except RequestRefused:
+                    if not found:
                         raise
                     break
                 found += some

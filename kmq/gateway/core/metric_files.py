@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
+from kmq.broker import links
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.metric_rows import Metric, Samples
 from kmq.gateway.core.topic_rates import TopicRates
@@ -28,25 +29,9 @@ def _raw_bytes(broker: Broker) -> Samples:
         os.close(fd)
 
 
-def _links(broker: Broker) -> Iterator[tuple[str, int, int]]:
-    """Yield (link, bytes that wait, bytes that fit) of each link that exists."""
-    fd = os.open(f"{broker.settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        yield "raw", fifo.waiting_bytes(fd), fifo.capacity(fd)
-    finally:
-        os.close(fd)
-    for ring in (received.NAME, "framed", "durable"):
-        filling = layout.filling(broker.settings.instance, ring)
-        if filling.capacity:
-            yield ring, filling.nbytes, filling.capacity
-
-
-def _link_bytes(broker: Broker) -> Samples:
-    return [((link,), nbytes) for link, nbytes, _ in _links(broker)]
-
-
-def _link_capacity(broker: Broker) -> Samples:
-    return [((link,), capacity) for link, _, capacity in _links(broker)]
+def _links(broker: Broker, name: str) -> Samples:
+    """Return one figure of each link that exists."""
+    return [((link.name,), getattr(link, name)) for link in links.look(broker.settings) if link.capacity]
 
 
 def _wal_bytes(broker: Broker) -> Samples:
@@ -122,8 +107,14 @@ FILES = (
         (),
         _raw_bytes,
     ),
-    Metric("kmq_link_bytes", "Bytes that wait in a link.", ("link",), _link_bytes),
-    Metric("kmq_link_capacity_bytes", "Bytes that fit into a link.", ("link",), _link_capacity),
+    Metric("kmq_link_bytes", "Bytes that wait in a link.", ("link",), partial(_links, name="bytes")),
+    Metric("kmq_link_capacity_bytes", "Bytes that fit into a link.", ("link",), partial(_links, name="capacity")),
+    Metric(
+        "kmq_link_fill",
+        "How full a link is, from 0 to 1, by bytes or messages; 1 also while its writer waits for room.",
+        ("link",),
+        partial(_links, name="fill"),
+    ),
     Metric("kmq_wal_bytes", "Bytes of the WAL's segments.", (), _wal_bytes),
     Metric("kmq_disk_free_bytes", "Bytes free on the disk of KMQ_DATA.", (), _disk_free),
     Metric("kmq_topics", "Topics that exist.", (), _topics),

@@ -187,9 +187,11 @@ class Poller:
                 try:
                     cursor = await self._fetching.open(*place, at)
                 except RequestRefused as err:
-                    if err.code not in ("unknown_topic", "unknown_partition"):
+                    if err.code not in ("unknown_topic", "unknown_partition", "damaged"):
                         raise
-                    continue  # it is gone, and the coordinator will hear of it
+                    if err.code != "damaged":
+                        continue  # it is gone, and the coordinator will hear of it
+                    cursor = await self._fetching.open(*place, Position("offset", 0))  # the first read says it
                 cursor.is_strict = False
                 self.cursors[place] = cursor
         turn = [place for place in self.cursors if place in places]

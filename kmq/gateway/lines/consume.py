@@ -4,7 +4,8 @@ Order       What is there when the request arrives comes partition after partiti
             new records come as they are routed, each batch behind `!batch`. `raw` leaves these lines out: then the
             bytes of one partition are what `cat` gives, up to the end of the last whole line.
 Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
-End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too.
+End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too. Damage of one partition
+            is told after what there is of the others.
 """
 
 import os
@@ -14,8 +15,10 @@ from functools import partial
 from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
 from kmq.client.egress_replies import Batch, Started
 from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
+from kmq.log.damage import DamageError
 
 _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
 
@@ -23,8 +26,14 @@ _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
 class _Reader:
     """Where one partition is read next."""
 
-    def __init__(self, partition: Partition, offset: int) -> None:
-        self.partition, self.offset = partition, offset
+    def __init__(self, partition: Partition, start: Position) -> None:
+        self.partition = partition
+        self.offset = 0
+        self.damage: DamageError | None = None  # which has hidden where to begin
+        try:
+            self.offset = partition.locate(start)
+        except DamageError as err:
+            self.damage = err
         self.place = TopicPartition(partition.topic, partition.number)
         self.seen: Signature | None = None  # when a read found nothing
 
@@ -40,12 +49,18 @@ class Consumption:
         self._left = asked.most or END  # lines
 
     async def run(self) -> None:
-        """Serve the request to its end. Raises RequestRefused, DamageError, and OSError if the client is gone."""
+        """Serve the request to its end. Raises RequestRefused, and OSError if the client is gone."""
         asked = self._asked
         numbers = None if asked.partition is None else [asked.partition]
         readers = await self._service.run(self._open, numbers, asked.first)
+        damaged: RequestRefused | None = None
         for reader in readers:
-            await self._send_past(reader)
+            try:
+                await self._send_past(reader)
+            except DamageError as err:
+                damaged = damaged or RequestRefused("damaged", f"{reader.place}: {err}")
+        if damaged is not None:
+            raise damaged
         if asked.follow:
             await self._follow(readers)
 
@@ -55,7 +70,7 @@ class Consumption:
             partitions.open(topic, number)
             for number in (range(partitions.count(topic)) if numbers is None else numbers)
         ]
-        return [_Reader(partition, partition.locate(start)) for partition in opened]
+        return [_Reader(partition, start) for partition in opened]
 
     async def _begin(self, reader: _Reader, offset: int) -> None:
         reader.offset = offset
@@ -64,6 +79,8 @@ class Consumption:
 
     async def _send_past(self, reader: _Reader) -> None:
         """Send what is there now."""
+        if reader.damage is not None:
+            raise reader.damage
         await self._begin(reader, reader.offset)
         end = await self._service.run(reader.partition.end)
         while self._left and reader.offset < end:
@@ -99,7 +116,10 @@ class Consumption:
         while self._left:
             has_sent = False
             for reader in readers:
-                has_sent |= await self._send_new(reader)
+                try:
+                    has_sent |= await self._send_new(reader)
+                except DamageError as err:
+                    raise RequestRefused("damaged", f"{reader.place}: {err}") from err
             if not has_sent and self._left:
                 looks = {reader.partition.directory: reader.has_news for reader in readers}
                 if self._asked.partition is None:

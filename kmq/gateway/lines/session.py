@@ -7,6 +7,7 @@ Order       Requests are answered in order, except that a fetch that waits for r
 Again       What was given back comes before new records, one message a batch (kmq/gateway/groups/redelivery.py). A fetch
             that waits, or that follows an empty answer, says that the client has come back from all it was given.
 Invariant   After `!revoke` no batch of that partition is sent. After `!seek` none from before it is sent.
+Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py); after `!seek` it is said again.
 Memory      At most _MOST_FETCHES fetches wait; a batch is bytes of a file (connection.py).
 """
 
@@ -30,7 +31,7 @@ from kmq.client.egress_replies import (
     PartitionOffsets,
     Sought,
 )
-from kmq.gateway.core.fetching import Limit
+from kmq.gateway.core.fetching import Damage, Limit
 from kmq.gateway.core.partitions import END, Partition, Signature
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waiter
@@ -74,13 +75,16 @@ class Cursor:
     def __init__(self, partition: Partition, offset: int) -> None:
         self.partition, self.offset, self.version = partition, offset, 0
         self.place = TopicPartition(partition.topic, partition.number)
+        self.start: Position | None = None  # where to begin, if damage has hidden it until now
         self.seen: Signature | None = None  # when a read found nothing
+        self.damage = Damage()
 
     def has_news(self) -> bool:
-        return self.partition.signature() != self.seen
+        return not self.damage.is_resting and self.partition.signature() != self.seen
 
     def move(self, offset: int) -> None:
-        self.offset, self.seen, self.version = offset, None, self.version + 1
+        self.offset, self.start, self.seen, self.version = offset, None, None, self.version + 1
+        self.damage = Damage()
 
 
 class Session:
@@ -119,8 +123,14 @@ class Session:
                     if may_be_gone:
                         continue
                     raise
-                at = partition.nearest(committed.get(place, 0)) if position is None else partition.locate(position)
-                found.append(Cursor(partition, at))
+                cursor = Cursor(partition, committed.get(place, 0))
+                try:
+                    cursor.offset = partition.nearest(cursor.offset) if position is None else partition.locate(position)
+                except DamageError:  # the first fetch says what is damaged
+                    cursor.start = position
+                    if position is not None and position.kind == "offset":
+                        cursor.offset = position.value
+                found.append(cursor)
             return found
 
         return await self.service.run(opened)
@@ -202,7 +212,8 @@ class Session:
                 raise  # nothing answers `!revoked`, so no `!err <request>` does: it ends the connection
             await self.say(Failed(name, err.code, str(err)).encode())
         except DamageError as err:
-            await self.say(Failed(name, "damaged", str(err)).encode())
+            of = f"{request.place}: " if isinstance(request, requests.Seek) else ""
+            await self.say(Failed(name, "damaged", f"{of}{err}").encode())
 
     def beat(self, polled: bool) -> None:
         """Note a sign of life; `polled`: the client asks for records."""
@@ -232,19 +243,26 @@ class Session:
         cursors = self._chosen(request.partitions)
         committed = self.commits.committed([cursor.place for cursor in cursors])
 
-        def rows() -> list[PartitionOffsets]:
-            return [
-                PartitionOffsets(
-                    cursor.place,
-                    cursor.partition.start(),
-                    cursor.partition.end(),
-                    cursor.offset,
-                    committed.get(cursor.place),
-                )
-                for cursor in cursors
-            ]
+        damage: DamageError | None = None
 
-        await self.say(OffsetsReply(tuple(await self.service.run(rows))).encode())
+        def rows() -> list[PartitionOffsets]:
+            nonlocal damage
+            found = []
+            for cursor in cursors:
+                place, partition = cursor.place, cursor.partition
+                try:
+                    start, end = partition.start(), partition.end()
+                    found.append(PartitionOffsets(place, start, end, cursor.offset, committed.get(place)))
+                except DamageError as err:
+                    damage = err
+            return found
+
+        answer = OffsetsReply(tuple(await self.service.run(rows)))
+        if damage is not None:  # its partition is left out; who asks for it alone hears of it
+            self.service.damaged(damage)
+            if len(cursors) == 1:
+                raise RequestRefused("damaged", f"{cursors[0].place}: {damage}")
+        await self.say(answer.encode())
 
     async def _commit(self, request: requests.Commit) -> None:
         if not request.is_again:
@@ -362,10 +380,14 @@ class Session:
         `skips`: offsets that are left out; a batch ends in front of one.
         """
         seen, version = cursor.partition.signature(), cursor.version
-        if seen == cursor.seen:
+        if seen == cursor.seen or cursor.damage.is_resting:
             return False
         try:
             async with self.service.reading(self.connection):
+                if cursor.start is not None:
+                    offset = await self.service.run(cursor.partition.locate, cursor.start)
+                    if cursor.version == version:
+                        cursor.offset, cursor.start = offset, None
                 most = await self._pass_over(cursor, skips) if skips else END
                 batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes, most)
                 if batch is None:
@@ -387,7 +409,9 @@ class Session:
                     self.service.release(batch)
         except DamageError as err:
             self._take_turn(cursor)
-            await self.say(Failed("fetch", "damaged", str(err)).encode())
+            if cursor.version != version or not cursor.damage.is_new(err):
+                return False
+            await self.say(Failed("fetch", "damaged", f"{cursor.place}: {err}").encode())
             return True
         self.service.requests.count_sent(batch.span.nbytes)
         return True

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kmq.spark.streaming import streams
+from kmq.spark.streaming.checkpoint import Checkpoint
 from kmq.spark.streaming.streams import ONCE, Trigger
 from kmq.spark.tables import Table
 
@@ -38,8 +39,10 @@ def follow(
 
     def add(batch: "DataFrame", batch_id: int) -> None:
         nonlocal added, batches, merged
-        offsets = f"{where}/offsets/{batch_id}"
-        count = table.add(batch, batch_id, prepare, [offsets] if os.path.exists(offsets) else [])
+        note, offsets = f"{where}/offsets/{batch_id}", None
+        if os.path.exists(note):  # not in an object store: there the batch is known by its number
+            offsets = Checkpoint(where).logged(batch_id).sources
+        count = table.add(batch, batch_id, prepare, offsets, [note] if offsets is not None else [])
         if count is not None:
             added += count
             batches += 1

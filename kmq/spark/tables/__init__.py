@@ -9,6 +9,7 @@ published, committed. places.py: a directory or an S3 store. checks.py, columns.
 Owns        The directory `to`, with one writer at a time under an exclusive lock. Beside the table's files lies .kmq/.
             Readers ignore it (Spark, pandas, pyarrow, Delta: because of the dot; as a glob: to/*=*/**/*.parquet):
                 owner          the process that writes now  query, batch   the table's stream, its last committed batch
+                offsets/<n>    where batch n ended (v1)
                 making/<id>/   a batch that Spark writes    sealed/        a complete batch, with manifest.json
                 merging/       small files being merged     checkpoint/, schema.json: of the pipeline
                 columns.json   of a Parquet table           catalog.db     of an Iceberg table without another catalog
@@ -17,8 +18,9 @@ Owns        The directory `to`, with one writer at a time under an exclusive loc
 Invariant   A reader finds only rows of committed batches, each row at most once. Parquet: every file in the table
             belongs to a sealed batch, and one rename is the commit point. While the files of a batch are moved one by
             one, a reader may see some of them, never other rows. Delta: the table is what its log names, and the entry
-            of a batch holds the batch's number. Iceberg: the table is what its snapshot names, and the number is in the
-            same commit.
+            of a batch holds the batch's number and offsets. Iceberg: the table is what its snapshot names, and number
+            and offsets are in the same commit. A batch that comes again is skipped if it has the same number and the
+            same offsets; with other offsets it is an error (bound.py).
 Crash       before the seal      making/ is deleted, and the batch is written again under another id; tasks that outlive
                                  their driver on a cluster write to a directory that nothing reads
             after the seal       the next start first moves the remaining files to their places, and writes `batch`

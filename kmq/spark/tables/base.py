@@ -14,7 +14,7 @@ from kmq.links.ownership import FileLock, describe
 from kmq.log.disk import FULL
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import checks, columns
-from kmq.spark.tables.bound import BoundStream
+from kmq.spark.tables.bound import BoundStream, Offsets
 from kmq.spark.tables.places import S3, Directory, Place
 from kmq.spark.tables.staging import Staging
 
@@ -53,7 +53,7 @@ class Table:
             self.staging.discard()
             shutil.rmtree(self.merging, ignore_errors=True)
             if self.staging.is_sealed:
-                self._publish()
+                self._resume()
             self._settle()
         except BaseException:
             self._release()
@@ -73,28 +73,41 @@ class Table:
         batch: "DataFrame",
         batch_id: int,
         prepare: "Callable[[DataFrame, str], None]",
+        offsets: Offsets | None = None,
         sync: Iterable[str] = (),
     ) -> int | None:
         """Add a batch of a stream; return its number of rows, or None if it was added before.
 
-        `prepare(batch, query)`: stages the batch; `query`: id of the stream. `sync`: see commit. Raises ConfigError if
-        the table belongs to another stream, RetryError if the disk is full.
+        `prepare(batch, query)`: stages the batch; `query`: id of the stream. `offsets`: where the batch ends, from the
+        stream's checkpoint; None if that cannot be read. `sync`: see commit. Raises ConfigError if the table belongs to
+        another stream, or took other records under this number; RetryError if the disk is full.
         """
         query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
         self.stream.bind(query, batch_id)
-        if self.has(batch_id):
+        if self.has(batch_id, offsets):
             return None
         try:
             prepare(batch, query)
-            return self.commit(batch_id, sync)
+            return self.commit(batch_id, offsets, sync)
         except OSError as err:
             if err.errno not in FULL:
                 raise
             raise checks.explained("--to", self.path, err) from err
 
-    def has(self, batch_id: int) -> bool:
-        """Return True if the batch was added before."""
-        return batch_id <= self.stream.last_batch
+    def has(self, batch_id: int, offsets: Offsets | None = None) -> bool:
+        """Return True if the batch was added before. Raises ConfigError if another one was, with this number."""
+        recorded, recorded_offsets = self._recorded(batch_id)
+        last = max(self.stream.last_batch, recorded)
+        if batch_id > last:
+            return False
+        self.stream.check_same(batch_id, offsets, self.stream.offsets(batch_id) or recorded_offsets, last)
+        return True
+
+    def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
+        """Return the number of the last batch of the stream in the format's own commits, -1 if there is none, and the
+        offsets of `batch_id` there, if it has them. The state of a table may have been restored without its table.
+        """
+        return -1, None
 
     def expect(self, rows: "DataFrame") -> bool:
         """Raise ConfigError if rows with these columns cannot be added to the table.
@@ -141,23 +154,35 @@ class Table:
         """Return the table's directory for the files of a directory that Spark wrote."""
         return directory
 
-    def commit(self, batch_id: int, sync: Iterable[str] = ()) -> int:
+    def commit(self, batch_id: int, offsets: Offsets | None = None, sync: Iterable[str] = ()) -> int:
         """Add the staged batch; return its number of rows. Files named in `sync` are synced before it is sealed."""
-        files = self.staging.seal(batch_id, self._place, sync)
+        files = self.staging.seal(batch_id, offsets, self._place, sync)
         self._written = {os.path.dirname(file["to"]) for file in files}
         self._publish()
         return sum(file["rows"] for file in files)
 
     def _publish(self) -> None:
         """Move the files of the sealed batch to their places, and commit it. May be repeated until it succeeds."""
-        batch_id, files = self.staging.manifest()
+        batch_id, offsets, files = self.staging.manifest()
         self.place.adopt(self.staging.sealed, files)
-        self._record(batch_id, files)
-        self.stream.committed(batch_id)
+        self._record(batch_id, offsets, files)
+        self.stream.committed(batch_id, offsets)
         self.staging.finish()
 
-    def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
-        """Make files that are in their places part of the table, where the format needs a commit of its own."""
+    def _resume(self) -> None:
+        """Finish a sealed batch whose writer died. Raises ConfigError if the table took another one meanwhile."""
+        batch_id, offsets, _ = self.staging.manifest()
+        if not self.has(batch_id, offsets):
+            self._publish()
+            return
+        self.stream.committed(batch_id, offsets)
+        self.staging.finish()
+
+    def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
+        """Make files that are in their places part of the table, where the format needs a commit of its own.
+
+        Raises RetryError if the format's last commit has this batch, or a later one.
+        """
 
     def _settle(self) -> None:
         """Finish what a writer that died after its commit has left undone."""

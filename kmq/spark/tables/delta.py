@@ -1,7 +1,7 @@
 """A Delta table: Spark's tasks write the Parquet files, and one entry of the table's log names the files of a batch.
 
 Invariant   The entry of a batch always holds the stream's id and the batch's number, as an application transaction of
-            Delta. A batch is never entered unless its number is above the last one of its stream.
+            Delta, and its offsets. A batch is never entered unless its number is above the last one of its stream.
 Crash       before the entry    no entry names the files in the table; the next start enters the sealed batch
             after the entry     the log has the batch's number, and nothing is entered again
             In an object store the entry is stored only if its number is still free (deltalake does that).
@@ -15,9 +15,11 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from kmq.errors import RetryError
 from kmq.log.disk import sync_directory
 from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table
+from kmq.spark.tables.bound import Offsets
 from kmq.spark.tables.places import S3, Directory, endpoint
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable
     from pyspark.sql import SparkSession
 
+_QUERY, _BATCH, _OFFSETS = "kmq.query", "kmq.batch", "kmq.offsets"  # of an entry's commitInfo
 VACUUM_EVERY_S = 3600.0
 VACUUM_HOURS = 7 * 24  # how long readers may keep using a version that is not the newest
 
@@ -59,14 +62,25 @@ class Delta(Table):
 
         DeltaTable.create(self.path, schema, partition_by=self.partition_by, storage_options=self._options)
 
-    def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
+    def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
+        if not self.place.has("_delta_log"):
+            return -1, None
+        table, query = self.table(), self.stream.query
+        last = table.transaction_version(query)
+        if last is None or batch_id > last:
+            return -1 if last is None else last, None
+        wanted = {_QUERY: query, _BATCH: str(batch_id)}.items()
+        entry: dict[str, Any] = next((entry for entry in table.history() if wanted <= entry.items()), {})
+        return last, json.loads(entry.get(_OFFSETS, "null"))
+
+    def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
         from deltalake import CommitProperties, Transaction
         from deltalake.transaction import AddAction
 
         table, query = self.table(), self.stream.query
         version = table.transaction_version(query)
         if version is not None and batch_id <= version:
-            return
+            raise RetryError(f"--to {self.path}: another writer has added batch {batch_id} meanwhile")
         now = int(time.time() * 1000)
         table.create_write_transaction(
             [
@@ -83,7 +97,10 @@ class Delta(Table):
             mode="append",
             schema=table.schema(),
             partition_by=self.partition_by,
-            commit_properties=CommitProperties(app_transactions=[Transaction(query, batch_id)]),
+            commit_properties=CommitProperties(
+                {_QUERY: query, _BATCH: str(batch_id), _OFFSETS: json.dumps(offsets)},
+                app_transactions=[Transaction(query, batch_id)],
+            ),
         )
         if isinstance(self.place, Directory):
             sync_directory(f"{self.path}/_delta_log")

@@ -7,9 +7,10 @@ Catalog     Without a name: SQLite in `.kmq/catalog.db` beside the table, and me
             that accept a directory (pyiceberg's StaticTable, DuckDB). With a name: the catalog that pyiceberg finds
             under it in ~/.pyiceberg.yaml or in PYICEBERG_CATALOG__<NAME>__… (REST, SQL, Hive, Glue).
             name.namespace.table also names the table.
-Invariant   The snapshot of a batch and the property kmq.<query>.batch, the number of the last batch, always come in the
-            same commit. A batch whose number is not above the property is never committed again, even after its
-            snapshot has expired. The snapshot's summary holds kmq.query and kmq.batch too, for people.
+Invariant   The snapshot of a batch and the properties kmq.<query>.batch and .offsets, the number and the end of the last
+            batch, always come in the same commit. A batch whose number is not above the property is never committed
+            again, even after its snapshot has expired. The snapshot's summary holds kmq.query and kmq.batch too, for
+            people.
 Crash       before the commit    no snapshot names the files in data/; the next start finds the sealed batch
             during the commit    the catalog changes one pointer (SQLite: one row, in a transaction), so the crash
                                  is one of the other two cases
@@ -23,6 +24,7 @@ Not covered Small files stay small, and files that only expired snapshots named 
             because each commit writes the list of all snapshots.
 """
 
+import json
 import logging
 import os
 import re
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from kmq.errors import ConfigError, RetryError
 from kmq.spark.tables import checks, columns, disk
 from kmq.spark.tables.base import Table
+from kmq.spark.tables.bound import Offsets
 from kmq.spark.tables.places import S3, endpoint, region
 
 if TYPE_CHECKING:
@@ -121,14 +124,19 @@ class Iceberg(Table):
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    def has(self, batch_id: int) -> bool:
-        return super().has(batch_id) or self._is_committed(self.table(), batch_id)
+    def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
+        table = self.table()
+        if table is None:
+            return -1, None
+        # The offsets name their batch, because a release before them leaves the property as it is.
+        ends = json.loads(table.properties.get(self._property("offsets"), "{}"))
+        return self._last_batch(table), ends["offsets"] if ends.get("batch") == batch_id else None
 
-    def _is_committed(self, table: "IcebergTable | None", batch_id: int) -> bool:
-        return table is not None and batch_id <= int(table.properties.get(self._property(), -1))
+    def _last_batch(self, table: "IcebergTable") -> int:
+        return int(table.properties.get(self._property("batch"), -1))
 
-    def _property(self) -> str:
-        return f"kmq.{disk.read(f'{self.state}/query')}.batch"
+    def _property(self, name: str) -> str:
+        return f"kmq.{self.stream.query}.{name}"
 
     def known_columns(self) -> dict[str, str] | None:
         from pyiceberg.transforms import IdentityTransform
@@ -160,27 +168,29 @@ class Iceberg(Table):
         parts = (part.removeprefix(_COPY) for part in directory.split("/") if part)
         return "/".join(["data", *parts])
 
-    def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
+    def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
         from pyiceberg.exceptions import CommitFailedException
 
         table = self.table()
         if table is None:
             raise ConfigError(f"--to {self.path}: table {self._identifier} is no longer in the catalog")
-        if not self._is_committed(table, batch_id):
-            query = self.stream.query
-            about = {"kmq.query": query, "kmq.batch": str(batch_id)}
-            try:
-                with table.transaction() as change:
-                    about_files = {self._property(): str(batch_id)}
-                    if _MAPPING not in table.properties:
-                        about_files[_MAPPING] = table.schema().name_mapping.model_dump_json()
-                    change.set_properties(about_files)
-                    if files:
-                        with change.update_snapshot(about).merge_append() as append:
-                            for file in files:
-                                append.append_data_file(self._data_file(table, file))
-            except CommitFailedException as err:
-                raise RetryError(f"--to {self.path}: another writer has changed the table meanwhile: {err}") from err
+        if batch_id <= self._last_batch(table):
+            raise RetryError(f"--to {self.path}: another writer has added batch {batch_id} meanwhile")
+        properties = {self._property("batch"): str(batch_id)}
+        if offsets is not None:
+            properties[self._property("offsets")] = json.dumps({"batch": batch_id, "offsets": offsets})
+        if _MAPPING not in table.properties:
+            properties[_MAPPING] = table.schema().name_mapping.model_dump_json()
+        try:
+            with table.transaction() as change:
+                change.set_properties(properties)
+                if files:
+                    about = {"kmq.query": self.stream.query, "kmq.batch": str(batch_id)}
+                    with change.update_snapshot(about).merge_append() as append:
+                        for file in files:
+                            append.append_data_file(self._data_file(table, file))
+        except CommitFailedException as err:
+            raise RetryError(f"--to {self.path}: another writer has changed the table meanwhile: {err}") from err
         self._write_hint(table)
 
     def _data_file(self, table: "IcebergTable", file: dict[str, Any]) -> "DataFile":

@@ -16,17 +16,21 @@ import json
 import os
 import shutil
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kmq.log.disk import replace_file, sync_directory, sync_file
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table
+from kmq.spark.tables.bound import Offsets
 from kmq.spark.tables.places import S3
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
+
+
+_LAST = "_kmq/batch.json"  # of a table in an object store: number and offsets of the last batch
 
 
 class Parquet(Table):
@@ -46,6 +50,15 @@ class Parquet(Table):
     def create(self, schema: "pa.Schema") -> None:
         about = {"columns": self._describe(schema), "partition_by": self.partition_by}
         replace_file(f"{self.state}/columns.json", json.dumps(about, indent=1).encode())
+
+    def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
+        note = self.place.note(_LAST) if isinstance(self.place, S3) else {}
+        last = int(note.get("batch", -1))
+        return last, note.get("offsets") if last == batch_id else None
+
+    def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
+        if isinstance(self.place, S3):  # else the files lie beside the state, and are restored with it
+            self.place.replace(_LAST, json.dumps({"batch": batch_id, "offsets": offsets}).encode())
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         merged = 0

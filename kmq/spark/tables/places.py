@@ -101,11 +101,15 @@ class S3:
 
     def owner(self) -> str:
         """Return the id of the stream whose rows are here; "" for none. Raises KmqError if the store cannot be read."""
+        return str(self.note(_OWNER).get("query", ""))
+
+    def note(self, name: str) -> dict[str, Any]:
+        """Return what a small file of JSON says; empty if there is none. Raises KmqError if it cannot be read."""
         try:
-            with self._fs.open_input_stream(f"{self._prefix}/{_OWNER}") as file:
-                return str(json.loads(file.read())["query"])
+            with self._fs.open_input_stream(f"{self._prefix}/{name}") as file:
+                return dict(json.loads(file.read()))
         except FileNotFoundError:
-            return ""
+            return {}
         except OSError as err:
             raise self._explained(err) from err
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from kmq.log.disk import replace_file, sync_directory, sync_file
 from kmq.spark.tables import disk
+from kmq.spark.tables.bound import Offsets
 
 File = dict[str, Any]  # from, to, rows, size: see disk.describe
 
@@ -40,7 +41,9 @@ class Staging:
         self._attempt = f"{self._making}/{uuid4().hex[:12]}"
         return self._attempt
 
-    def seal(self, batch_id: int, place: Callable[[str], str], sync: Iterable[str]) -> list[File]:
+    def seal(
+        self, batch_id: int, offsets: Offsets | None, place: Callable[[str], str], sync: Iterable[str]
+    ) -> list[File]:
         """Seal the batch that was written; return all its files.
 
         `place`: maps a directory of the batch to the table's directory for its files.
@@ -52,17 +55,17 @@ class Staging:
         ]
         for path in sync:
             sync_file(path)
-        manifest = {"batch": batch_id, "files": [file for file in files if file["rows"]]}
+        manifest = {"batch": batch_id, "files": [file for file in files if file["rows"]], "offsets": offsets}
         replace_file(f"{self._attempt}/manifest.json", json.dumps(manifest).encode())
         os.rename(self._attempt, self.sealed)  # the commit point
         sync_directory(self._state)
         return files
 
-    def manifest(self) -> tuple[int, list[File]]:
-        """Return (number, files) of the sealed batch."""
+    def manifest(self) -> tuple[int, Offsets | None, list[File]]:
+        """Return (number, offsets, files) of the sealed batch. Earlier releases have sealed it without offsets."""
         with open(f"{self.sealed}/manifest.json", "rb") as file:
             manifest = json.load(file)
-        return manifest["batch"], manifest["files"]
+        return manifest["batch"], manifest.get("offsets"), manifest["files"]
 
     def finish(self) -> None:
         """Remove the sealed batch as a whole: a rename first, so that a crash never leaves it half deleted."""
