@@ -24,7 +24,7 @@ EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_SIGINT = 130
 
-NO_RESTART = frozenset({EXIT_OK, EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})
+NO_RESTART = frozenset({EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})  # what has failed so fails again
 
 EXIT_NAMES = {
     EXIT_OK: "ok",
@@ -83,3 +83,9 @@ def of_os_error(err: OSError) -> KmqError:
         path = err.filename if isinstance(err.filename, str) else repr(err.filename)
         return ConfigError(f"{path}: {err.strerror}, where KMQ keeps something else; move it away")
     return RetryError(str(err))
+
+
+def exit_code_of(err: BaseException) -> int:
+    """Return the exit code of a process that this error ends."""
+    error = of_os_error(err) if isinstance(err, OSError) else err
+    return error.exit_code if isinstance(error, KmqError) else EXIT_FAILED

@@ -1,7 +1,7 @@
 """Decide if a broker is ready, and if not, why: one verdict for `kmq status`, /readyz, gRPC health, metrics, probes.
 
 Ready       A message sent now is accepted, and on disk in a moment: every stage is in its loop and no stage waits for
-            space. The gateway counts if this broker has one, unless it has ended in order.
+            space. The gateway counts if this broker has one, unless it has ended in order: with exit code 0.
 Source      The stats page alone, so that all readers of one moment get the same verdict. Each process writes there what
             it knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
 Warning     An operator must act, but messages are accepted and delivered meanwhile (docs/decisions/readiness.md says
@@ -16,12 +16,14 @@ from kmq.broker.concerns import CONCERNS, judge_concerns
 from kmq.broker.findings import WARNING, Finding
 from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, Row, StatsPage
 from kmq.certificate import Validity
+from kmq.errors import EXIT_NAMES, NO_RESTART
 from kmq.settings import STAGES, Settings
 
 NO_SPACE = ADMISSIONS[1:]
 LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets ready
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
+_CORRECT = "correct what its last event=failed in KMQ_PIPES/kmq.log says; then: kmq down && kmq up"
 _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
     " (kmq log stat shows it); the broker resumes by itself",
@@ -103,7 +105,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     states = {name: state_of(name, page.rows[name]) for name in PROCESSES}
     if all(states[name] in ("down", "stopped") for name in STAGES):
         return Verdict([_down(settings)], [], [])
-    if states["gateway"] in ("down", "stopped"):
+    if states["gateway"] in ("down", "stopped") and not page.rows["gateway"].exit_code:
         del states["gateway"]  # messages are accepted and routed without it
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
@@ -160,9 +162,15 @@ def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
 
 
 def _of_process(name: str, state: str, row: Row) -> Finding:
-    ended = {"down": "has not been started", "stopped": "has ended"}
+    ended = {"down": "has not been started", "stopped": f"has ended{_with_code(row)}"}
     why = ended.get(state) or row.silence() or f"is {state}"
-    return Finding(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
+    is_for_good = state == "stopped" and row.exit_code in NO_RESTART
+    advice = _CORRECT if is_for_good else _ADVICE[state].format(pid=row.pid)
+    return Finding(state, name, f"{name} {why}", advice, (name,))
+
+
+def _with_code(row: Row) -> str:
+    return f" with exit code {row.exit_code} ({EXIT_NAMES.get(row.exit_code, 'crashed')})" if row.exit_code else ""
 
 
 def _not_processed(agent: Row) -> Finding:

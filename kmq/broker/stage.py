@@ -262,6 +262,7 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         if isinstance(err, DamageError) and stage is not None and stage.owns_row and not stage.row.damage:
             stage.row.found_damage()  # once, although each start finds it again
     if stage is not None and stage.owns_row:
-        stage.state("stopped")
+        stage.row.heartbeat = time.monotonic_ns()
+        stage.row.end(code)
     log.info("stopped", exit_code=code, reason=reason)
     return code

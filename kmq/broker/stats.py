@@ -4,8 +4,9 @@ Layout      2: a line of text that names the data directory, then one row of 64 
             histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
             is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
-            `kmq up` resets, and the words of damage, which `kmq verify` writes too. Readers: `kmq
-            status`, the gateway, the probes, and ingress for GET_ACK.
+            `kmq up` resets, the words of damage, which `kmq verify` writes too, and the row of a gateway or agent that
+            has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the probes, and
+            ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
             wiped before it is used. All other values are hints for people.
 Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
@@ -106,6 +107,7 @@ _FIELDS = (
     "auth_missing",  # ingress, gateway: of `unauthorized`, those that showed no token
     "auth_local",  # ingress: of `unauthorized`, those that wanted reserved topics without the local token
     "oom_seen",  # durability: the kernel's count at the last look, plus 1
+    "exit_code",  # with what code the process has ended; 0: it runs, or has ended in order
 )
 _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),
@@ -178,6 +180,19 @@ class Row:
         self.pid, self.supervisor = os.getpid(), supervisor
         self.started = self.heartbeat = time.monotonic_ns()
         self.state = STATES.index("starting")
+
+    def end(self, exit_code: int) -> None:
+        """Report the end of the process."""
+        self.exit_code = exit_code
+        self.state = STATES.index("stopped")
+
+    def end_of(self, pid: int, supervisor: int, exit_code: int) -> None:
+        """Report the end of a process that could not do so itself, for example because it has ended before it began."""
+        if self.pid != pid:
+            self.wipe()
+            self.pid, self.supervisor = pid, supervisor
+            self.started = self.heartbeat = time.monotonic_ns()
+        self.end(exit_code)
 
     def _streak(self) -> int:
         """Return how often the process, with this start, was restarted soon after a start."""

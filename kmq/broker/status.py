@@ -29,6 +29,7 @@ class StageStatus:
         self.restarts, self.connections = row.restarts, row.connections
         self.refused, self.dropped = row.refused, row.dropped
         self.begun = row.started  # CLOCK_MONOTONIC, ns
+        self.exit_code = row.exit_code
         self.age_s = row.age_s
         self.state = state_of(name, row)
         self.rate = 0.0

@@ -33,6 +33,7 @@ from kmq.settings import GRACE_S, STAGES, Settings, load
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
 _PAUSE_S = (0.1, 5.0)  # first and longest wait
+_NEVER = float("inf")
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -46,6 +47,11 @@ class _Child:
         self.pause = 0.0
         self.due = 0.0  # when to start it, while pid is 0
         self.is_killed = False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Return True if it has ended with a code that no restart can help."""
+        return self.due == _NEVER
 
     def back_off(self) -> None:
         """Wait longer than the last time before the next start."""
@@ -87,7 +93,7 @@ class Supervisor:
         owner.acquire("this broker", describe("supervisor", settings.data))
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
-            row.starts = 0  # and with it the streak of restarts
+            row.starts = row.exit_code = 0  # and with the starts the streak of restarts
         for name in {"gateway", AGENT} - {child.name for child in self.children}:
             if not is_process(page.rows[name].pid, name):
                 page.rows[name].wipe()  # of one that was killed: nothing comes that would take over its row
@@ -98,7 +104,7 @@ class Supervisor:
                 info = signal.sigtimedwait(awaited, self._next_wait())
                 if info is not None and info.si_signo in stops:
                     self._on_stop(info.si_signo)
-                self._reap()
+                self._reap(page)
                 self._kill_overdue()
                 self._keep_in_place(owner, page)
             except (KmqError, OSError, MemoryError) as err:
@@ -158,7 +164,7 @@ class Supervisor:
         due = [child.due - now for child in self.children if not child.pid and not self.stopping_since]
         return max(0.0, min([1.0, *due]))
 
-    def _reap(self) -> None:
+    def _reap(self, page: StatsPage) -> None:
         for child in self.children:
             if not child.pid:
                 continue
@@ -166,6 +172,9 @@ class Supervisor:
             if pid:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
+                row = page.rows[child.name]
+                if child.is_given_up and not is_process(row.pid, child.name):  # else one runs that others have started
+                    row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:
         """Restart the child or stop the broker. `code`: the exit code, or minus the signal that ended the process."""
@@ -174,7 +183,7 @@ class Supervisor:
             if code != EXIT_OK:
                 self.log.warn("stage_ended", name=child.name, code=code, how=how)
             return
-        if code in NO_RESTART and code != EXIT_OK:
+        if code in NO_RESTART:
             if child.name not in STAGES:
                 if child.name == "gateway":
                     effect = "no gRPC, no HTTP until the next start"
@@ -182,7 +191,7 @@ class Supervisor:
                 else:
                     effect = "what the fleet says is not done here until the next start"
                     self.log.error("agent_not_restarted", code=code, how=how, effect=effect)
-                child.due = float("inf")
+                child.due = _NEVER
                 return
             self.log.error("stage_not_restarted", name=child.name, code=code, how=how, effect="the broker stops")
             self._stop(code)

@@ -54,7 +54,7 @@ def diagnose(settings: Settings) -> Diagnosis:
     own = [*_of_broker(settings, verdict), *found]
     pid = page.rows["ingress"].pid if page and is_up else 0
     steps: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("python", lambda: [machine.python(), _extra(page)]),
+        ("python", lambda: [machine.python(), _extra()]),
         ("open files", lambda: [machine.open_files(settings, pid)]),
         ("shared memory", lambda: [machine.shared_memory(settings, is_up), machine.leftovers(settings)]),
         ("memory", lambda: [machine.memory(settings)]),
@@ -129,20 +129,10 @@ def _newest_s(settings: Settings) -> float | None:
 # --- what is installed -----------------------------------------------------------------------------------------------
 
 
-def _extra(page: StatsPage | None) -> Check:
-    if page is not None and _has_lost_its_gateway(page):
-        advice = "read the last event=failed of stage=gateway in KMQ_PIPES/kmq.log; then: kmq down && kmq up"
-        return Check("gateway", WARNING, "it has ended: no gRPC, no HTTP, no console, no consumers", advice)
+def _extra() -> Check:
     if gateway.is_installed():
         return Check("gateway", OK, "gRPC, HTTP and consumers: installed")
     return Check("gateway", NOTE, "not installed: no gRPC, no HTTP, no consumers", "pip install 'kmq[gateway]'")
-
-
-def _has_lost_its_gateway(page: StatsPage) -> bool:
-    """Return True if the stages run, and the gateway that was started with them does not. A `kmq down` ends all."""
-    row, supervisor = page.rows["gateway"], page.rows["ingress"].supervisor
-    is_up = state_of("ingress", page.rows["ingress"]) not in LIFELESS
-    return is_up and row.supervisor == supervisor != 0 and state_of("gateway", row) == "stopped"
 
 
 def _java() -> Check:

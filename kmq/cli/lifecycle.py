@@ -13,7 +13,8 @@ from kmq import cluster, gateway
 from kmq.broker import status as statuses
 from kmq.broker import supervision
 from kmq.broker.readiness import is_process
-from kmq.broker.status import StageStatus, Status
+from kmq.broker.stats import AGENT
+from kmq.broker.status import Status
 from kmq.cli.helptext import examples
 from kmq.cli.startup import Startup
 from kmq.client.lines import read_port
@@ -25,6 +26,7 @@ from kmq.settings import GRACE_S, Settings, load
 
 _DOWN_S = GRACE_S + 5.0
 _POLL_S = 0.02
+_MISSING = {"gateway": "no gRPC, no HTTP, no consumers", AGENT: "nothing that the fleet says is done here"}
 
 
 # --- up ----------------------------------------------------------------------------------------------------------
@@ -99,21 +101,18 @@ def _started_elsewhere(found: supervision.Supervision) -> str:
 
 
 def _print_started(settings: Settings, startup: Startup, status: Status) -> None:
+    """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
     port = read_port(settings, "ingress", settings.port)
     print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
-    if status.gateway:
-        _print_gateway(settings, startup, status.gateway)
-    for warning in status.verdict.warnings:
-        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
-
-
-def _print_gateway(settings: Settings, startup: Startup, process: StageStatus) -> None:
-    """Print where the gateway listens, or why it does not. A missing gateway is no error: lines need no gateway."""
-    if process.state == "ready":
+    if status.gateway and status.gateway.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
         print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
-    else:
-        startup.print_errors("kmq: the gateway could not start: no gRPC, no HTTP")
+    for warning in status.verdict.warnings:
+        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
+    if ended := startup.ended(status):
+        without = ", ".join(f"the {each.name} could not start: {_MISSING[each.name]}" for each in ended)
+        startup.print_errors(f"kmq: {without}; the stages run; correct that, then: kmq down && kmq up")
+        raise typer.Exit(ended[0].exit_code)
 
 
 # --- down --------------------------------------------------------------------------------------------------------

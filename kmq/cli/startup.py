@@ -14,9 +14,9 @@ from typing import BinaryIO
 import typer
 
 from kmq.broker import status as statuses
-from kmq.broker.readiness import LASTING
+from kmq.broker.readiness import LASTING, is_process
 from kmq.broker.status import StageStatus, Status
-from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
+from kmq.errors import EXIT_FAILED, EXIT_OK, NO_RESTART, KmqError, RetryError
 from kmq.settings import STAGES, Settings
 
 _READY_S = 60.0  # longest wait for a broker to be ready, including recovery of a long WAL
@@ -50,19 +50,25 @@ class Startup:
         deadline = time.monotonic() + _READY_S
         while time.monotonic() < deadline:
             status = statuses.collect(self._settings)
-            if self._started(status.processes) == self._expected and status.ready:
+            ended = self.ended(status)
+            if self._started(status.processes) == self._expected and _is_ready_but_for(status, ended):
                 return status
             self._check_lasting(status)
             self._check_supervisor()
             time.sleep(_POLL_S)
+        missing = f"{self._started(status.processes)} of {self._expected} processes have begun"
         raise KmqError(
-            f"not ready after {_READY_S:.0f} s: {status.verdict.first}; the start continues in the background."
+            f"not ready after {_READY_S:.0f} s: {status.verdict.first or missing}; the start continues in the background."
             f" See: kmq status, {self.log_path}"
         )
 
     def _started(self, processes: list[StageStatus]) -> int:
-        """Return how many of them this start has brought up."""
-        return sum(process.begun > self._launched for process in processes)
+        """Return how many of them this start has brought up, or found running: a gateway may have been started by hand."""
+        return sum(each.begun > self._launched or is_process(each.pid, each.name) for each in processes)
+
+    def ended(self, status: Status) -> list[StageStatus]:
+        """Return the processes of this start that have ended for good, while the stages run."""
+        return [each for each in status.processes if each.begun > self._launched and each.exit_code in NO_RESTART]
 
     def _check_lasting(self, status: Status) -> None:
         """Raise KmqError if all stages run, but are not ready for a reason that waiting does not end.
@@ -95,6 +101,12 @@ class Startup:
         for line in [line for line in lines if "level=error" in line or line.startswith("kmq: ")] or lines[-5:]:
             print(line, file=sys.stderr)
         print(f"{summary}; the whole log is in {self.log_path}", file=sys.stderr)
+
+
+def _is_ready_but_for(status: Status, ended: list[StageStatus]) -> bool:
+    """Return True if nothing but the end of these processes keeps the broker from being ready."""
+    names = {each.name for each in ended}
+    return all(names.issuperset(reason.processes) for reason in status.verdict.reasons)
 
 
 def _open_log(path: Path) -> BinaryIO:

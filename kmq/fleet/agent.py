@@ -28,7 +28,7 @@ from kmq.cluster.presence import holder_of
 from kmq.cluster.queue import BroadcastQueue, Heart, Place, who_we_are
 from kmq.cluster.subscriber import Item, Snapshot, Subscriber
 from kmq.cluster.trimming import Mark
-from kmq.errors import BusyError, KmqError, RetryError
+from kmq.errors import EXIT_OK, BusyError, KmqError, RetryError, exit_code_of
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import Commands
 from kmq.links.ownership import FileLock, describe
@@ -87,9 +87,6 @@ class Agent:
         os.makedirs(settings.pipes, exist_ok=True)
         self._owner = FileLock(f"{settings.pipes}/agent.owner")
         self._owner.acquire("the agent of this broker", describe(AGENT, settings.data))
-        self._page = StatsPage(settings.instance, self._data_id, settings.data)
-        self._row = self._page.rows[AGENT]
-        self._row.begin(supervisor)
         self._applier = Applier(settings, log)
         self._queue = _Queue(place, self._applier, self)
         self._commands = Commands(settings, log, self._write_result)
@@ -97,11 +94,15 @@ class Agent:
         self._stop, self._is_told = threading.Event(), False
         self._error: BaseException | None = None
         self._condition = Condition()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        # Last: from here on an end without a word counts as a crash.
+        self._page = StatsPage(settings.instance, self._data_id, settings.data)
+        self._row = self._page.rows[AGENT]
+        self._row.begin(supervisor)
 
     def run(self) -> None:
         """Work until a signal. Raises BusyError if this broker has another subscriber, RetryError if our lock is gone."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self._state("waiting")
         self._row.epoch = self._row.newest = max(0, self._applier.epoch)
         self._row.failing = bool(self._applier.unreadable)
@@ -119,7 +120,7 @@ class Agent:
             self._state("draining")
             self._commands.stop()
             following.join(5)
-            self._state("stopped")
+            self._row.end(EXIT_OK if self._error is None else exit_code_of(self._error))
             self._owner.release()
         if self._error is not None:
             raise self._error

@@ -3,15 +3,16 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 
 from kmq import descriptors
-from kmq.broker.stats import STATES, Row, StatsPage
+from kmq.broker.stats import Row, StatsPage
 from kmq.broker.supervision import end_with
-from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
+from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
@@ -49,8 +50,17 @@ def run(log: Logger, supervisor: int) -> None:
     owner.acquire("the gateway of this broker", describe("gateway", settings.data))
     page = StatsPage(settings.instance, data_id, settings.data)
     row = page.rows["gateway"]
+
+    def on_early_signal(number: int, frame: object) -> None:
+        # While the modules load there is nothing to drain. An exception would be swallowed by one of them.
+        row.end(EXIT_OK)
+        log.info("stopped", exit_code=EXIT_OK, reason="told to stop before it was ready")
+        os._exit(EXIT_OK)
+
+    signal.signal(signal.SIGTERM, on_early_signal)
     row.begin(supervisor)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
+    exit_code = EXIT_OK
     try:
         try:
             with _alive(row):
@@ -64,8 +74,11 @@ def run(log: Logger, supervisor: int) -> None:
             await Gateway(settings, page, log).run()
 
         asyncio.run(serve())
+    except Exception as err:
+        exit_code = exit_code_of(err)
+        raise
     finally:
-        row.state = STATES.index("stopped")
+        row.end(exit_code)
         owner.release()
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from base64 import b64decode
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from kmq.gateway.grpc.schema import PODBUS
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = PODBUS.messages
+CONFIG = 78
 
 
 @pytest.fixture
@@ -185,24 +187,6 @@ def test_sigterm_ends_a_stream_when_what_it_has_taken_is_answered(broker):
     assert [int(line.split(b"|")[0]) for line in broker.lines("podbus")] == answered
 
 
-def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(new_broker):
-    broker = new_broker()
-    for name in ("grpc", "http"):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port, setting = taken.getsockname()[1], f"KMQ_{name.upper()}_PORT"
-            result = broker.kmq("up", **{setting: port})
-        assert result.returncode == 0
-        assert f"{setting}={port}: cannot listen on 127.0.0.1:{port}" in result.stderr
-        assert "the gateway could not start" in result.stderr and "gRPC on" not in result.stdout
-        broker.wait(lambda: broker.status()["gateway"]["state"] == "stopped", "the gateway's own word")
-        broker.send_lines([b"test.a|0|1|x"])
-        assert broker.kmq("status").returncode == 0
-        told = {row["check"]: row for row in json.loads(broker.kmq("doctor", "--json").stdout)["checks"]}
-        assert told["gateway"]["level"] == "warning" and "has ended" in told["gateway"]["text"]
-        assert "gateway" in broker.kmq("consume", "test", "--count", "1").stderr
-        broker.down()
-
-
 SLOW_IMPORT = """
 import sys, time
 class Slow:
@@ -212,6 +196,59 @@ class Slow:
             time.sleep(4)
 sys.meta_path.insert(0, Slow())
 """
+
+
+def findings(broker, command):
+    """code → finding, as `kmq status` or `kmq doctor` prints them."""
+    return {found["code"]: found for found in json.loads(broker.kmq(command, "--json").stdout)["findings"]}
+
+
+def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(new_broker):
+    broker = new_broker()
+    for name in ("grpc", "http"):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port, setting = taken.getsockname()[1], f"KMQ_{name.upper()}_PORT"
+            result = broker.kmq("up", **{setting: port})
+        assert result.returncode == CONFIG and result.stdout.startswith("kmq: up; lines in on")
+        assert f"{setting}={port}: cannot listen on 127.0.0.1:{port}" in result.stderr
+        assert "the gateway could not start" in result.stderr and "gRPC on" not in result.stdout
+        broker.send_lines([b"test.a|0|1|x"])
+        assert broker.kmq("status").returncode == 1
+        for command in ("status", "doctor"):
+            found = findings(broker, command)["stopped"]
+            assert found["about"] == "gateway" and found["why"] == "gateway has ended with exit code 78 (config)"
+            assert "kmq down && kmq up" in found["advice"]
+        assert broker.kmq("doctor").returncode == 1
+        assert "gateway" in broker.kmq("consume", "test", "--count", "1").stderr
+        broker.down()
+    broker.up()
+    assert findings(broker, "status") == {}
+
+
+def test_a_gateway_that_ends_before_it_has_begun_is_listed_and_up_does_not_wait_for_it(new_broker):
+    broker = new_broker()
+    (broker.pipes / "gateway.owner").mkdir(parents=True)
+    begin = time.monotonic()
+    result = broker.kmq("up")
+    assert result.returncode == CONFIG and "gateway.owner: Is a directory" in result.stderr, result
+    assert "the gateway could not start" in result.stderr and time.monotonic() - begin < 40
+    assert broker.status()["gateway"]["state"] == "stopped"
+    assert findings(broker, "status")["stopped"]["about"] == "gateway"
+    broker.down()
+    (broker.pipes / "gateway.owner").rmdir()
+    broker.up()
+    assert broker.status()["gateway"]["state"] == "ready" and findings(broker, "status") == {}
+
+
+def test_a_start_that_failed_leaves_no_word_of_a_crash(new_broker):
+    """What a supervisor tells to stop while it loads its modules has ended in order."""
+    broker = new_broker()
+    (broker.root / "sitecustomize.py").write_text(SLOW_IMPORT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        failed = broker.kmq("up", PYTHONPATH=broker.root, KMQ_PORT=taken.getsockname()[1])
+    assert failed.returncode == CONFIG and "could not start" in failed.stderr
+    broker.up()
+    assert findings(broker, "status") == {}
 
 
 def test_a_gateway_that_takes_long_to_start_is_starting_and_not_silent(new_broker):

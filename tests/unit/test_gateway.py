@@ -556,7 +556,7 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
     assert "kmq_cluster_epoch 2029.0" in text and "kmq_cluster_lag 3000.0" in text
     shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
     others = {"clock_offset", "clock_suspect", "clock_trust", "admission", "certificate_from"}
-    processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced"}
+    processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced", "exit_code"}
     shown |= {"disk_free"}  # the gateway looks by itself
     judged = {"damage_at", "oom_at", "oom_seen", "unclean", "last_record", "tokens_missing", "group_stalled_lag"}
     judged |= {"restart_streak", "waits_since", "waited_at", "full_since", "slow_syncs", "slow_sync_at", "clock_behind"}
