@@ -2,9 +2,10 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -20,7 +21,7 @@ _MODE = 0o600
 
 def bundle(
     file: Annotated[
-        str, typer.Argument(help="Where to write it; default: kmq-bundle-<time>.tar.gz in this directory.")
+        str, typer.Argument(help="Where to write it; -: stdout; default: kmq-bundle-<time>.tar.gz in this directory.")
     ] = "",
     with_verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Check the files on disk, too (kmq verify).")
@@ -31,23 +32,37 @@ def bundle(
 
     It holds no payloads, tokens or keys. Its MANIFEST says what is in it, what
     is not, and why. It works with the broker down, or hanging, and changes nothing.
+    In a pod: kubectl exec <pod> -c router -- kmq bundle - > bundle.tar.gz
     """
     try:
         limit_s = parse_duration(verify_for)
     except ValueError as error:
         raise ConfigError(f"--verify-for {verify_for!r}: {error}") from None
+    verify_s = limit_s if with_verify else 0.0
+    if file == "-":
+        if sys.stdout.isatty():
+            raise ConfigError("a bundle is no text for a terminal; write it to a file: kmq bundle - > bundle.tar.gz")
+        packed = collect(verify_s)
+        size = sys.stdout.buffer.write(packed.archive())
+        sys.stdout.flush()
+        _report(packed, "standard output", size, sys.stderr)
+        return
     path = Path(file or time.strftime("kmq-bundle-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
     out = _create(path)
     try:
         with open(out, "wb") as target:
-            packed = collect(limit_s if with_verify else 0.0)
-            target.write(packed.archive())
+            packed = collect(verify_s)
+            size = target.write(packed.archive())
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    print(f"{path}: {len(packed.files)} files, {path.stat().st_size:,} bytes")
+    _report(packed, str(path), size, sys.stdout)
+
+
+def _report(packed: parts.Bundle, where: str, size: int, stream: TextIO) -> None:
+    print(f"{where}: {len(packed.files)} files, {size:,} bytes", file=stream)
     for name, why in packed.left.items():
-        print(f"left out, or cut: {name}: {why}")
+        print(f"left out, or cut: {name}: {why}", file=stream)
 
 
 def _create(path: Path) -> int:
@@ -55,7 +70,8 @@ def _create(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; choose another file") from error
+        advice = "choose another file, or write to standard output: kmq bundle - > bundle.tar.gz"
+        raise ConfigError(f"{path}: {error.strerror}; {advice}") from error
 
 
 def collect(verify_s: float) -> parts.Bundle:
@@ -105,4 +121,6 @@ def _of_directories(made: parts.Bundle, settings: Settings) -> None:
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `kmq`."""
-    app.command(epilog=examples("kmq bundle", "kmq bundle report.tar.gz --no-verify"))(bundle)
+    app.command(epilog=examples("kmq bundle", "kmq bundle report.tar.gz --no-verify", "kmq bundle - > report.tar.gz"))(
+        bundle
+    )

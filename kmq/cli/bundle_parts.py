@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
+from typing import IO
 
 from kmq import __version__
 from kmq.broker.stats import Row, peek
@@ -114,7 +115,7 @@ def _reason(error: BaseException) -> str:
 
 def run(bundle: Bundle, name: str, what: str, command: list[str], deadline_s: float = _COMMAND_S) -> None:
     """Add what a command prints; one that does not end in time is left, and what it has printed is kept."""
-    with tempfile.TemporaryFile() as out:
+    with _spool() as out:
         try:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -139,6 +140,14 @@ def run(bundle: Bundle, name: str, what: str, command: list[str], deadline_s: fl
             bundle.add(name, out.read(MOST_BYTES), what)
         elif name not in bundle.left:
             bundle.leave(name, "nothing was printed")
+
+
+def _spool() -> IO[bytes]:
+    """Return a file without a name for what a command prints."""
+    try:
+        return tempfile.TemporaryFile()
+    except FileNotFoundError:  # no directory for temporary files, as in a pod whose root is read-only
+        return open(os.memfd_create("kmq-bundle"), "w+b")
 
 
 def kmq(bundle: Bundle, name: str, what: str, *arguments: str, deadline_s: float = _COMMAND_S) -> None:

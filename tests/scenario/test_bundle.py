@@ -1,9 +1,11 @@
 """`kmq bundle`: what a bug report needs, and no payload, token or key, whatever state the broker is in."""
 
+import io
 import json
 import os
 import signal
 import stat
+import subprocess
 import tarfile
 
 import pytest
@@ -26,7 +28,7 @@ SECRETS = (
 
 def unpacked(path):
     """Name → content of the files in a bundle."""
-    with tarfile.open(path) as tar:
+    with tarfile.open(**({"fileobj": path} if isinstance(path, io.BytesIO) else {"name": path})) as tar:
         return {
             member.name.removeprefix("kmq-bundle/"): file.read()
             for member in tar.getmembers()
@@ -62,6 +64,33 @@ def test_a_bundle_never_overwrites_a_file_and_leaves_none_behind_if_it_fails(bro
     assert [path.name for path in broker.root.iterdir()] == ["b.tar.gz"] and (
         broker.root / "b.tar.gz"
     ).read_text() == "mine"
+
+
+@pytest.mark.root
+def test_a_bundle_of_a_pod_whose_root_is_read_only_goes_to_standard_output(broker):
+    def kmq_bundle(arguments):
+        command = f"mount -o remount,bind,ro / && exec kmq bundle {arguments}"
+        return subprocess.run(
+            ["unshare", "--mount", "sh", "-c", command],
+            env=broker.env,
+            cwd=broker.root,
+            capture_output=True,
+            timeout=300,
+        )
+
+    refused = kmq_bundle("")
+    assert refused.returncode == CONFIG and b"Read-only file system" in refused.stderr
+    assert b"kmq bundle - >" in refused.stderr
+    done = kmq_bundle("- --no-verify")
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert b" files, " in done.stderr and b"verify.txt: --no-verify" in done.stderr
+    found = unpacked(io.BytesIO(done.stdout))
+    assert json.loads(found["status.json"])["ready"] is False and json.loads(found["doctor.json"])["checks"]
+
+
+def test_a_bundle_is_not_written_to_a_terminal(broker):
+    shown = broker.run("script", "--quiet", "--return", "--command", "kmq bundle -", "/dev/null")
+    assert shown.returncode == CONFIG and "kmq bundle - > bundle.tar.gz" in shown.stdout
 
 
 def plant(broker):
