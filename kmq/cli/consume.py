@@ -133,7 +133,7 @@ def _partitions(topic: str) -> "list[TopicPartition]":
 
     host, port, token = local_consumer_address()
     try:
-        return discover([topic], host, port, token, None, None)
+        return list(discover([topic], host, port, token, None, None))
     except OSError as err:
         reason = no_connection(f"{host}:{port}", err)
         raise RetryError(reason.replace("broker up?", "broker up, with its gateway? (kmq status)")) from err

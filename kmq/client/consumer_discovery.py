@@ -1,4 +1,4 @@
-"""Which partitions a topic has, asked of the consumer port: a consumer without a group reads them all.
+"""Which partitions a topic has, and where they end: a consumer without a group reads them all, and `latest` is their ends.
 
 `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record. A
 damaged partition may be left out or refused; it is one nevertheless, and whoever reads it hears of the damage.
@@ -16,53 +16,70 @@ from kmq.client.egress_replies import Failed, Started, reply
 from kmq.client.failures import Refused
 from kmq.settings import KIB
 
-DISCOVER_S = 30.0  # between two looks for new partitions
+DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})
 
 
 def discover(
     topics: Iterable[str], host: str, port: int, token: str, tls: ssl.SSLContext | None, server_hostname: str | None
-) -> list[TopicPartition]:
-    """Return the partitions of these topics; a topic that is not there yet has none. Raises OSError, Refused."""
-    found: list[TopicPartition] = []
+) -> dict[TopicPartition, int | None]:
+    """Return the partitions of these topics and their ends, None if damage hides one; a topic that is not there has none.
+
+    Raises OSError, Refused.
+    """
+    found: dict[TopicPartition, int | None] = {}
     for topic in topics:
         with open_socket(host, port, tls, server_hostname) as sock:
             sock.sendall(Consume(topic, None, LATEST, token=token).encode())
-            count = max((place.partition + 1 for place in _read(sock)), default=0)
-            found += [TopicPartition(topic, number) for number in range(count)]
+            ends = _read(sock)
+        for number in range(max((place.partition + 1 for place in ends), default=0)):
+            place = TopicPartition(topic, number)
+            found[place] = ends.get(place)
     return found
 
 
-def _read(sock: socket.socket) -> list[TopicPartition]:
-    found: list[TopicPartition] = []
+def _read(sock: socket.socket) -> dict[TopicPartition, int | None]:
+    found: dict[TopicPartition, int | None] = {}
     unfinished, deadline = b"", time.monotonic() + CONNECT_S
     while data := sock.recv(64 * KIB):
         *whole, unfinished = (unfinished + data).split(b"\n")
         for line in whole:
             if line.startswith(b"!"):  # others are records that came while the broker answered
-                found += _place(line)
+                _note(line, found)
         if time.monotonic() > deadline:
             raise TimeoutError("the broker has not named the partitions in time")
     return found
 
 
-def _place(line: bytes) -> list[TopicPartition]:
+def _note(line: bytes, found: dict[TopicPartition, int | None]) -> None:
+    """Add what a reply says. The first of a partition counts: another one follows where retention has deleted records."""
     try:
         answer = reply(line)
     except BadLine as err:
         raise Refused(f"protocol the broker's reply does not fit: {err}") from None
     if isinstance(answer, Failed) and answer.code not in (*_NOT_YET, "damaged"):
         raise Refused(f"{answer.code} {answer.text}")
-    return [answer.place] if isinstance(answer, Started | Failed) and answer.place is not None else []
+    if isinstance(answer, Started):
+        found.setdefault(answer.place, answer.offset)
+    elif isinstance(answer, Failed) and answer.place is not None:
+        found.setdefault(answer.place, None)
 
 
-def add_partitions(core: Core, found: Iterable[TopicPartition]) -> bool:
-    """Read these partitions too. Returns True if there are new ones; in a topic that is read already they begin at 0."""
+def take_over(core: Core, found: dict[TopicPartition, int | None]) -> bool:
+    """Read these partitions too, if there is no group. Returns True if there are new ones.
+
+    What was not there when the consumer subscribed begins at its first record, also with `latest`.
+    """
+    is_first = core.ends is None
+    core.ends = found if core.ends is None else core.ends
+    if core.is_managed:
+        return False
     read = {*core.holdings.owned, *core.wanted}
     topics = {place.topic for place in read}
-    new = {place: EARLIEST if place.topic in topics else core.start for place in found if place not in read}
-    core.wanted.update(new)
+    is_young = core.start == LATEST and not is_first
+    new = [place for place in found if place not in read]
+    core.wanted.update({place: EARLIEST if is_young or place.topic in topics else core.start for place in new})
     return bool(new)
 
 
-__all__ = ["DISCOVER_S", "add_partitions", "discover"]
+__all__ = ["DISCOVER_S", "discover", "take_over"]

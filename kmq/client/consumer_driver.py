@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from kmq.client.connection import CONNECT_S, Address, backoff, open_socket
-from kmq.client.consumer_discovery import DISCOVER_S, add_partitions, discover
+from kmq.client.consumer_discovery import DISCOVER_S, discover, take_over
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Core
 from kmq.client.failures import NotAnswered, Refused
@@ -176,7 +176,7 @@ class Driver:
         try:
             host, port, token = self.address()
             where = f"{host}:{port}"
-            if self.discovers:
+            if self.discovers or self.core.lacks_ends:
                 self._discover(host, port, token)
             if self.core.has_something_to_read:
                 options = self.core.options
@@ -207,12 +207,14 @@ class Driver:
             self.core.connected()
 
     def _discover(self, host: str, port: int, token: str) -> bool:
-        """Add partitions that are not read yet. Returns True if there are any."""
+        """Ask for partitions and ends. Returns True if there are partitions that are not read yet."""
         options = self.core.options
-        found = discover(self.discovers, host, port, options.token or token, options.tls, options.server_hostname)
+        found = discover(
+            self.discovers or self.core.topics, host, port, options.token or token, options.tls, options.server_hostname
+        )
         self._discover_at = time.monotonic() + DISCOVER_S
         with self.lock:
-            return add_partitions(self.core, found)
+            return take_over(self.core, found)
 
     # --- the background thread ---------------------------------------------------------------------------------------
 
@@ -232,14 +234,15 @@ class Driver:
                 logger().exception("the consumer's background thread goes on after an error")
 
     def _watch(self) -> None:
-        """Keep the member alive while the application works."""
+        """Look for new partitions, and keep the member alive while the application works."""
+        now = time.monotonic()
+        if self.discovers and now >= self._discover_at and self._sock is not None:
+            self._look_for_partitions()
         if self._waiting:
             return
         if self._sock is None and not self._is_resting and self.core.connections:
             self._connect(CONNECT_S)
         now = time.monotonic()
-        if self.discovers and now >= self._discover_at and self._sock is not None:
-            self._look_for_partitions()
         with self.lock:
             self.is_due = True
             self.look(now)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from kmq.client.connection import CONNECT_S, Address, backoff, keep_alive
-from kmq.client.consumer_discovery import DISCOVER_S, add_partitions, discover
+from kmq.client.consumer_discovery import DISCOVER_S, discover, take_over
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Core
 from kmq.client.failures import NotAnswered, Refused
@@ -152,7 +152,7 @@ class Link(asyncio.Protocol):
         try:
             host, port, token = self.address()
             where = f"{host}:{port}"
-            if self.discovers:
+            if self.discovers or self.core.lacks_ends:
                 await self._discover(host, port, token)
             if self.core.has_something_to_read:
                 async with asyncio.timeout(CONNECT_S):
@@ -183,7 +183,7 @@ class Link(asyncio.Protocol):
             discover, self.discovers, host, port, options.token or token, options.tls, options.server_hostname
         )
         self._discover_at = time.monotonic() + DISCOVER_S
-        return add_partitions(self.core, found)
+        return take_over(self.core, found)
 
     async def _keep_alive(self) -> None:
         """Beat, and notice a broker that does not answer, and an application that does not come back."""

@@ -16,7 +16,8 @@ Outage      The next connection opens with the same member name. Partitions that
 Damage      A partition whose files are damaged pauses, and a log line says so; the others are read. It is asked for again
             after `resume`, a seek, or with the next connection.
 Start       Where the group has committed nothing, the option `start` is found and committed before a message is given
-            out. So `latest` is the moment of the subscription for every member that comes later.
+            out. So `latest` is the moment of the subscription for every member that comes later. It is the ends that the
+            topics have before the first connection; a partition that is not among them is younger, and begins at its start.
 
 Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
             has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
@@ -44,7 +45,7 @@ from kmq.client.consumer_wire import (
     nameable,
     split,
 )
-from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
+from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Position, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.refusals import find
@@ -76,6 +77,7 @@ class Core:
         self.start = to_position(options.start)
         self.topics: tuple[str, ...] = ()  # subscribed to, as a member of the group
         self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
+        self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
         self.holdings = Holdings(options.fetch_max_bytes)
         self.requests = Requests(options.session_s)
         self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
@@ -98,6 +100,18 @@ class Core:
         return bool(self.topics)
 
     @property
+    def lacks_ends(self) -> bool:
+        """Return True if the ends of the topics have to be found, because they are the moment that `latest` means."""
+        return self.is_managed and self.start == LATEST and self.ends is None
+
+    def start_of(self, place: TopicPartition) -> Position:
+        """Return where to begin in a partition of which the group has committed nothing."""
+        if self.start != LATEST or self.ends is None:
+            return self.start
+        end = self.ends.get(place, 0)  # younger than the subscription: from its first record on
+        return LATEST if end is None else Position("offset", end)
+
+    @property
     def has_something_to_read(self) -> bool:
         return bool(self.topics or self.wanted or self.holdings.owned)
 
@@ -106,7 +120,7 @@ class Core:
     def choose(self, topics: tuple[str, ...], places: Iterable[tuple[TopicPartition, Position]] = ()) -> None:
         """Read these topics as a member of the group, or these partitions. The caller reconnects."""
         self.holdings.lose(tuple(self.holdings.owned))
-        self.topics, self.wanted = topics, dict(places)
+        self.topics, self.wanted, self.ends = topics, dict(places), None
 
     def opening(self, token: str = "") -> bytes:
         """Return the first line of a connection."""
@@ -431,11 +445,13 @@ class _Received:
                 found[owned] = pending.value
             else:
                 owned.is_starting = False
+                if isinstance(pending.error, Refused) and pending.error.code == "out_of_range" and core.ends:
+                    core.ends.pop(owned.place, None)  # the topic was made again meanwhile
             if not missing and found:
                 core.commit([(owned.place, at) for owned, at in found.items()], now).then(committed)
 
         for owned in fresh:
-            core.move(owned, core.start, now).then(partial(sought, owned))
+            core.move(owned, core.start_of(owned.place), now).then(partial(sought, owned))
 
     def _sought(self, sought: replies.Sought) -> None:
         pending = self._core.requests.answered("seek")

@@ -170,6 +170,26 @@ def test_names_of_groups_and_members_are_taken_as_they_are(broker):
     assert name in {group["group"] for group in json.loads(broker.get("/api/groups")[1])}
 
 
+@pytest.mark.parametrize("group", ["", "young"])
+def test_a_partition_that_is_younger_than_the_subscription_is_read_from_its_start(broker, group):
+    topic = f"grows{group}"
+    with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:
+        producer.send_many(topic, [b"before"] * 5).result()
+        broker.wait(lambda: len(broker.lines(topic)) == 5, "the first messages")
+        with opened(broker, topic, f"late{group}", group_id=group, start="latest", member="m") as consumer:
+            assert [consumer.position(place) for place in consumer.connect()] == [5]
+            assert broker.kmq("topics", "set", topic, "--partitions", "3").returncode == 0
+            for number in range(3):
+                producer.send_many(topic, [b"%d" % n for n in range(10)], partition=number).result()
+            producer.send_many(f"late{group}", [b"first"] * 4).result()
+            found = read(consumer, 34)  # without coming back: nobody looks around for it
+            assert not consumer.poll(timeout=0.5)
+    got = sorted((each.topic, each.partition, each.offset) for each in found)
+    assert got == [(topic, 0, n) for n in range(5, 15)] + [(topic, k, n) for k in (1, 2) for n in range(10)] + [
+        (f"late{group}", 0, n) for n in range(4)
+    ]
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
