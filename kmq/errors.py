@@ -15,6 +15,7 @@ restarts a process after 75 and after a signal, and stops after any other code.
 """
 
 import errno
+import os
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -89,3 +90,23 @@ def exit_code_of(err: BaseException) -> int:
     """Return the exit code of a process that this error ends."""
     error = of_os_error(err) if isinstance(err, OSError) else err
     return error.exit_code if isinstance(error, KmqError) else EXIT_FAILED
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this installation. KMQ is in no package index, so its name finds nothing."""
+    import json
+    import shlex
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    source = "<the checkout or the wheel of KMQ>"
+    editable = ""
+    try:
+        origin = json.loads(metadata.distribution("kmq").read_text("direct_url.json") or "{}")  # pip writes it
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    path = unquote(urlsplit(origin.get("url", "")).path)
+    if os.path.exists(path):
+        source = path
+        editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"

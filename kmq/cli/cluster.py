@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from kmq.cluster.queue import BroadcastQueue
@@ -13,5 +13,5 @@ def open_queue() -> "BroadcastQueue":
     try:
         from kmq.cluster.queue import BroadcastQueue
     except ImportError as error:
-        raise ConfigError(f"{error}; the Broadcast Queue needs: pip install 'kmq[cluster]'") from error
+        raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
     return BroadcastQueue()

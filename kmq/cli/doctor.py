@@ -16,7 +16,7 @@ from kmq.broker.readiness import LIFELESS, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
-from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError
+from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError, pip_install
 from kmq.settings import STAGES, Settings, load
 
 _COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
@@ -132,7 +132,7 @@ def _newest_s(settings: Settings) -> float | None:
 def _extra() -> Check:
     if gateway.is_installed():
         return Check("gateway", OK, "gRPC, HTTP and consumers: installed")
-    return Check("gateway", NOTE, "not installed: no gRPC, no HTTP, no consumers", "pip install 'kmq[gateway]'")
+    return Check("gateway", NOTE, "not installed: no gRPC, no HTTP, no consumers", pip_install("gateway"))
 
 
 def _java() -> Check:

@@ -18,7 +18,7 @@ from kmq.broker.status import Status
 from kmq.cli.helptext import examples
 from kmq.cli.startup import Startup
 from kmq.client.lines import read_port
-from kmq.errors import BusyError, ConfigError, KmqError
+from kmq.errors import BusyError, ConfigError, KmqError, pip_install
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log.identity import open_data
@@ -67,7 +67,7 @@ def up(
 def _check_cluster(settings: Settings) -> None:
     """Raise ConfigError if the agent could not even begin."""
     if not cluster.is_installed():
-        raise ConfigError("KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: pip install 'kmq[cluster]'")
+        raise ConfigError(f"KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: {pip_install('cluster')}")
     from kmq.cluster.queue import Place
 
     Place.of(settings)

@@ -5,7 +5,7 @@ import sys
 
 from kmq.broker.stats import AGENT
 from kmq.broker.supervision import end_with
-from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
+from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error, pip_install
 from kmq.logfmt import Logger
 from kmq.settings import load
 
@@ -33,7 +33,7 @@ def main() -> int:
         try:
             from kmq.fleet.agent import Agent
         except ImportError as error:
-            raise ConfigError(f"{error}; the agent needs: pip install 'kmq[cluster]'") from error
+            raise ConfigError(f"{error}; the agent needs: {pip_install('cluster')}") from error
         Agent(load(), log, supervisor).run()
         code, reason = EXIT_OK, "drained"
     except (KmqError, OSError) as err:

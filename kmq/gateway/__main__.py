@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from kmq import descriptors
 from kmq.broker.stats import Row, StatsPage
 from kmq.broker.supervision import end_with
-from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, of_os_error
+from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, of_os_error, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
@@ -68,7 +68,7 @@ def run(log: Logger, supervisor: int) -> None:
 
                 from kmq.gateway.server import Gateway
         except ImportError as err:
-            raise ConfigError(f"{err}; the gateway needs: pip install 'kmq[gateway]'") from err
+            raise ConfigError(f"{err}; the gateway needs: {pip_install('gateway')}") from err
 
         async def serve() -> None:
             await Gateway(settings, page, log).run()

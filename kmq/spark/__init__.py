@@ -1,6 +1,6 @@
 """KMQ on Spark: the data source and sink `format("kmq")`, and the pipelines built on it.
 
-Needs `pip install kmq[spark]`.
+Needs the extra `spark`.
 
     spark = kmq.spark.session()                        # or any session of yours, then kmq.spark.register(spark)
     spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load().show()

@@ -1,7 +1,7 @@
 """Starts a Spark session with a Java that is new enough, confs that suit KMQ, and a quiet JVM.
 
 Local mode is the default; the same code runs on any master. Nothing is shipped to executors on other machines: they
-need `pip install kmq[spark]` for the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
+need the extra `spark` for the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, RetryError, pip_install
 from kmq.spark.disconnects import without_disconnects
 
 if TYPE_CHECKING:
@@ -162,9 +162,7 @@ def cores(master: str) -> int:
 def require_spark() -> None:
     """Raise ConfigError if the extra `spark` is not installed. Imports none of its packages."""
     if not all(map(find_spec, ("pyspark", "pyarrow", "numpy"))):
-        raise ConfigError(
-            "this needs Spark: pip install 'kmq[spark]'; in a clone of the repository: pip install '.[spark]'"
-        )
+        raise ConfigError(f"this needs Spark: {pip_install('spark')}")
 
 
 def find_java() -> Path:

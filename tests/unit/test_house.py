@@ -1,5 +1,6 @@
 """The small things that would otherwise be found out in production: imports, names, answers, the sender's side."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -159,3 +160,29 @@ def test_read_port_says_where_it_looked(tmp_path):
     (tmp_path / "ingress.port").write_text("4711\n")
     assert lines.read_port(found, "ingress", found.port) == 4711
     assert lines.read_port(found, "ingress", 99) == 99
+
+
+@pytest.mark.parametrize(
+    "origin, command",
+    [
+        ({"url": "file://HERE", "dir_info": {"editable": True}}, "pip install --editable 'HERE[gateway]'"),
+        ({"url": "file://HERE", "dir_info": {}}, "pip install 'HERE[gateway]'"),
+        ({"url": "file:///gone/kmq-1-py3-none-any.whl"}, "pip install '<the checkout or the wheel of KMQ>[gateway]'"),
+        (None, "pip install '<the checkout or the wheel of KMQ>[gateway]'"),
+    ],
+)
+def test_the_advice_to_install_an_extra_names_where_kmq_came_from(tmp_path, monkeypatch, origin, command):
+    info = tmp_path / "kmq-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kmq\nVersion: 1\n")
+    wheel = tmp_path / "a b.whl"
+    wheel.touch()
+    if origin:
+        (info / "direct_url.json").write_text(json.dumps(origin).replace("HERE", str(wheel).replace(" ", "%20")))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert errors.pip_install("gateway") == command.replace("HERE", str(wheel))
+
+
+def test_no_text_advises_a_name_that_no_index_has():
+    files = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "kmq").rglob("*.py")]
+    assert not [str(path) for path in files if "install 'kmq[" in (text := path.read_text()) or "install kmq" in text]

@@ -31,7 +31,7 @@ import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, RetryError, pip_install
 from kmq.spark.tables import checks, columns, disk
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.bound import Offsets
@@ -61,7 +61,7 @@ class Iceberg(Table):
     def __init__(self, path: str, partition_by: "Sequence[str]", state: str = "", catalog: str = "") -> None:
         super().__init__(path, partition_by, state)
         if not find_spec("pyiceberg") or not find_spec("sqlalchemy"):
-            raise ConfigError("--format iceberg needs pyiceberg: pip install 'kmq[iceberg]'")
+            raise ConfigError(f"--format iceberg needs pyiceberg: {pip_install('iceberg')}")
         if set("#?") & set(path):
             raise ConfigError(f"--to {path!r}: must contain no # and no ?, because Iceberg names files by URL")
         self._name, _, name = catalog.partition(".")
