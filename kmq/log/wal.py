@@ -53,7 +53,7 @@ from kmq.settings import MIB
 Stored = tuple[Buffer, int, int, int]
 _READ_BYTES = 1 << 20
 RING_BYTES = 4 * MIB  # default of RB_BYTES
-RETIRED_AT_ONCE = 32  # segments that are deleted between two commits: some milliseconds
+RETIRED_AT_ONCE = 8  # segments that are deleted between two commits: some milliseconds, on a busy disk some ten
 _LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a power cut may have left NULs
 
 
