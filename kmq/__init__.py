@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.cluster.queue import BroadcastQueue as BroadcastQueue
     from kmq.errors import KmqError as KmqError
 
-__version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test compares the manifests
+__version__ = "0.2.0"  # written here only: pyproject.toml reads it, a test compares the manifests
 
 _EXPORTS = {
     "AsyncBroadcastQueue": "kmq.cluster.aio",

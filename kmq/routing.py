@@ -70,6 +70,11 @@ class Topic:
     def is_gone(self) -> bool:
         return self.from_seq == _NEVER
 
+    @property
+    def needs_newest(self) -> bool:
+        """Return True if releases before format 3 would lead some of its records to other partitions."""
+        return bool(self.grown) or self.partitioner is not partitioners.CRC32
+
     def is_in_force(self, seq: int) -> bool:
         return self.from_seq <= seq or any(first <= seq <= last for first, last in self.lives)
 

@@ -195,7 +195,7 @@ def run(stage: Stage) -> None:
     stage.state("recovering")
     if identity.raise_version(settings.data, numbered.end(settings.data)[0] + 1):
         stage.log.info(
-            "format_raised", to=identity.FORMAT, effect="releases before this one do not open the directory any more"
+            "format_raised", to=identity.LABELLED, effect="releases before this one do not open the directory any more"
         )
     unindexed = torn_bytes(settings.ring_bytes)
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)

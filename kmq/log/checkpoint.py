@@ -4,11 +4,12 @@
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
     topic|from_seq|first_offset,…|grown            if it has grown: from which seqs on (kmq/log/growth.py)
-    topic|partitioner                              one row per topic whose partitioner is not crc32
+    topic|partitioner                              one row per topic, if one of them has grown or does not have crc32
     crc32|<crc32 of the lines above>
 
 The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
-A damaged checkpoint is ignored, because one wrong digit would number records wrongly.
+A damaged checkpoint is ignored, because one wrong digit would number records wrongly. A topic without a row for its
+partitioner: its checkpoint may be of a release that knew neither partitioners nor growth (recorded.py completes it).
 `bytes` counts all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is
 missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing behind it was
 lost, not deleted. `from_seq` and the partitioner are in topic.toml too; here they outlive the directory.
@@ -35,7 +36,7 @@ from kmq.log.growth import Since
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
 from kmq.logfmt import Logger
-from kmq.partitioners import CRC32, PARTITIONERS
+from kmq.partitioners import PARTITIONERS
 from kmq.routing import Topic
 
 Rows = dict[tuple[str, int], State]
@@ -74,11 +75,13 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
     """Return the content of router.ckpt."""
     rows = [f"{seq}\n"]
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
-    for topic in (topic for topic in topics if not topic.is_gone):
+    here = [topic for topic in topics if not topic.is_gone]
+    are_named = any(topic.needs_newest for topic in here)
+    for topic in here:
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
         grown = f"|{growth.encode(topic.grown)}" if topic.grown else ""
         rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}{grown}\n")
-        if topic.partitioner is not CRC32:
+        if are_named:
             rows.append(f"{topic.name}|{topic.partitioner.name}\n")
     body = "".join(rows).encode()
     return b"%bcrc32|%d\n" % (body, zlib.crc32(body))

@@ -13,7 +13,6 @@ from itertools import pairwise
 from kmq import record
 from kmq.log import reader
 from kmq.log.damage import DamageError
-from kmq.partitioners import CRC32
 from kmq.routing import Growth, key_behind
 
 KEYED = "its records have keys, and new records of a key would go to another partition than its stored ones"
@@ -21,8 +20,8 @@ _SAMPLE = 1000  # records that are looked at, from each end of a partition
 _TEXT = re.compile(r"\d{1,18}:\d{1,4}(?:,\d{1,18}:\d{1,4})*")
 
 
-class Since(namedtuple("Since", ("from_seq", "grown", "partitioner"), defaults=((), CRC32))):
-    """From which seq on a topic is in force, how it has grown, and its partitioner."""
+class Since(namedtuple("Since", ("from_seq", "grown", "partitioner"), defaults=((), None))):
+    """From which seq on a topic is in force, how it has grown, and its partitioner; None: not known here."""
 
     __slots__ = ()
 

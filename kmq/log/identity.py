@@ -12,6 +12,10 @@ Version 2 (its lines look like those of version 1): an index begins with a label
 `from_seq` may have none. In a routing key `.@` is a mark (record.py): records before `marks_from` were routed without
 marks, and keep their place. Durability raises a directory of version 1 to 2, because it knows where the WAL ends. It
 does the same for an early version 2, which has no `marks_from`.
+
+Version 3: a topic has another partitioner than crc32, or has grown. Releases that know neither would lead its records
+to other partitions, and the number makes them refuse the directory. The router raises version 2 to 3 before it puts
+the first such topic in force. docs/decisions/topic-growth.md
 """
 
 import contextlib
@@ -23,7 +27,8 @@ import zlib
 from kmq.errors import WRONG_KIND, ConfigError, CorruptError, RetryError
 from kmq.log.disk import FULL, replace_file, sync_directory
 
-FORMAT = 2
+LABELLED = 2  # indexes have labels, and keys may have marks
+FORMAT = 3
 NEVER = 1 << 62  # a seq that no record has
 _LONGEST = 128  # bytes of `format`
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -47,7 +52,7 @@ def open_data(path: str) -> str:
         raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename}){advice}") from err
     if version(path) is None:
         found = read(path, "format")
-        raise ConfigError(f"KMQ_DATA={path!r}: unknown format {found!r}; this version reads 1 and {FORMAT}")
+        raise ConfigError(f"KMQ_DATA={path!r}: unknown format {found!r}; this release reads 1 to {FORMAT}")
     for name in ("id", "lineage"):
         if not _NAME.fullmatch(read(path, name)):
             raise CorruptError(f"{path}/{name}: must be 32 hex digits; run kmq verify --repair")
@@ -71,7 +76,7 @@ def version(path: str) -> tuple[int, int] | None:
     if text == "1":
         return 1, 0
     parsed = _parse(text)
-    return (FORMAT, parsed[1]) if parsed and parsed[0] == FORMAT else None
+    return parsed[:2] if parsed and LABELLED <= parsed[0] <= FORMAT else None
 
 
 def _parse(text: str) -> tuple[int, int, int | None] | None:
@@ -93,8 +98,13 @@ def marks_from(path: str) -> int:
     return NEVER if parsed is None or parsed[2] is None else parsed[2]
 
 
-def is_of_another_version(path: str) -> bool:
-    """Return True if another version may have written `format`: damage would break its syntax."""
+def is_unknown(path: str) -> bool:
+    """Return True if another release may have written `format`, in a version that this one does not know.
+
+    Damage would break its syntax.
+    """
+    if version(path) is not None or not os.path.exists(f"{path}/format"):
+        return False
     text = read(path, "format")
     return text.isdigit() or _parse(text) is not None
 
@@ -107,7 +117,7 @@ def mended(path: str) -> str:
             text = bytearray(damaged)
             text[bit // 8] ^= 1 << bit % 8
             parsed = _parse(text.decode("latin-1").strip())
-            if parsed is not None and parsed[0] == FORMAT:
+            if parsed is not None and LABELLED <= parsed[0] <= FORMAT:
                 return text.decode("latin-1").strip()
     return ""
 
@@ -118,26 +128,35 @@ def labelled_from(log_path: str) -> int:
     for root in (parent, os.path.dirname(os.path.dirname(parent))):
         found = version(root)
         if found is not None:
-            return found[1] if found[0] == FORMAT else NEVER
+            return found[1] if found[0] >= LABELLED else NEVER
     return NEVER
 
 
 def is_newest(path: str) -> bool:
-    """Return True if all new files have the newest version."""
+    """Return True if new indexes have labels and new keys may have marks."""
     return version(path) is not None and marks_from(path) < NEVER
 
 
 def raise_version(path: str, next_seq: int) -> bool:
-    """Use the newest version from `next_seq` on; return True if the directory was older."""
+    """Use labels and marks from `next_seq` on; return True if the directory was older."""
     found = version(path)
     if found is None or is_newest(path):
         return False
-    from_seq = found[1] if found[0] == FORMAT else next_seq
+    from_seq = found[1] if found[0] >= LABELLED else next_seq
     replace_file(f"{path}/format", f"{format_text(from_seq, next_seq)}\n".encode())
     return True
 
 
-def format_text(from_seq: int, marks_from: int | None = None, number: int = FORMAT) -> str:
+def routed_text(path: str) -> str:
+    """Return the content of `format` with version 3; "" if the directory has it already, or no readable `format`."""
+    with contextlib.suppress(FileNotFoundError):
+        parsed = _parse(read(path, "format"))
+        if parsed is not None and parsed[0] < FORMAT:
+            return format_text(*parsed[1:], FORMAT)
+    return ""
+
+
+def format_text(from_seq: int, marks_from: int | None = None, number: int = LABELLED) -> str:
     """Return the content of `format`; without `marks_from`, as an early version 2 wrote it."""
     text = f"{number} from_seq={from_seq}" + ("" if marks_from is None else f" marks_from={marks_from}")
     return f"{text} crc32={zlib.crc32(text.encode())}"

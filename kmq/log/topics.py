@@ -181,7 +181,7 @@ def _life(topic: Topic) -> tuple[object, ...]:
 
 
 def fault(data: str, name: str, since: Since | None = None, at_start: bool = False) -> str:
-    """Return what is wrong with a declaration, or "". `since`: what router.ckpt says, if it has the topic.
+    """Return what is wrong with a declaration, or "". `since`: what router.ckpt and the records say of the topic.
 
     `at_start`: report only faults with which the router must not start. Missing partitions are none: it makes them.
     """
@@ -205,9 +205,9 @@ def fault(data: str, name: str, since: Since | None = None, at_start: bool = Fal
     if since is not None and since.from_seq != from_seq:
         return f"says from_seq {from_seq}, but router.ckpt says {since.from_seq}"
     if since is not None and list(since.grown) != list(declared.grown[: len(since.grown)]):
-        return f"says grown {growth.encode(declared.grown)!r}, but router.ckpt says {growth.encode(since.grown)!r}"
+        return f"says grown {growth.encode(declared.grown)!r}, but it has grown {growth.encode(since.grown)!r}"
     if since is not None and since.partitioner.name != declared.partitioner:
-        return f"says partitioner {declared.partitioner}, but router.ckpt says {since.partitioner.name}"
+        return f"says partitioner {declared.partitioner}, but the topic has {since.partitioner.name}"
     return ""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.links.ownership import FileLock, describe
-from kmq.log import topics
+from kmq.log import identity, topics
 from kmq.log.disk import QUARANTINE
 from kmq.repair import rebuild, verify
 
@@ -29,6 +29,9 @@ def run(
     if heal:
         if only:
             raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
+        if identity.is_unknown(data):  # whose rules it does not know it would lead to other queues
+            text = identity.read(data, "format")
+            raise ConfigError(f"{data}/format: {text!r} is of another release; repair it with that release")
         return _heal(data, as_json, progress, ring_bytes)
     damage = _look(data, only, as_json, progress, ring_bytes)
     return Checked(EXIT_FAILED if damage else EXIT_OK, damage, not only)

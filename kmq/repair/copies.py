@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.log import compaction, dropped, reader, topics
+from kmq.log import compaction, dropped, reader, recorded, topics
 from kmq.log.damage import DamageError
 from kmq.log.lines import last_line
 from kmq.log.reader import LogReader
@@ -85,13 +85,14 @@ class Copies:
     ) -> None:
         """Compare up to seq `upto`. `gaps`, in order: seqs that a queue may lack."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
-        self._table = topics.table(data)
+        self._table = recorded.table(data)
         changes = (seq for topic in self._table.values() for seq in topic.changes())
         self._cuts = sorted([self._table.marks_from, *changes])
         self._cursors = {at: _Cursor(data, at) for at in queues(data)}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
         self._gaps = gaps
+        self.damaged: set[At] = set()  # queues with blocks that a reader refuses
         self._compacted = {name for name in topics.names(data) if compaction.is_compacted(data, name)}
 
     def differences(self, routed: int) -> Iterator[Difference]:
@@ -162,6 +163,7 @@ class Copies:
             try:
                 first, text = cursor.log.read(cursor.offset, _READ)
             except DamageError as err:
+                self.damaged.add(cursor.at)
                 if err.next_offset <= cursor.offset:
                     cursor.next_seq = _NEVER
                     return

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from kmq.log import checkpoint, dedupe_file, deletions, dropped, identity, index, segment, topics
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, identity, index, recorded, segment, topics
 from kmq.repair.directory import Directory, read_file
 from kmq.repair.finding import Finding
 
@@ -62,7 +62,8 @@ def _of_identity(directory: Directory) -> Iterator[Finding]:
 def _of_topics(directory: Directory) -> Iterator[Finding]:
     for name in topics.misnamed(directory.data):
         yield Finding.of_file(f"topics/{topics.printable(name)}", "is not a topic's name")
-    since = directory.load_checkpoint()[2]
+    _, rows, since = directory.load_checkpoint()
+    since = recorded.complete(directory.data, rows, since, recorded.lives(directory.data))
     for topic in topics.names(directory.data):
         if what := topics.fault(directory.data, topic, since.get(topic)):
             yield Finding.of_file(f"topics/{topic}/topic.toml", what)

@@ -36,6 +36,7 @@ class Quarantine:
 
         `count`: of the records, if not all of each range.
         """
+        os.makedirs(self._path, exist_ok=True)
         stamp = record.format_ts(time.time_ns() // 1000).decode()
         name = os.path.relpath(path, self._data)
         rows = [f"{name}|{byte}|{a}|{b}|{b - a + 1 if count is None else count}|{stamp}\n" for a, b in seqs]

@@ -44,10 +44,10 @@ class SmallFiles:
             replace_file(f"{data}/lineage", f"{lineage}\n".encode())
             what = "written again, as the indexes have it" if labels else "written again"
             self.report.add(f"{data}/lineage", what)
-        is_of_another_version = os.path.exists(f"{data}/format") and identity.is_of_another_version(data)
-        if identity.version(data) is None and not is_of_another_version:
+        if identity.version(data) is None and not identity.is_unknown(data):
             from_seq = reader.wal(data).end_offset() if labels[""] else 1
-            text = identity.mended(data) or identity.format_text(from_seq, from_seq)
+            number = identity.FORMAT if self._needs_newest() else identity.LABELLED
+            text = identity.mended(data) or identity.format_text(from_seq, from_seq, number)
             replace_file(f"{data}/format", f"{text}\n".encode())
             self.report.add(f"{data}/format", "written again")
 
@@ -82,10 +82,14 @@ class SmallFiles:
         for name in topics.misnamed(data):
             self._move_away(name)
         _, rows, since = self.directory.load_checkpoint()
+        since = recorded.complete(data, rows, since, recorded.lives(data))
         had = Counter(name for name, _ in rows)
         for name in topics.names(data):
             if topics.fault(data, name, since.get(name)):
                 self._topic(name, since.get(name), had[name])
+
+    def _needs_newest(self) -> bool:
+        return any(topic.needs_newest for topic in recorded.table(self.data).values())
 
     def _set_aside(self, name: str, what: str) -> None:
         self.quarantine.replace(name)
@@ -114,11 +118,16 @@ class SmallFiles:
             os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
         line = re.search(r"(?m)^from_seq = (\d+)\n", text)
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        limits = recorded.limits(self.data).get((name, since))
-        if limits is None:
+        record = recorded.lives(self.data).get((name, since))
+        if record:
+            limits = record.limits
+        else:
             limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
         grown = _growth(text, partitions, known.grown if known else ())
-        partitioner = known.partitioner if known else self._partitioner_of(name, text, partitions, grown)
+        if record and not known and record.partitions == partitions:
+            grown = record.grown
+        has = record or known
+        partitioner = has.partitioner if has else self._partitioner_of(name, text, partitions, grown)
         replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
         self.report.add(path, f"partitions = {partitions}, from_seq = {since}")
 

@@ -16,6 +16,7 @@ from kmq.errors import CorruptError
 from kmq.log import checkpoint, recorded, requests, topics
 from kmq.log.disk import with_room
 from kmq.log.growth import Since
+from kmq.partitioners import CRC32
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
@@ -74,6 +75,7 @@ class Declarations:
         """Put a topic in force as declared, with its from_seq; its directory may be there."""
         logger, data = self._context.logger, self._context.data
         topic = declared.topic(name)
+        self._in_force.raise_format(topic)
         with_room(
             topics.toml_path(data, name),
             self._context.wait_for_room,
@@ -93,16 +95,17 @@ class Declarations:
             self._mend(self._in_force.table[name.encode()])
 
     def _mend(self, topic: Topic) -> None:
-        self._write_again(topic, recorded.limits(self._context.data))
+        self._write_again(topic, recorded.lives(self._context.data))
         self._context.logger.warn(
             "topic_mended", topic=topic.name, partitions=topic.partitions, from_seq=topic.from_seq
         )
 
-    def _write_again(self, topic: Topic, known: recorded.Limits) -> None:
+    def _write_again(self, topic: Topic, known: recorded.Lives) -> None:
         """Write the file of a topic, with the limits that it says, or, if it cannot be read, those of the records."""
         data, name = self._context.data, topic.name
         declared = topics.read(data, name)
-        limits = known.get((name, topic.from_seq), {}) if declared.is_guessed else declared.limits
+        record = known.get((name, topic.from_seq)) if declared.is_guessed else None
+        limits = record.limits if record else {} if declared.is_guessed else declared.limits
         declared = topics.Declaration.of(topic, limits)
         self._context.replace(topics.toml_path(data, name), declared.text())
         self._in_force.set_limits(name, declared)
@@ -112,10 +115,12 @@ class Declarations:
     def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
         """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
         topics.check_names(self._context.data)
+        known = recorded.lives(self._context.data)
+        since, in_checkpoint = recorded.complete(self._context.data, rows, since, known), since
         found: dict[str, Topic] = {}
         guessed: set[str] = set()
         for name in topics.names(self._context.data):
-            declared = self._read(name, is_known=name in since)
+            declared = self._read(name, is_known=name in in_checkpoint)
             if declared.is_guessed and not self._is_blank(name):
                 guessed.add(name)
             if declared.from_seq is not None or name in since:
@@ -124,7 +129,6 @@ class Declarations:
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
         blank = [topic for topic in found.values() if self._is_blank(topic.name)]
-        known = recorded.limits(self._context.data) if blank else {}
         for topic in blank:  # a kill or a power cut came before its text was written
             os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
             self._write_again(topic, known)
@@ -157,11 +161,13 @@ class Declarations:
     ) -> None:
         """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc.
 
-        A file may say more than the checkpoint if the topic has grown since: that part of the file has a crc, too.
+        `since`: what the checkpoint says, completed by the records (recorded.py). A file may say more if the topic has
+        grown since: that part of the file has a crc, too.
         """
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:
-            topic, known = found[name], Topic(name, counts[name], since[name].from_seq, (), *since[name][1:])
+            topic = found[name]
+            known = Topic(name, counts[name] or topic.partitions, since[name].from_seq, (), *since[name][1:])
             if name in guessed or not (_is_same(topic, known) or topics.has_grown(known, topic)):
                 found[name] = known  # a wrong number of partitions would route keys to other queues
                 self._mend(known)
@@ -170,7 +176,7 @@ class Declarations:
         for name, partition in rows:
             if name not in found:
                 self._context.logger.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
-                known = since.get(name, Since(1))
+                known = since.get(name, Since(1, (), CRC32))
                 found[name] = Topic(name, 1, known.from_seq, (), known.grown, known.partitioner)
             found[name].partitions = max(found[name].partitions, partition + 1)
 

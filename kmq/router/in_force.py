@@ -2,7 +2,8 @@
 
 Owner       the router process. Only this module puts a topic in force or ends that.
 Invariant   `table` is always the same object, so the sorter may keep a reference. After the table has changed, cached
-            routes are cleared before the next line is routed.
+            routes are cleared before the next line is routed. A topic that older releases would lead elsewhere is never
+            in force before `format` makes them refuse the directory.
 Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
 """
 
@@ -43,9 +44,17 @@ class TopicsInForce:
 
     def put(self, topic: Topic) -> None:
         """Put a topic in force, from its `from_seq` on."""
+        self.raise_format(topic)
         topic.lives = self.deleted.lives.get(topic.name, ())
         self.table[topic.name.encode()] = topic
         self.forget_routes()
+
+    def raise_format(self, topic: Topic) -> None:
+        """Raise the directory's format if older releases would lead records of this topic to other partitions."""
+        if topic.needs_newest and (text := identity.routed_text(self._context.data)):
+            self._context.replace(f"{self._context.data}/format", f"{text}\n".encode())
+            effect = "releases that do not know its partitioner or its growth do not open the directory any more"
+            self._context.logger.info("format_raised", to=identity.FORMAT, topic=topic.name, effect=effect)
 
     def forget(self, topic: Topic) -> None:
         """Take a deleted topic out of force."""

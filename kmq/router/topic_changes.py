@@ -227,6 +227,7 @@ class TopicChanges:
         grown = Topic(
             name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)], topic.partitioner
         )
+        self._in_force.raise_format(grown)
         path = topics.toml_path(data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_growth(file.read(), grown)

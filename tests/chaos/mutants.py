@@ -36,6 +36,7 @@ RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "km
 ROUTING, UNIT_GROWTH = "kmq/routing.py", "tests/unit/test_topic_growth.py"
 CHANGES, RECORDS = "kmq/router/topic_changes.py", "tests/unit/test_topic_records.py"
 FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
+FORMATS = "tests/scenario/test_formats.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
@@ -403,6 +404,27 @@ MUTANTS = [
         "the checkpoint takes a growth back that it does not know yet",
         [("kmq/router/declarations.py", " or topics.has_grown(known, topic))", ")")],
         [UNIT_GROWTH],
+    ),
+    Mutant(
+        "a topic that older releases misread leaves the format as it is",
+        [("kmq/router/in_force.py", "if topic.needs_newest and", "if topic.needs_newest and not topic.name and")],
+        [FORMATS],
+    ),
+    Mutant(
+        "a checkpoint that is silent about the partitioner of a topic is believed",
+        [("kmq/log/recorded.py", "if stated and stated.partitioner:", "if stated:")],
+        [FORMATS],
+    ),
+    Mutant(
+        "a repair sets a queue aside for records that belong in another one",
+        [
+            (
+                "kmq/repair/conflicts.py",
+                'if each.kind in ("differs", "unknown")]',
+                'if each.kind in ("differs", "unknown", "misrouted")]',
+            )
+        ],
+        [FORMATS],
     ),
     Mutant(
         "a grown topic is routed by before its declaration says so",

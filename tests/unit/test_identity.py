@@ -8,10 +8,11 @@ import pytest
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log.identity import (
     FORMAT,
+    LABELLED,
     NEVER,
     format_text,
     is_newest,
-    is_of_another_version,
+    is_unknown,
     labelled_from,
     lineage,
     marks_from,
@@ -57,20 +58,20 @@ def test_two_stages_that_start_at_once_as_first_processes_of_containers_agree(tm
 
 def test_another_format_is_refused_by_name(tmp_path):
     open_data(str(tmp_path))
-    (tmp_path / "format").write_text(f"{format_text(7, number=3)}\n")
-    with pytest.raises(ConfigError, match=r"unknown format '3 from_seq=7 crc32=.*'; this version reads 1 and 2"):
+    (tmp_path / "format").write_text(f"{format_text(7, number=4)}\n")
+    with pytest.raises(ConfigError, match=r"unknown format '4 from_seq=7 crc32=.*'; this release reads 1 to 3"):
         open_data(str(tmp_path))
-    assert is_of_another_version(str(tmp_path))
+    assert is_unknown(str(tmp_path))
 
 
 def test_a_damaged_format_is_no_version(tmp_path):
     data = str(tmp_path)
     open_data(data)
     text = (tmp_path / "format").read_text()
-    assert version(data) == (FORMAT, 1)
+    assert version(data) == (LABELLED, 1)
     for at in range(len(text) - 1):
         (tmp_path / "format").write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
-        assert version(data) is None and not is_of_another_version(data), text
+        assert version(data) is None and not is_unknown(data), text
 
 
 def test_a_directory_of_version_1_is_raised_once_from_the_next_seq_on(tmp_path):
@@ -90,23 +91,24 @@ def test_marks_count_from_the_next_seq_on_in_a_directory_that_did_not_have_them(
     open_data(data)
     assert (marks_from(data), is_newest(data)) == (1, True)
     (tmp_path / "format").write_text(f"{format_text(30)}\n")  # an early version 2
-    assert open_data(data) and version(data) == (FORMAT, 30) and marks_from(data) == NEVER and not is_newest(data)
+    assert open_data(data) and version(data) == (LABELLED, 30) and marks_from(data) == NEVER and not is_newest(data)
     assert raise_version(data, 501) and is_newest(data) and not raise_version(data, 900)
-    assert version(data) == (FORMAT, 30) and marks_from(data) == 501
+    assert version(data) == (LABELLED, 30) and marks_from(data) == 501
     (tmp_path / "format").write_text("1\n")
     assert marks_from(data) == NEVER and raise_version(data, 7)
-    assert (version(data), marks_from(data)) == ((FORMAT, 7), 7)
+    assert (version(data), marks_from(data)) == ((LABELLED, 7), 7)
 
 
-def test_a_flipped_bit_of_format_is_mended_by_its_crc(tmp_path):
+@pytest.mark.parametrize("number", [LABELLED, FORMAT])
+def test_a_flipped_bit_of_format_is_mended_by_its_crc(tmp_path, number):
     data = str(tmp_path)
-    text = format_text(30, 501)
+    text = format_text(30, 501, number)
     for bit in range(8 * len(text)):
         damaged = bytearray(text.encode())
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / "format").write_bytes(bytes(damaged) + b"\n")
         assert version(data) is None and mended(data) == text
-    for other in ("", "1 from_seq", format_text(30, 501, number=3), "\0" * 50):
+    for other in ("", "1 from_seq", format_text(30, 501, number=4), "\0" * 50):
         (tmp_path / "format").write_text(other)
         assert mended(data) == ""
 

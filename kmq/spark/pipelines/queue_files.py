@@ -86,8 +86,10 @@ class QueueFiles:
         for topic, number, *values, _ in states:
             self._known[topic, number] = State(*values)
             self._seq = max(self._seq, values[1])
-        self._write_tomls(sorted({topic for topic, _ in self._known}))
         known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
+        if any(topic.needs_newest for topic in known) and (text := identity.routed_text(self.to)):
+            replace_file(f"{self.to}/format", f"{text}\n".encode())
+        self._write_tomls(sorted({topic for topic, _ in self._known}))
         for topic in known:  # a checkpoint has a row for each partition, also for one without records
             self._known = {(topic.name, number): State() for number in range(topic.partitions)} | self._known
         replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
