@@ -100,7 +100,7 @@ def test_the_checkpoint_knows_the_partitioner_if_the_file_does_not(data):
         file.write(text)
     for number in (0, 1):
         os.makedirs(f"{data}/topics/a/{number}")
-    assert topics.fault(data, "a", since["a"]) == "says partitioner crc32, but router.ckpt says murmur2"
+    assert topics.fault(data, "a", since["a"]) == "says partitioner crc32, but the topic has murmur2"
 
 
 LOSSES = {
