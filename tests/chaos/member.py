@@ -27,7 +27,7 @@ from grpc_client import Client, Stream
 from line_client import LineClient
 
 import kmq
-from chaos.diary import Diary
+from chaos.diary import Diary, Row
 from chaos.history import Offsets, Place
 from kmq.client import egress_replies as replies
 
@@ -92,8 +92,11 @@ def _plain(places: Iterable[Place]) -> list[Place]:
     return [(topic, number) for topic, number in places]
 
 
-def _rows(messages: Iterable[kmq.Message]) -> list[tuple[Place, int, str]]:
-    return [((each.topic, each.partition), each.offset, value_of(each.value)) for each in messages]
+def _note(diary: Diary, messages: Iterable[kmq.Message]) -> None:
+    rows: dict[bool, list[Row]] = {True: [], False: []}  # whether they come again
+    for each in messages:
+        rows[each.deliveries > 1].append(((each.topic, each.partition), each.offset, value_of(each.value)))
+    diary.polled(rows[False], rows[True])
 
 
 def by_latest(task: Task) -> None:
@@ -120,7 +123,7 @@ def by_consumer(task: Task, start: str = "earliest") -> None:
             began = time.monotonic()
             messages = consumer.poll(timeout=0.1)
             told.asked_at = began
-            diary.polled(_rows(messages))
+            _note(diary, messages)
             if not messages or task.wants_to_commit():
                 commit(diary.due())
 
@@ -147,7 +150,7 @@ def by_asyncio(task: Task) -> None:
                 began = time.monotonic()
                 messages = await consumer.poll(timeout=0.1)
                 told.asked_at = began
-                diary.polled(_rows(messages))
+                _note(diary, messages)
                 if not messages or task.wants_to_commit():
                     await commit(diary.due())
 
@@ -208,7 +211,8 @@ class _Lines:
             return False
         lines = self._client.read(batch.nbytes).splitlines()
         place = batch.place.topic, batch.place.partition
-        self._diary.polled([(place, n, value_of(line.split(b"|", 5)[5])) for n, line in enumerate(lines, batch.offset)])
+        rows = [(place, n, value_of(line.split(b"|", 5)[5])) for n, line in enumerate(lines, batch.offset)]
+        self._diary.polled(*(([], rows) if batch.deliveries else (rows, [])))
         return True
 
     def settle_commits(self) -> None:
@@ -284,7 +288,7 @@ class _Http:
         places = [(row["topic"], row["partition"]) for row in answer["assignment"]]
         if answer["generation"] != self._diary.generation or tuple(places) != self._diary.places:
             self._diary.assigned(answer["generation"], places, places, began, goes_on=True)
-        rows: dict[bool, list[tuple[Place, int, str]]] = {True: [], False: []}  # whether they come again
+        rows: dict[bool, list[Row]] = {True: [], False: []}  # whether they come again
         for row in answer["messages"]:
             place = self._task.topic, row["partition"]
             rows["deliveries" in row].append((place, row["offset"], row["value"].partition(" ")[0]))
@@ -405,7 +409,10 @@ class _Grpc:
         batch = self._hear("batch")
         self._answered = asked
         place = batch.topic, batch.partition
-        self._diary.polled([(place, record.offset, value_of(record.value)) for record in batch.records])
+        rows: dict[bool, list[Row]] = {True: [], False: []}  # whether they come again
+        for record in batch.records:
+            rows[record.deliveries > 0].append((place, record.offset, value_of(record.value)))
+        self._diary.polled(rows[False], rows[True])
         return bool(batch.records)
 
     def leave(self) -> None:
