@@ -18,7 +18,7 @@ import pytest
 from brokers import Broker
 
 from chaos.acked import AckedLoad, account, read_wal
-from chaos.directories import everything
+from chaos.directories import everything, findings
 from chaos.hurry import hurried
 from chaos.load import Load
 from chaos.loopfs import LoopFs, disk_of
@@ -137,6 +137,39 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
     account(pod.data, *producers)
     print(f"fs={kind} cuts={cuts} acked={sum(len(load.seqs) for load in producers)} met={dict(met)}")
     assert all(load.duplicates for load in producers)
+
+
+def oldest(pod: Pod) -> int:
+    return min((int(path.stem) for path in (pod.data / "append").glob("*.log")), default=0)
+
+
+def test_power_cuts_while_retention_deletes_leave_no_gap(
+    make_pod: Callable[..., Pod], loads: Callable[[Load], Load], tmp_path: Path, cleanup: ExitStack
+) -> None:
+    """What is still there has no gap, is what was acknowledged, and every reader gets it."""
+    disk = disk_of("ext4", 512 << 20, tmp_path, cleanup)
+    limits = {"KMQ_SEGMENT_BYTES": "64 KiB", "KMQ_RETENTION_BYTES": "1 MiB"}
+    pod = make_pod(KMQ_DATA=disk.path / "data", PYTHONPATH=hurried(tmp_path), **limits)
+    pod.data = disk.path / "data"
+    load = AckedLoad(pod.pipes, "retained", seed=1, window=500)
+    loads(load)
+    for _ in range(3):
+        before = oldest(pod)
+        pod.start()
+        pod.wait(lambda before=before: load.has(0) and oldest(pod) > max(before, 1), "retention has deleted")
+        cut_power(pod, disk, [load])
+    pod.start()
+    load.finish()
+    pod.settle()
+    pod.stop()
+    told = {seq: number for number, seq in enumerate(load.seqs, start=1)}
+    for name, log in show.logs(str(pod.data), ""):
+        found = everything(log)
+        assert found and list(found) == list(range(min(found), max(found) + 1)), name
+        stored = {int(line.split(b"|", 1)[0]): line for line in found.values()}
+        assert all(line.endswith(load.stored(told[seq])) for seq, line in stored.items()), name
+        assert not log.by_seq or max(stored) == max(told)
+    assert not findings(pod.data) and not pod.events("unrecoverable")
 
 
 # --- topics that nobody writes to ------------------------------------------------------------------------------------
