@@ -34,7 +34,7 @@ from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.message import Message
 from kmq.client.producer import Producer
-from kmq.client.runner import Runner
+from kmq.client.runner import Runner, Stop, stopping
 from kmq.errors import KmqError
 
 _FOR_EVER_S = 3600.0  # one wait of an iteration
@@ -157,8 +157,12 @@ class Consumer(Waits):
         dlq: str | None = OWN_TOPIC,
         permanent: tuple[type[Exception], ...] = (),
         producer: Callable[[str], Producer] | None = None,
+        stop: Stop | None = None,
     ) -> None:
-        """Hand every message to `handler` and commit what it has handled, until the consumer is closed.
+        """Hand every message to `handler` and commit what it has handled, until `stop` is set or the consumer closed.
+
+        SIGTERM sets `stop` too, if this is the main thread and nobody else handles that signal. Elsewhere a program that
+        is sent SIGTERM must set `stop` itself: else it dies, and its partitions wait until its session has ended.
 
         A message whose handler raises is tried again, at most `max_retries` times; the other partitions go on. Then, or
         if it raises kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; None: the exception ends
@@ -167,7 +171,8 @@ class Consumer(Waits):
         """
         rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
         rules.check(handler, knows_producers=make is not None)
-        Runner(self, rules, make or local_producer).run(handler)  # without letters nobody is asked
+        with stopping(stop) as event:
+            Runner(self, rules, make or local_producer).run(handler, event)  # without letters nobody is asked
 
     # --- what happens between records --------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.message import Message
 from kmq.client.producer import Producer
+from kmq.client.runner import Stop, stopping
 from kmq.client.runner_aio import AsyncRunner
 from kmq.errors import KmqError
 
@@ -210,6 +211,7 @@ class AsyncConsumer(AsyncWaits):
         dlq: str | None = OWN_TOPIC,
         permanent: tuple[type[Exception], ...] = (),
         producer: Callable[[str], Producer] | None = None,
+        stop: Stop | None = None,
     ) -> None:
         """Hand every message to `handler`, which may be a coroutine function. All else is as for kmq.Consumer.run.
 
@@ -217,7 +219,10 @@ class AsyncConsumer(AsyncWaits):
         """
         rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
         rules.check(handler, knows_producers=make is not None)
-        await AsyncRunner(self, rules, make or local_producer).run(handler)  # without letters nobody is asked
+        with stopping(stop) as event:
+            await AsyncRunner(self, rules, make or local_producer).run(
+                handler, event
+            )  # without letters nobody is asked
 
     async def _came_back(self) -> None:
         """The application has come back for more: run callbacks, commit if that is due."""

@@ -1,8 +1,14 @@
-"""`Consumer.run`: drives the rules of handling.py with a blocking consumer."""
+"""`Consumer.run`: drives the rules of handling.py with a blocking consumer.
+
+Stop        `stop`, or SIGTERM, ends a run between two messages, and what was handled is committed. SIGTERM is taken in the
+            main thread, where nobody else handles it. A second one ends the process at once.
+"""
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kmq.client.consumer_commits import Offsets, OnCommit
@@ -41,6 +47,33 @@ class Source(Protocol):
     def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked: ...
 
 
+class Stop(Protocol):
+    """A threading.Event, or an asyncio.Event."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+
+@contextlib.contextmanager
+def stopping(stop: Stop | None) -> Iterator[Stop]:
+    """Yield what ends a run: `stop`, or an event of its own; SIGTERM sets it where nobody else handles that."""
+    event: Stop = threading.Event() if stop is None else stop
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        event.set()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield event
+    finally:
+        if is_main and signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Runner:
     """Hands the messages of a consumer to a handler."""
 
@@ -49,12 +82,12 @@ class Runner:
         self._attempts = Attempts(consumer.options, rules)
         self._letters = Letterbox(consumer.options.group_id, producer)
 
-    def run(self, handler: Callable[[Message], object]) -> None:
-        """Handle messages until the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
+    def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
+        """Handle messages until `stop`, or the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
         consumer = self._consumer
         try:
-            while not consumer.closed:
-                self._handle_all(handler, self._poll())
+            while not consumer.closed and not stop.is_set():
+                self._handle_all(handler, self._poll(), stop)
                 if not consumer.closed:
                     go_on(consumer, self._attempts)
         finally:
@@ -73,9 +106,12 @@ class Runner:
                 return []
             raise
 
-    def _handle_all(self, handler: Callable[[Message], object], messages: list[Message]) -> None:
+    def _handle_all(self, handler: Callable[[Message], object], messages: list[Message], stop: Stop) -> None:
         self._attempts.begin()
-        for message in messages:
+        for at, message in enumerate(messages):
+            if stop.is_set():
+                put_back(self._consumer, messages[at:])
+                return
             if not self._attempts.is_turn_of(message):
                 continue
             try:
@@ -130,6 +166,17 @@ def not_given_back(message: Message) -> Iterator[None]:
         logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
 
 
+def put_back(consumer: Places, messages: Sequence[Message]) -> None:
+    """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
+    first: dict[TopicPartition, int] = {}
+    for message in messages:
+        if message.deliveries <= 1:  # what came again is not behind the position
+            first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
+    for place, offset in first.items():
+        with contextlib.suppress(KmqError):  # it is another member's meanwhile
+            consumer.seek(place, offset)
+
+
 def go_on(consumer: Places, attempts: Attempts) -> None:
     """Commit what was handled, and let partitions go on that have waited long enough."""
     if handled := attempts.take_handled():
@@ -139,4 +186,4 @@ def go_on(consumer: Places, attempts: Attempts) -> None:
             consumer.resume(place)
 
 
-__all__ = ["Runner", "go_on", "hold", "not_given_back"]
+__all__ = ["Runner", "Stop", "go_on", "hold", "not_given_back", "put_back", "stopping"]

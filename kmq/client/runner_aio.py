@@ -19,7 +19,7 @@ from kmq.client.handling import Attempts, Held, Rules
 from kmq.client.letterbox import Letterbox, report
 from kmq.client.message import Message
 from kmq.client.producer import Producer
-from kmq.client.runner import go_on, hold, not_given_back
+from kmq.client.runner import Stop, go_on, hold, not_given_back, put_back
 from kmq.errors import KmqError
 
 
@@ -58,12 +58,12 @@ class AsyncRunner:
         self._attempts = Attempts(consumer.options, rules)
         self._letters = Letterbox(consumer.options.group_id, producer)
 
-    async def run(self, handler: Callable[[Message], object]) -> None:
-        """Handle messages until the consumer is closed or this task is cancelled."""
+    async def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
+        """Handle messages until `stop`, or the consumer is closed or this task is cancelled."""
         consumer = self._consumer
         try:
-            while not consumer.closed:
-                await self._handle_all(handler, await self._poll())
+            while not consumer.closed and not stop.is_set():
+                await self._handle_all(handler, await self._poll(), stop)
                 if not consumer.closed:
                     go_on(consumer, self._attempts)
         finally:
@@ -82,9 +82,12 @@ class AsyncRunner:
                 return []
             raise
 
-    async def _handle_all(self, handler: Callable[[Message], object], messages: list[Message]) -> None:
+    async def _handle_all(self, handler: Callable[[Message], object], messages: list[Message], stop: Stop) -> None:
         self._attempts.begin()
-        for message in messages:
+        for at, message in enumerate(messages):
+            if stop.is_set():
+                put_back(self._consumer, messages[at:])
+                return
             if not self._attempts.is_turn_of(message):
                 continue
             try:

@@ -6,6 +6,7 @@ import json
 import signal
 import ssl
 import subprocess
+import sys
 import threading
 import time
 
@@ -576,3 +577,54 @@ def test_tls_a_clients_certificate_and_a_token_open_the_door(new_broker, authori
         read(consumer, 1)
     assert caught.value.code == "unauthorized"
     assert secured.broker.kmq("consume", "orders").stdout == "one\n"
+
+
+# --- the end of run --------------------------------------------------------------------------------------------------
+
+_RUN = """
+import asyncio, sys, kmq
+
+async def main():
+    async with kmq.AsyncConsumer("orders", port={port}, group_id="ends{kind}") as consumer:
+        await consumer.run(handle, dlq=None)
+
+def handle(message):
+    print(message.offset, flush=True)
+    if message.offset == 700:
+        sys.stdin.readline()
+
+if "{kind}" == "async":
+    asyncio.run(main())
+else:
+    with kmq.Consumer("orders", port={port}, group_id="ends{kind}", auto_commit={auto}) as consumer:
+        consumer.run(handle, dlq=None)
+"""
+
+
+@pytest.mark.parametrize(("kind", "auto"), [("sync", False), ("auto", True), ("async", False)])
+def test_sigterm_ends_run_between_two_messages_commits_and_leaves(broker, kind, auto):
+    """What was given out and not handled is not committed, also where the consumer commits by itself."""
+    text = _RUN.format(port=port(broker), kind=kind, auto=auto)
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        while process.stdout.readline() != "700\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        handled = process.communicate(timeout=PATIENCE_S)[0].split()
+    assert process.returncode == 0 and len(handled) < 200
+    group = json.loads(broker.get(f"/api/groups/ends{kind}")[1])
+    assert group["members"] == []
+    assert [row["committed"] for row in group["partitions"]] == [701 + len(handled)]
+
+
+def test_run_ends_when_it_is_told_to_stop_in_another_thread(broker):
+    stop, handled = threading.Event(), []
+    with opened(broker, "orders", group_id="told") as consumer:
+        thread = threading.Thread(target=consumer.run, args=(handled.append,), kwargs={"dlq": None, "stop": stop})
+        thread.start()
+        broker.wait(lambda: len(handled) == 1000, "all messages")
+        stop.set()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive() and not consumer.closed and consumer.committed(("orders", 0)) == 1000
