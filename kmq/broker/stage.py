@@ -20,6 +20,7 @@ from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
+from kmq.log.disk import keep_others_out
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings, load
@@ -245,6 +246,7 @@ class Stage:
 
 def main(name: str, run: Callable[[Stage], None]) -> int:
     """Run one stage to its end and return its exit code. One log line always says why the stage has ended."""
+    keep_others_out()
     log = Logger(name)
     stage: Stage | None = None
     try:

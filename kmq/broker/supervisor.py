@@ -27,6 +27,7 @@ from kmq.broker.stats import AGENT, StatsPage
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, RetryError, of_os_error
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe
+from kmq.log.disk import keep_others_out
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import GRACE_S, STAGES, Settings, load
@@ -249,6 +250,7 @@ class Supervisor:
 
 def main() -> int:
     """Run `python -m kmq.broker.supervisor [--no-gateway]`, which `kmq up` starts in the background."""
+    keep_others_out()
     try:
         return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
     except (KmqError, OSError) as err:

@@ -31,6 +31,7 @@ from kmq.cli import (
 from kmq.cli.helptext import examples
 from kmq.cli.top import command as top
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
+from kmq.log.disk import keep_others_out
 
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (
@@ -85,6 +86,7 @@ for family in FAMILIES:
 def main() -> None:
     """Run a command. A KmqError, or a path of the wrong kind, becomes one line on stderr and an exit code."""
     terminal.open_streams()
+    keep_others_out()
     try:
         try:
             app()

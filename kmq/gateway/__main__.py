@@ -14,6 +14,7 @@ from kmq.broker.stats import Row, StatsPage
 from kmq.broker.supervision import end_with
 from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, of_os_error, pip_install
 from kmq.links.ownership import FileLock, describe
+from kmq.log.disk import keep_others_out
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import load
@@ -104,6 +105,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the gateway to its end and return its exit code. A log line always says why it has ended."""
     supervisor = _arguments().supervisor
+    keep_others_out()
     log = Logger("gateway")
     try:
         if supervisor:

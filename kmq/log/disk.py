@@ -67,6 +67,11 @@ def replace_file(path: str, content: bytes) -> None:
     sync_directory(os.path.dirname(path))
 
 
+def keep_others_out() -> None:
+    """Let only owner and group write the files that this process makes, whatever umask it was started with."""
+    os.umask(os.umask(0o077) | 0o002)
+
+
 def set_aside(path: str) -> str:
     """Move what lies at `path` into the directory quarantine beside it, and return its new path."""
     directory = f"{os.path.dirname(path)}/{QUARANTINE}"

@@ -78,3 +78,19 @@ def test_topics_create_says_where_it_declares(astray):
     run, directory = astray
     assert f"declared in {directory}/data" in run("topics", "create", "orders").stdout
     assert "orders" in run("topics", "list").stdout
+
+
+def test_nobody_else_may_write_what_a_broker_makes_under_an_open_umask(broker):
+    def run(command):
+        result = broker.run("sh", "-c", f"umask 000; exec kmq {command}")
+        assert result.returncode == 0, result.stderr
+
+    run("topics create orders --partitions 2")
+    run("up")
+    broker.send_lines([b"orders.k%d|0||x" % n for n in range(10)] + [b"made.k|0||x"])
+    broker.wait_routed(12)
+    run("topics set orders --partitions 3 --force")
+    broker.wait_routed(13)
+    run("down")
+    made = [path for root in (broker.data, broker.pipes) for path in [root, *root.rglob("*")] if not path.is_symlink()]
+    assert len(made) > 25 and [path for path in made if path.stat().st_mode & 0o002] == []
