@@ -5,6 +5,7 @@ Commits     With --group the offsets are committed when the messages were writte
 """
 
 import json
+import logging
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ import typer
 from kmq import terminal
 from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
-from kmq.client.consumer_options import to_topic
+from kmq.client.consumer_options import logger, to_topic
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
@@ -198,6 +199,7 @@ class _Session:
         self._moved = time.monotonic()
         self._waits_for = ""
         self._is_over = False
+        logger().addFilter(lambda record: record.levelno != logging.WARNING)  # `_look` says what the command waits for
         terminal.when_left(self._end)
 
     def _end(self) -> None:

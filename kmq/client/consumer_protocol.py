@@ -47,6 +47,7 @@ from kmq.client.consumer_wire import (
 )
 from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Position, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.waiting import STALL_S
 from kmq.errors import KmqError
 from kmq.refusals import find
 
@@ -84,6 +85,7 @@ class Core:
         self.generation = self.connections = 0
         self.phase = Phase.AWAY
         self.away_since, self.away_reason = time.monotonic(), "not connected yet"
+        self.is_outage_told = False
         self.errors: deque[KmqError] = deque()  # of fetches and seeks, for the application
         self.failed: KmqError | None = None  # why the consumer has ended
         self.fetch_until: float | None = None  # when the answer to the fetch on its way is overdue
@@ -149,6 +151,10 @@ class Core:
         if self.phase is not Phase.AWAY:
             self.phase, self.away_since = Phase.AWAY, time.monotonic()
         self.away_reason = reason
+        away_s = time.monotonic() - self.away_since
+        if away_s >= STALL_S and not self.is_outage_told and self.failed is None:
+            self.is_outage_told = True
+            logger().warning("not connected for %.0f s, and tries again: %s", away_s, reason)
         self.fetch_until, self.is_dry = None, False
         self.holdings.disconnected()
         self.requests.forget_written()
@@ -362,6 +368,9 @@ class _Received:
         is_first = core.phase is Phase.JOINING
         if is_first:
             core.phase = Phase.READING
+            if core.is_outage_told:
+                core.is_outage_told = False
+                logger().warning("connected again, after %.0f s", now - core.away_since)
             if core.is_managed:
                 is_late, asked = now >= core.expires_at, core.requests.asked_commits()
                 holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])

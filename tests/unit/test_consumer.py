@@ -332,3 +332,19 @@ def test_letters_never_go_to_a_broker_at_a_port_that_nobody_has_named():
     for port in (15674, lambda: 5674):
         with kmq.Consumer("orders", port=port, group_id="g") as consumer, pytest.raises(ConfigError, match="producer"):
             consumer.run(print)
+
+
+def test_a_broker_that_is_not_there_is_said_once_and_so_is_its_return(caplog):
+    server, ports = Server(Peer({EU: 1})), [1]
+    with kmq.Consumer("orders", port=lambda: ports[-1], group_id="g") as consumer:
+        until = time.monotonic() + 30
+        while not caplog.records:
+            assert not consumer.poll(timeout=0.2) and time.monotonic() < until
+        for _ in range(3):
+            assert not consumer.poll(timeout=0.2)
+        ports.append(server.port)
+        while not consumer.poll(timeout=0.2):
+            assert time.monotonic() < until
+    told = [each.getMessage() for each in caplog.records if each.name == "kmq.consumer"]
+    assert len(told) == 2 and told[0].endswith("nothing listens on 127.0.0.1:1; is the broker up?")
+    assert told[1].startswith("connected again, after ")
