@@ -9,9 +9,9 @@ Invariant   A start, a stop, a restart by an operator and a burst of messages ne
 import time
 from collections.abc import Callable, Iterator
 
-from kmq.broker import clock
+from kmq.broker import clock, findings
 from kmq.broker.findings import WARNING, Finding
-from kmq.broker.stats import PROCESSES, RESTARTED_S, StatsPage
+from kmq.broker.stats import AGENT, PROCESSES, RESTARTED_S, StatsPage
 from kmq.settings import GIB, STAGES, Settings
 
 CONCERNS = (  # in the order of importance: a cause comes before its consequences
@@ -29,6 +29,8 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "link_stuck",
     "link_full",
     "group_stalled",
+    "agent_ended",
+    "consul_lost",
 )
 RESTARTS = 3  # so many restarts in a row, none after a life of RESTARTED_S
 OOM_S = 3600  # an OOM kill is a concern for so long
@@ -66,9 +68,11 @@ def _damage(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     found = {name: row.damage for name, row in page.rows.items() if row.damage}
     if found:
         why = f"{sum(found.values())} damaged blocks or files were found: what is in them is not handed out"
+        heal = "with: kmq down && kmq verify --repair && kmq up"
+        if findings.is_in_pod():
+            heal = "by the Job of docs/kubernetes.md#repair-backup-restore"
         advice = (
-            "kmq verify names them; heal from the other copy with: kmq down && kmq verify --repair && kmq up;"
-            " then look at the disk (dmesg)"
+            f"kmq verify names them; heal from the other copy {heal}; then look at the disk ({findings.of_kernel()})"
         )
         yield _warning("damage_found", settings.data, why, advice, *found)
 
@@ -88,7 +92,7 @@ def _oom(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     row = page.rows["durability"]
     if row.oom_at and time.time() - row.oom_at < OOM_S:
         why = f"the kernel has killed a process of this container for lack of memory ({row.oom_kills} in all)"
-        advice = "raise the memory limit of the container; dmesg names the process and what it used"
+        advice = f"raise the memory limit of the container; {findings.of_kernel()} says which process it was"
         yield _warning("oom_killed", "memory", why, advice)
 
 
@@ -98,8 +102,9 @@ def _restarting(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         if row.restart_streak >= RESTARTS and _age_s(row.started) < RESTARTED_S:
             why = f"{name} was restarted {row.restart_streak} times in a row, each time within {RESTARTED_S // 60} min"
             advice = (
-                "look for event=failed and event=stage_ended in KMQ_PIPES/kmq.log: exit code 75 means that input or"
-                " output failed, -9 that it was killed, often for lack of memory (dmesg)"
+                f"look for event=failed and event=stage_ended ({findings.log_of(name, row.supervisor)}): exit code 75"
+                " means that input or output failed, -9 or 137 that it was killed, often for lack of memory"
+                f" ({findings.of_kernel()})"
             )
             yield _warning("restarting", name, why, advice, name)
 
@@ -109,8 +114,9 @@ def _unclean(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if names:
         why = f"{', '.join(names)}: killed or crashed, and started again; nothing acknowledged is lost, nothing needs repair"
         advice = (
-            "find out why: event=stage_ended and event=failed in KMQ_PIPES/kmq.log;"
-            " dmesg shows whether it was the OOM killer"
+            "find out why: event=stage_ended and event=failed"
+            f" ({findings.log_of(names[0], page.rows[names[0]].supervisor)});"
+            f" {findings.of_kernel()} shows whether it was the OOM killer"
         )
         yield _warning("unclean_end", names[0] if len(names) == 1 else "broker", why, advice, *names)
 
@@ -152,8 +158,8 @@ def _syncs(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.slow_syncs >= SLOW_SYNCS and _age_s(row.slow_sync_at) < SLOW_S:
         why = f"{row.slow_syncs} of the last 16 syncs to disk took longer than a second: every reply waits for one"
         advice = (
-            "look at the disk of KMQ_DATA and at who else uses it (iostat -x 1, dmesg); in a pod, at the class of the"
-            " volume. Nothing is lost"
+            "look at the disk of KMQ_DATA and at who else uses it (iostat -x 1, dmesg on its machine); in a pod, at the"
+            " class of the volume. Nothing is lost"
         )
         yield _warning("slow_sync", settings.data, why, advice, "durability")
 
@@ -191,6 +197,22 @@ def _groups(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("group_stalled", "groups", why, advice, "gateway")
 
 
+def _fleet(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    row = page.rows[AGENT]
+    effect = "what the fleet says is not done here; messages are accepted and delivered"
+    if row.state_name == "stopped" and row.exit_code:
+        why = f"the agent has ended with exit code {row.exit_code}: {effect}"
+        advice = f"correct what its last event=failed says ({findings.log_of(AGENT, row.supervisor)})"
+        yield _warning("agent_ended", AGENT, why, f"{advice}; then start it again", AGENT)
+    elif row.waits_since and not row.silence() and (lost_s := _age_s(row.waits_since)) >= STUCK_S:
+        why = f"the agent has had no place in Consul for {_duration(lost_s)}: {effect}"
+        advice = (
+            "look at Consul (KMQ_CONSUL, KMQ_CONSUL_TOKEN); the reason is in event=consul_lost"
+            f" ({findings.log_of(AGENT, row.supervisor)})"
+        )
+        yield _warning("consul_lost", AGENT, why, advice, AGENT)
+
+
 _JUDGES: tuple[Judge, ...] = (
     _damage,
     _tokens,
@@ -202,4 +224,5 @@ _JUDGES: tuple[Judge, ...] = (
     _syncs,
     _links,
     _groups,
+    _fleet,
 )

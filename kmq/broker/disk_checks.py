@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from kmq.broker import findings
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check, size
 from kmq.broker.supervision import is_data
 from kmq.settings import FOREVER, GIB, Settings
@@ -102,7 +103,7 @@ def speed(settings: Settings) -> Check:
         times: list[float] = json.loads(said)["seconds"]
     except subprocess.TimeoutExpired:
         child.kill()  # not waited for: what hangs in the kernel ends when the disk answers
-        advice = f"look at the disk of {path}: dmesg, iostat"
+        advice = f"look at the disk of {path}: {findings.of_kernel()}, iostat"
         return Check(name, ERROR, f"a sync in {path} has not returned within {WAIT_S:.0f} s", advice)
     except (ValueError, KeyError):
         text = f"a file in {path} cannot be written and synced: {' '.join(said.split()) or 'no reason is known'}"

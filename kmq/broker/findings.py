@@ -3,6 +3,9 @@
 Invariant   Every code has a section of its name in the runbook, docs/operations.md, so `section` never leads nowhere.
 """
 
+import os
+import socket
+
 RUNBOOK = "docs/operations.md"
 ERROR, WARNING = "error", "warning"  # not ready; ready, but an operator must act
 
@@ -30,3 +33,23 @@ class Finding:
         """Return what JSON shows."""
         texts = {"about": self.about, "why": self.why, "advice": self.advice}
         return {"code": self.code, "severity": self.severity, **texts, "section": self.section}
+
+
+# --- where to look ---------------------------------------------------------------------------------------------------
+
+
+def is_in_pod() -> bool:
+    """Return True if this process runs in a pod of Kubernetes, which sets this name in every container."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def log_of(process: str, supervisor: int = 0) -> str:
+    """Return where the log of a process is. `supervisor`: who has started it; `kmq up` writes a file also in a pod."""
+    if supervisor or not is_in_pod():
+        return "KMQ_PIPES/kmq.log"
+    return f"kubectl logs {socket.gethostname()} -c {process} --previous"
+
+
+def of_kernel() -> str:
+    """Return what shows the kernel's messages about this machine: who was killed for lack of memory, broken disks."""
+    return f"kubectl describe pod {socket.gethostname()}" if is_in_pod() else "dmesg"

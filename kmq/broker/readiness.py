@@ -12,6 +12,7 @@ Not covered If containers do not share process ids, a process that is only `sile
 import time
 
 from kmq import certificate
+from kmq.broker import findings
 from kmq.broker.concerns import CONCERNS, judge_concerns
 from kmq.broker.findings import WARNING, Finding
 from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, Row, StatsPage
@@ -22,8 +23,7 @@ from kmq.settings import STAGES, Settings
 NO_SPACE = ADMISSIONS[1:]
 LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets ready
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
-_AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
-_CORRECT = "correct what its last event=failed in KMQ_PIPES/kmq.log says; then: kmq down && kmq up"
+_AGAIN = "it is started again within seconds; if not, its log says why ({log})"
 _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
     " (kmq log stat shows it); the broker resumes by itself",
@@ -152,7 +152,8 @@ def is_process(pid: int, name: str) -> bool:
 
 def _down(settings: Settings) -> Finding:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    advice = "start it with: kmq up; if it ended by itself, the last event=failed in KMQ_PIPES/kmq.log says why"
+    start = "the kubelet starts it" if findings.is_in_pod() else "start it with: kmq up"
+    advice = f"{start}; if it ended by itself, the last event=failed says why ({findings.log_of('<stage>')})"
     return Finding("down", "broker", why, advice, (*STAGES, "gateway"))
 
 
@@ -164,8 +165,11 @@ def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
 def _of_process(name: str, state: str, row: Row) -> Finding:
     ended = {"down": "has not been started", "stopped": f"has ended{_with_code(row)}"}
     why = ended.get(state) or row.silence() or f"is {state}"
-    is_for_good = state == "stopped" and row.exit_code in NO_RESTART
-    advice = _CORRECT if is_for_good else _ADVICE[state].format(pid=row.pid)
+    log = findings.log_of(name, row.supervisor)
+    advice = _ADVICE[state].format(pid=row.pid, log=log)
+    if state == "stopped" and row.exit_code in NO_RESTART:
+        again = "kmq down && kmq up" if row.supervisor else "start it again"
+        advice = f"correct what its last event=failed says ({log}); then: {again}"
     return Finding(state, name, f"{name} {why}", advice, (name,))
 
 

@@ -96,7 +96,7 @@ _FIELDS = (
     "last_record",  # durability: unix ns at which the newest record was received that was there when it started
     "unclean_ends",  # how often the process, since the page was made, did not report its end
     "restart_streak",  # restarts in a row, each within RESTARTED_S of the start before; `kmq up` begins at 0 again
-    "waits_since",  # framer, durability: CLOCK_MONOTONIC, ns, since when a block waits for room in the ring behind
+    "waits_since",  # CLOCK_MONOTONIC, ns: since when a block waits for room in the ring behind; agent: Consul is gone
     "waited_at",  # CLOCK_MONOTONIC, ns: when the last of these waits ended
     "full_since",  # CLOCK_MONOTONIC, ns: the first of the waits that followed each other closely
     "slow_syncs",  # durability: how many of its last 16 syncs were slow (waits.py)

@@ -173,6 +173,8 @@ class Agent:
     def hold(self, subscriber: Subscriber | None) -> None:
         """Note that we have the place in Consul now, or not any more."""
         self._subscriber = subscriber
+        if subscriber is not None:
+            self._row.waits_since = 0
         if not self._stop.is_set():
             self._state("ready" if subscriber is not None else "waiting")
 
@@ -180,9 +182,11 @@ class Agent:
         before, self._condition = self._condition, condition
         self._row.failing = bool(condition.failing or self._applier.unreadable)
         if condition.lost and not before.lost:
+            self._row.waits_since = time.monotonic_ns()
             effect = "the broker goes on as it is; what the fleet says is done later"
             self.log.warn("consul_lost", reason=condition.lost, effect=effect)
         elif before.lost and not condition.lost:
+            self._row.waits_since = 0
             self.log.info("consul_found", epoch=self._row.epoch)
         if condition.failing and condition.failing != before.failing:
             effect = "not ready; nothing later is done; tried again"

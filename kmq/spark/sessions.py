@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from kmq.broker.findings import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
 from kmq.spark.disconnects import without_disconnects
 
@@ -177,7 +178,8 @@ def find_java() -> Path:
             return home
         unusable.append(f"Java {version} at {home}" if version else f"no Java that runs at {home}")
     found = f"only {', '.join(unusable)} was found" if unusable else "none was found"
-    raise ConfigError(f"Spark needs Java {JAVA} or newer, and {found}; {GET_JAVA}, or set JAVA_HOME")
+    get = "use the image of k8s/Containerfile.spark" if is_in_pod() else GET_JAVA
+    raise ConfigError(f"Spark needs Java {JAVA} or newer, and {found}; {get}, or set JAVA_HOME")
 
 
 def check_master(master: str) -> None:

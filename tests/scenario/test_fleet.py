@@ -322,12 +322,15 @@ def test_consul_killed_and_back_is_said_once_and_brokers_go_on(new_broker, tmp_p
             broker.send_lines([b"before|x"])
             broker.wait_routed(1)
             assert broker.kmq("status").returncode == 0
+            for command in ("status", "doctor"):
+                wait(lambda broker=broker, command=command: "consul_lost" in broker.kmq(command).stdout, "the warning")
         wait(lambda: "kmq_cluster_connected 0.0" in fleet.a.get("/metrics")[1], "the loss in the metrics")
         agent = Consul(tmp_path / "consul.log", address=agent.address)  # with nothing in it: all begins again
         fleet.say("topics", "create", "after")
         fleet.wait_read()
         for broker in fleet.brokers.values():
             assert events(broker, "consul_lost") == events(broker, "consul_found") == 1
+            assert "consul_lost" not in broker.kmq("status").stdout
             assert fleet.shown(broker, "before") and fleet.shown(broker, "after")
         assert "kmq_cluster_lag 0.0" in fleet.a.get("/metrics")[1]
         fleet.queue.close()

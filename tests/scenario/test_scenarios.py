@@ -8,8 +8,8 @@ import pytest
 RUNS = 2
 KILLED = (
     "kmq: unclean_end: ingress, framer, durability, router, gateway: killed or crashed, and started again;"
-    " nothing acknowledged is lost, nothing needs repair; find out why: event=stage_ended and event=failed in"
-    " KMQ_PIPES/kmq.log; dmesg shows whether it was the OOM killer\n"
+    " nothing acknowledged is lost, nothing needs repair; find out why: event=stage_ended and event=failed"
+    " (KMQ_PIPES/kmq.log); dmesg shows whether it was the OOM killer\n"
 )
 
 

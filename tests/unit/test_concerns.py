@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -82,16 +83,43 @@ CASES = {  # code: (process, words that raise it, words that just do not)
         {"groups": 3, "groups_stalled": 0},
     ),
 }
+CASES["agent_ended"] = ("agent", {"pid": 1, "state": STATES.index("stopped"), "exit_code": 78}, {"exit_code": 0})
 TIMED = {  # the same with words that hold a moment: (process, seconds ago that raise it, and that do not, other words)
     "slow_sync": ("durability", {"slow_sync_at": 30}, {"slow_sync_at": 90}, {"slow_syncs": 4}),
     "link_stuck": ("framer", {"waits_since": 11}, {"waits_since": 5}, {}),
     "link_full": ("durability", {"full_since": 70, "waited_at": 1}, {"full_since": 70, "waited_at": 30}, {}),
+    "consul_lost": (
+        "agent",
+        {"waits_since": 11},
+        {"waits_since": 5},
+        {"pid": 1, "state": STATES.index("waiting"), "exit_code": 0, "heartbeat": time.monotonic_ns},
+    ),
     "clock_suspect": ("router", {"clock_suspect": 1}, {}, {"clock_offset": 1 << 62}),
 }
 
 
 def test_an_ordinary_broker_has_no_finding(page):
     assert found(page) == {}
+
+
+def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for process, words, _ in CASES.values():
+        set_words(page.rows[process], **words)
+    for process, moments, _, others in TIMED.values():
+        set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in moments.items()})
+    shown = {each.code: each.advice for each in readiness.judge(page, load()).findings}
+    assert {*shown} >= {"damage_found", "oom_killed", "restarting", "unclean_end", "consul_lost"}
+    page.rows["durability"].end(75)
+    page.rows["gateway"].end(78)
+    shown |= {f"{each.code} {each.about}": each.advice for each in readiness.judge(page, load()).reasons}
+    shown |= {"down": readiness.judge(None, load()).reasons[0].advice}
+    pod = socket.gethostname()
+    assert f"kubectl logs {pod} -c gateway --previous" in shown["stopped gateway"]
+    assert f"kubectl describe pod {pod}" in shown["oom_killed"] and "kubectl logs" in shown["down"]
+    for code, advice in shown.items():
+        absent = [word for word in ("kmq.log", "dmesg", "apt-get", "kmq up", "kmq down") if word in advice]
+        assert not absent or code == "slow_sync", (code, advice)
 
 
 def test_every_concern_has_its_case():
