@@ -129,6 +129,29 @@ def test_a_commit_ahead_of_the_files_is_judged_when_the_router_has_caught_up(tmp
     asyncio.run(main())
 
 
+def test_a_member_that_waits_for_its_commit_is_alive(tmp_path):
+    """Its session would end, and its heir begin in front of the commit, which the heir's own then takes back."""
+    data = write_data(tmp_path / "d", [b"t|0||a", commit("g", 0, time.time())], {"t": 1})
+
+    async def main():
+        async with started(data, 2) as (_, groups):
+            beats, is_stored, is_assigned = [], asyncio.Event(), asyncio.Event()
+            await groups.join("g", "m", Client("m", ""), Terms(("t",)), lambda event: is_assigned.set())
+            async with asyncio.timeout(PATIENCE_S):
+                await is_assigned.wait()
+            groups.beat = lambda *member: beats.append(member)
+            groups.store.commit = lambda *_: is_stored.wait()
+            asked = asyncio.create_task(groups.commit("g", "m", {("t", 0): Commit(1)}))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(beats) < 2:
+                    await asyncio.sleep(0.05)
+            is_stored.set()
+            await asked
+            assert set(beats) == {("g", "m")}
+
+    asyncio.run(main())
+
+
 def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
     """It is where the first life ended, though nothing is there yet."""
     data = write_data(tmp_path / "d", [b"t|0||a", commit("g", 0, time.time())], {"t": 1})

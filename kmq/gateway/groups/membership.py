@@ -45,6 +45,7 @@ from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
+_BEAT_S = 0.3  # between two signs of life of a member that waits for its commit
 _ARRIVAL_S = 2.0  # until messages come again whose answer may have arrived
 _ON_THE_WAY = "in an answer that is not known to have arrived"
 _LOOK_S = 1.0  # between two looks whether topics came or went
@@ -265,7 +266,8 @@ class Groups:
             (place, offset) for place, row in rows.items() for offset in self.in_hand.lost_by(group, place, row.offset)
         ]
         if ahead:
-            await self.store.commit(group, ahead, name, generation)
+            with self._beating(group, name):
+                await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
             mine = [offset for offset in done[place] if self.in_hand.has(group, place, offset)]
@@ -274,6 +276,24 @@ class Groups:
             self.in_hand.give_back(group, place, offset)
         if lost:
             self.wake(group)
+
+    @contextmanager
+    def _beating(self, group: str, member: str) -> Iterator[None]:
+        """Keep the session of a member that waits for its commit: its heir would begin in front of that, and go back."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def beat() -> None:
+            nonlocal timer
+            with suppress(RequestRefused):  # it has left
+                self.beat(group, member)
+            timer = loop.call_later(_BEAT_S, beat)
+
+        timer = loop.call_later(_BEAT_S, beat)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, Commit]) -> bool:
         """Let messages come again that a commit goes beyond, though their answer may never have arrived.
