@@ -25,6 +25,7 @@ from kmq.cli.pipeline_options import On
 from kmq.cli.pipeline_session import running
 from kmq.client.lines import LineSender, format_message
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
+from kmq.links import layout
 from kmq.spark.sessions import find_java, require_spark
 from kmq.spark.standalone import Standalone
 
@@ -76,8 +77,9 @@ class Pod:
 
     def _forget(self) -> None:
         """A broker leaves its rings for its next start; this one has none."""
-        for path in (*SHM.glob(f"{self._instance}.*"), *SHM.glob(f"sem.{self._instance}.*")):
+        for path in SHM.glob(f"{self._instance}.*"):
             path.unlink()
+        layout.remove_left_bells(self._instance)
 
     def wait_routed(self) -> None:
         """Until the queues have everything that was sent."""

@@ -26,6 +26,7 @@ import typer
 from playwright.sync_api import Page, sync_playwright
 
 from kmq.client.lines import LineSender, format_message
+from kmq.links import layout
 
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
@@ -63,8 +64,9 @@ def broker(root: Path) -> Iterator[dict[str, str]]:
         yield env
     finally:
         subprocess.run([sys.executable, "-m", "kmq", "down"], env=env, check=False)
-        for path in (*SHM.glob(f"{instance}.*"), *SHM.glob(f"sem.{instance}.*")):
+        for path in SHM.glob(f"{instance}.*"):
             path.unlink()
+        layout.remove_left_bells(instance)
 
 
 def port(env: dict[str, str], name: str) -> int:

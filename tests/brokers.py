@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from kmq.broker import status
+from kmq.links import layout
 from kmq.settings import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,7 +175,7 @@ class Broker:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        for pattern in (f"{self.instance}.*", f"sem.{self.instance}.*"):
-            for path in Path("/dev/shm").glob(pattern):
-                path.unlink()
+        for path in Path("/dev/shm").glob(f"{self.instance}.*"):
+            path.unlink()
+        layout.remove_left_bells(self.instance)
         shutil.rmtree(self.root)

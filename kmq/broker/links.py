@@ -5,8 +5,6 @@ import os
 from kmq.links import fifo, layout, received
 from kmq.settings import Settings
 
-RINGS = ("framed", "durable")  # their blocks are counted in messages, too
-
 
 class Link:
     """One link at one moment. `messages`: None where a link does not count them; `fill`: 0 to 1."""
@@ -39,4 +37,4 @@ def look(settings: Settings) -> list[Link]:
         os.close(raw)
     bytes_only = layout.filling(settings.instance, received.NAME)
     links.append(Link(received.NAME, bytes_only.nbytes, bytes_only.capacity, is_full=bytes_only.is_full))
-    return links + [Link(name, *layout.filling(settings.instance, name)) for name in RINGS]
+    return links + [Link(name, *layout.filling(settings.instance, name)) for name in layout.RINGS]

@@ -1,6 +1,7 @@
 """Check the machine that a broker runs on: limits, shared memory, memory, clock, ports, Python.
 
-Invariant   Nothing is changed, and nothing is made. A port is tried by binding to it, never by a connection.
+Invariant   Nothing is made, and nothing is changed, except that `doorbells` removes what no broker can use any more. A
+            port is tried by binding to it, never by a connection.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from kmq.broker.ports import wrong_host
 from kmq.broker.readiness import LIFELESS, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.descriptors import LEAST, OWN
+from kmq.links import doorbell, layout
 from kmq.links.layout import BLOCKS
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
@@ -88,6 +90,19 @@ def shared_memory(settings: Settings, is_up: bool) -> Check:
     return Check("shared memory", OK, text)
 
 
+def doorbells(settings: Settings, is_up: bool) -> Check:
+    """Check that the kernel has semaphores for the doorbells. Remove those that no ring of this instance has any more."""
+    removed = layout.remove_left_bells(settings.instance)
+    used, limit = doorbell.usage()
+    needed = 0 if is_up else 2 * len(layout.RINGS)
+    text = f"{used:,} of {limit:,} sets of semaphores are in use"
+    if removed:
+        text += f"; {removed} that nobody could use any more are removed"
+    if used + needed > limit:
+        return Check("doorbells", ERROR, f"{text}; the doorbells take {needed}", doorbell.advice())
+    return Check("doorbells", OK, text)
+
+
 def leftovers(settings: Settings, shm: str = SHM) -> Check:
     """Find shared memory of other instances whose processes have all ended."""
     try:
@@ -108,7 +123,8 @@ def leftovers(settings: Settings, shm: str = SHM) -> Check:
         "leftovers",
         NOTE,
         f"{size(nbytes)} of shared memory belong to brokers that do not run: {shown}",
-        f"start them again, which keeps their messages; or, if they are gone for good: rm {files}",
+        f"start them again, which keeps their messages; or, if they are gone for good: rm {files}, and then"
+        " KMQ_INSTANCE=<name> kmq doctor, which removes their doorbells",
     )
 
 

@@ -15,6 +15,7 @@ from kmq import descriptors
 from kmq.broker.holdings import Holdings
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.errors import EXIT_OK, KmqError, Stopped, of_os_error
+from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
@@ -184,7 +185,7 @@ class Stage:
         self.row.heartbeat = time.monotonic_ns()
 
     def beat(self) -> None:
-        """Write a heartbeat. Raises RetryError if a lock file or a ring of this stage was removed."""
+        """Write a heartbeat. Raises RemovedError if a lock file, a ring or a bell of this stage was removed."""
         self.row.heartbeat = now = time.monotonic_ns()
         if now >= self._check_holdings_at:
             self._check_holdings_at = now + int(LOOK_S * 1e9)
@@ -261,6 +262,8 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         error = of_os_error(err) if isinstance(err, OSError) else err
         code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
+        if isinstance(err, RemovedError) and stage is not None:
+            stage.holdings.rewrite_rings()
         if isinstance(err, DamageError) and stage is not None and stage.owns_row and not stage.row.damage:
             stage.row.found_damage()  # once, although each start finds it again
     if stage is not None and stage.owns_row:

@@ -240,7 +240,7 @@ class Supervisor:
         At the end, so that a clean stop leaves nothing in /dev/shm. At the start, because a ring that a crash left may
         be behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
         """
-        names = ("framed", "durable")  # what lies in `received` is spoken of there, or in a FIFO that has no stage now
+        names = layout.RINGS  # what lies in `received` is spoken of there, or in a FIFO that has no stage now
         if layout.is_drained(self.settings.instance, *names):
             # BusyError: a stage outlived its supervisor. The new stage will name it in an error and end.
             with contextlib.suppress(BusyError):

@@ -48,7 +48,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(settings: Settings) -> Diagnosis:
-    """Look at everything. Creates nothing, and works whether or not the broker is up."""
+    """Look at everything. Works whether or not the broker is up; creates nothing, and removes only doorbells left over."""
     page, found, verdict = _look(settings)
     is_up = page is not None and any(state_of(name, page.rows[name]) not in LIFELESS for name in STAGES)
     own = [*_of_broker(settings, verdict), *found]
@@ -57,6 +57,7 @@ def diagnose(settings: Settings) -> Diagnosis:
         ("python", lambda: [machine.python(), _extra()]),
         ("open files", lambda: [machine.open_files(settings, pid)]),
         ("shared memory", lambda: [machine.shared_memory(settings, is_up), machine.leftovers(settings)]),
+        ("doorbells", lambda: [machine.doorbells(settings, is_up)]),
         ("memory", lambda: [machine.memory(settings)]),
         ("the clock", lambda: [machine.clock(_newest_s(settings))]),
         ("permissions", lambda: disk_checks.permissions(settings)),

@@ -19,6 +19,7 @@ from kmq.cli.helptext import examples
 from kmq.cli.startup import Startup
 from kmq.client.lines import read_port
 from kmq.errors import BusyError, ConfigError, KmqError, pip_install
+from kmq.links import layout
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log.identity import open_data
@@ -128,6 +129,7 @@ def down() -> None:
     settings = load()
     pids = _to_stop(settings)
     if not pids:
+        layout.remove_left_bells(settings.instance)
         if reason := supervision.why_not_here(settings):
             raise ConfigError(f"not up: {reason}")
         print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
@@ -140,6 +142,7 @@ def down() -> None:
     deadline = time.monotonic() + _DOWN_S
     while time.monotonic() < deadline:
         if not any(_is_alive(pid) for pid in pids):
+            layout.remove_left_bells(settings.instance)
             _print_down(settings, running)
             return
         time.sleep(_POLL_S)

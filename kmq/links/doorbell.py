@@ -1,25 +1,41 @@
 """Doorbells: how a process that has nothing to do is woken by its peer.
 
+Links       For each ring two System V semaphores, each a set of its own. The ring's header names them (BELLS in layout.py):
+            the id is what is used, the key is how another process gets at it. The key's upper bits are of the instance and
+            its /dev/shm, so that what is left over can be told from the sets of everybody else.
 Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring are
             the truth, the semaphore only says "look again".
+            A set is removed as left over only if its key is of this instance, its owner is this user, and no ring of the
+            instance names it (layout.remove_left_bells). A header always names a key before a set is made with it.
 Crash       A bell that a process rang before it died still wakes the sleeper. A sleeper that dies leaves its flag set,
-            which costs its peer one needless post.
+            which costs its peer one needless ring. A process that dies while it makes bells leaves a set that its ring
+            names; the next to make bells for that ring removes it.
+            A set that is removed (ipcrm, systemd's RemoveIPC) wakes who waits on it: RemovedError.
+Not covered An instance whose name and /dev/shm have the same 25 bits of crc32 as another's, of the same user in the same
+            IPC namespace: it would remove the other's bells, which costs a restart, as ipcrm does.
 
-A sleeper sets its flag, then re-reads the cursor; a publisher moves the cursor, then reads the flag. Each needs a
-full fence between its store and its load, or both may read the old value and the wake-up is lost. Python has no fence,
-but acquiring and releasing a lock is a locked instruction, which is one on x86 and carries a barrier on ARM.
+A sleeper notes in its cell since when it sleeps, then re-reads the cursor; a publisher moves the cursor, then reads that
+cell, and rings once for each sleep. Each needs a full fence between its store and its load, or both may read the old
+value and the wake-up is lost. Python has no fence, but acquiring and releasing a lock is a locked instruction, which is
+one on x86 and carries a barrier on ARM.
 """
 
+import contextlib
+import errno
+import os
 import threading
-import time
-from collections.abc import Callable
+import zlib
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 
-import posix_ipc
+import sysv_ipc
 
+from kmq.errors import ConfigError, RetryError
+from kmq.links.ownership import field
 from kmq.settings import SHM
-from kmq.watch import file_id
 
 WAIT_S = 0.05  # longest sleep on a bell: bounds what a lost wake-up can cost
+_SETS = 64  # keys of an instance: its rings need four, and crashes may leave some
 
 _fence_lock = threading.Lock()
 
@@ -30,70 +46,207 @@ def fence() -> None:
     _fence_lock.release()
 
 
-class _ClockWait:
-    """sem_clockwait of the C library: posix_ipc has only sem_timedwait, which waits until a time of day.
+class RemovedError(RetryError):
+    """What a process uses was removed under it: a lock file, a ring, or the semaphore on which it waits."""
 
-    When the clock is set back by an hour, such a wait lasts an hour, without a heartbeat. Through ctypes a sleep costs
-    about 1.4 µs of CPU more. semtimedop, the relative wait of System V semaphores, costs 2.3 µs, because each of its
-    posts is a system call. Raises AttributeError if the C library is not glibc 2.30 (2019) or later.
+
+class _TimedWait:
+    """semtimedop of the C library, for a sysv_ipc that was built without it: its `acquire` knows no timeout.
+
+    The wheels of sysv_ipc 1.2 are built so. What is built from source has it, and saves a quarter of a sleep's CPU.
     """
 
-    def __init__(self, name: str) -> None:
-        import ctypes  # half a megabyte, and not every stage has a bell
+    def __init__(self, id: int) -> None:
+        import ctypes  # half a megabyte
 
-        libc = ctypes.CDLL(None)
-        self._wait = libc.sem_clockwait
-        self._wait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        libc.sem_open.restype = ctypes.c_void_p
-        self._handle = ctypes.c_void_p(libc.sem_open(name.encode(), 0))
-        if not self._handle:
-            raise OSError(f"semaphore {name}: cannot be opened")
-        timespec = bytearray(16)  # on a 64-bit machine
-        self._deadline = memoryview(timespec).cast("q")
-        self._timespec = ctypes.byref((ctypes.c_char * len(timespec)).from_buffer(timespec))
+        self._wait = ctypes.CDLL(None).semtimedop
+        self._timespec = (ctypes.c_long * 2)()
+        self._operation = (ctypes.c_short * 3)(0, -1, 0)  # struct sembuf: which semaphore, by how much, flags
+        self._arguments = ctypes.c_int(id), self._operation, ctypes.c_size_t(1), self._timespec
+        self._timeout_s = 0.0
 
-    def __call__(self, timeout_s: float) -> bool:
-        self._deadline[0], self._deadline[1] = divmod(time.monotonic_ns() + int(timeout_s * 1e9), 1_000_000_000)
-        return not self._wait(self._handle, time.CLOCK_MONOTONIC, self._timespec)
+    def __call__(self, timeout_s: float) -> None:
+        """Do what `acquire` does, but raise the same error whatever the reason."""
+        if timeout_s != self._timeout_s:
+            self._timespec[0], self._timespec[1] = divmod(int(timeout_s * 1e9), 1_000_000_000)
+            self._timeout_s = timeout_s
+        if self._wait(*self._arguments):
+            raise sysv_ipc.Error
 
 
 class Doorbell:
-    """A named POSIX semaphore used as a bell; its value is 0 or 1."""
+    """A System V semaphore used as a bell; its value is 0 or 1."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode=0o660, initial_value=0)
-        self._wait: Callable[[float], bool]
-        try:
-            self._wait = _ClockWait(name)
-        except AttributeError:
-            self._wait = self._wait_by_wall_clock
-        self._path = f"{SHM}/sem.{name.removeprefix('/')}"
-        self._file = file_id(self._path)
+    def __init__(self, semaphore: sysv_ipc.Semaphore) -> None:
+        self.semaphore = semaphore
+        self._acquire = semaphore.acquire if sysv_ipc.SEMAPHORE_TIMEOUT_SUPPORTED else _TimedWait(semaphore.id)
+        self._rung = 0  # the last sleep that we have ended
 
-    def ring(self) -> None:
-        """Wake the sleeper, unless the bell has been rung already."""
-        if self._semaphore.value == 0:
-            self._semaphore.release()
+    def ring(self, asleep_since: int) -> None:
+        """Wake the sleeper, unless this sleep was ended already. A bell that is gone wakes nobody."""
+        if asleep_since != self._rung:
+            self._rung = asleep_since
+            with contextlib.suppress(sysv_ipc.ExistentialError):
+                self.semaphore.value = 1  # not one more: a sleeper that found something to do waits for no ring
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Sleep until rung, at most `timeout_s` by the monotonic clock; return False after that time or a signal."""
-        return self._wait(timeout_s)
+        """Sleep until rung, at most `timeout_s` by the monotonic clock; return False after that time or a signal.
 
-    def _wait_by_wall_clock(self, timeout_s: float) -> bool:
+        Raises RemovedError at once if the semaphore is gone.
+        """
         try:
-            self._semaphore.acquire(timeout_s)
+            self._acquire(timeout_s)
             return True
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
-            return False
+        except sysv_ipc.Error:
+            pass
+        if not self.is_in_place():
+            raise RemovedError(
+                f"semaphore {self.semaphore.id}: was removed while this broker used it; nothing acknowledged is lost"
+            )
+        return False
 
     def is_in_place(self) -> bool:
-        """Return True if the semaphore still has its name."""
-        return file_id(self._path) == self._file
-
-    @staticmethod
-    def remove(name: str) -> None:
+        """Return True if the semaphore is there."""
         try:
-            posix_ipc.unlink_semaphore(name)
-        except posix_ipc.ExistentialError:
-            pass
+            return bool(self.semaphore.value >= 0)
+        except sysv_ipc.Error:
+            return False
+
+
+class Bells(namedtuple("Bells", ("reader", "writer"))):
+    """The two bells of a ring."""
+
+    reader: Doorbell
+    writer: Doorbell
+
+    def are_in_place(self) -> bool:
+        return self.reader.is_in_place() and self.writer.is_in_place()
+
+
+# --- making, finding, removing ---------------------------------------------------------------------------------------
+
+
+def namespace() -> int:
+    """Return the number of this process' IPC namespace: semaphores of another one are not to be had."""
+    return os.stat("/proc/self/ns/ipc").st_ino
+
+
+def _keys(instance: str) -> range:
+    """Return the keys that sets of this instance may have. A key has 31 bits; the upper 25 are the instance's."""
+    shm = os.stat(SHM)  # containers may share the semaphores, and have a /dev/shm each
+    first = (zlib.crc32(f"{instance} {shm.st_dev} {shm.st_ino}".encode()) >> 7) * _SETS
+    return range(first + 1, first + _SETS)  # not 0, which is IPC_PRIVATE
+
+
+def _opened(key: int) -> sysv_ipc.Semaphore | None:
+    """Return the set that has this key, if we may use it."""
+    try:
+        return sysv_ipc.Semaphore(key)
+    except (sysv_ipc.ExistentialError, sysv_ipc.PermissionsError, OSError):
+        return None
+
+
+def _text(sets: Sequence[tuple[int, int]]) -> str:
+    named = " ".join(f"{end}={key}:{id}" for end, (key, id) in zip(("reader", "writer"), sets, strict=False))
+    return f"kmq-bells ipc={namespace()} {named}"
+
+
+def make(instance: str, announce: Callable[[str], None]) -> Bells:
+    """Make the bells of a ring. `announce` writes into its header which they are, before each is made.
+
+    Raises ConfigError if the kernel has no more of them, or none at all.
+    """
+    made: list[sysv_ipc.Semaphore] = []
+
+    def named() -> list[tuple[int, int]]:
+        return [(each.key, each.id) for each in made]
+
+    try:
+        for key in _keys(instance):
+            announce(_text([*named(), (key, -1)]))
+            with contextlib.suppress(sysv_ipc.ExistentialError):  # this key is in use
+                made.append(sysv_ipc.Semaphore(key, sysv_ipc.IPC_CREX, 0o660, 0))
+            if len(made) == 2:
+                bells = Bells(*map(Doorbell, made))
+                bells.writer.ring(1)
+                if not bells.writer.wait(0.0):
+                    raise OSError(errno.ENOSYS, "semtimedop")  # as in gVisor
+                announce(_text(named()))
+                return bells
+        raise ConfigError(
+            f"all {_SETS - 1} keys that doorbells of instance {instance} may have are in use; see: ipcs -s"
+        )
+    except (OSError, MemoryError) as err:
+        for semaphore in made:
+            semaphore.remove()
+        raise ConfigError(f"no semaphore for a doorbell: {_reason(err)}") from err
+
+
+def usage() -> tuple[int, int]:
+    """Return how many sets this IPC namespace has, and how many it may have."""
+    with open("/proc/sysvipc/sem", encoding="ascii") as file:
+        used = sum(1 for _ in file) - 1
+    return used, _limits()[3]
+
+
+def _limits() -> list[int]:
+    """Return kernel.sem: semaphores in a set, semaphores in all, operations in a call, sets."""
+    with open("/proc/sys/kernel/sem", encoding="ascii") as file:
+        return [int(number) for number in file.read().split()]
+
+
+def advice() -> str:
+    """Return what to do where the kernel has no more semaphores."""
+    of_a_set, in_all, at_once, sets = _limits()
+    return (
+        "ipcs -s shows whose they are, ipcrm -s <id> removes one that nobody uses; or raise the limit, in a container that"
+        f" of its IPC namespace: sysctl -w kernel.sem='{of_a_set} {max(in_all, 1024)} {at_once} {max(2 * sets, 128)}'"
+    )
+
+
+def _reason(err: OSError | MemoryError) -> str:
+    if isinstance(err, OSError) and err.errno == errno.ENOSPC:
+        numbers = " ".join(map(str, _limits()))
+        return f"the limit of the kernel is reached (kernel.sem = {numbers}); {advice()}"
+    if isinstance(err, OSError) and err.errno in (errno.ENOSYS, errno.EPERM):
+        return (
+            f"this kernel or container has no System V semaphores ({err.strerror}); its seccomp profile must allow"
+            " semget, semop, semtimedop and semctl"
+        )
+    return str(err) or "no memory"
+
+
+def find(text: str) -> Bells | None:
+    """Return the bells that a ring's header names; None if they are gone, or are not all there yet."""
+    found = []
+    for end in ("reader", "writer"):
+        key, _, id = field(text, end).partition(":")
+        semaphore = _opened(int(key)) if key.isdecimal() and id.isdecimal() else None
+        if semaphore is None or semaphore.id != int(id):
+            return None
+        found.append(Doorbell(semaphore))
+    return Bells(*found)
+
+
+def other_namespace(text: str) -> str:
+    """Return the IPC namespace of the bells that a header names; "" if this process has the same."""
+    other = field(text, "ipc")
+    return other if other != str(namespace()) else ""
+
+
+def sets_of(instance: str) -> list[sysv_ipc.Semaphore]:
+    """Return the sets of this instance that there are now, whoever made them."""
+    return [semaphore for key in _keys(instance) if (semaphore := _opened(key)) is not None]
+
+
+def remove_left(instance: str, read_headers: Callable[[], Sequence[str]]) -> int:
+    """Remove this user's sets of this instance that no ring's header names; return how many."""
+    sets = sets_of(instance)
+    texts = " ".join(read_headers()) if sets else ""  # only now: a key is in a header before there is a set
+    removed = 0
+    for semaphore in sets:
+        if f"={semaphore.key}:" not in texts and semaphore.uid == os.geteuid():
+            with contextlib.suppress(sysv_ipc.Error, PermissionError):  # somebody else has just removed it
+                semaphore.remove()
+                removed += 1
+    return removed

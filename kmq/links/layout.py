@@ -1,6 +1,6 @@
 """A ring in POSIX shared memory: one writer process, one reader process, blocks of whole lines between them.
 
-Links       /dev/shm/<instance>.<name>; doorbells /<instance>.<name>.reader and .writer.
+Links       /dev/shm/<instance>.<name>; two doorbells, which the header names (doorbell.py).
 Owners      the writer end and the reader end each belong to one process (ownership.RingLock, a lock on the first byte
             of the text in the header that names the process).
 
@@ -9,6 +9,7 @@ Layout (bytes; every cell is one aligned 8-byte word)
       0  identity    text, written once before the file gets its name: what this ring is (Identity)
    1024  writer      text: who writes
    2048  reader      text: who reads
+   3072  bells       text: the doorbells, written by the writer
    4096  cells       see the constants below; every cell has exactly one writer process
    8192  blocks      ring_bytes of them, then, where asked for, the extra bytes (the framer's staging areas)
 
@@ -49,14 +50,18 @@ import os
 from collections import namedtuple
 from collections.abc import Iterator
 
+import posix_ipc
+
 from kmq.errors import BusyError, ConfigError
-from kmq.links.doorbell import Doorbell, fence
+from kmq.links import doorbell
+from kmq.links.doorbell import Bells, fence
 from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.settings import SHM
 
 LAYOUT = 4  # version of the layout on this page
+RINGS = ("framed", "durable")  # of blocks, which are counted in messages; each has two bells
 
-IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024
+IDENTITY, WRITER, READER, BELLS, TEXT = 0, 1024, 2048, 3072, 1024
 CELLS, BLOCKS = 4096, 8192
 _COPY_BYTES = 1 << 20
 
@@ -260,10 +265,9 @@ class SharedFile:
 class Ring(SharedFile):
     """What both ends share: the file, the bells, the consistent reading of the writer's record."""
 
-    def __init__(self, instance: str, name: str) -> None:
-        super().__init__(instance, name)
-        self.reader_bell = Doorbell(f"/{instance}.{name}.reader")
-        self.writer_bell = Doorbell(f"/{instance}.{name}.writer")
+    def _take_bells(self, bells: Bells) -> None:
+        self.reader_bell, self.writer_bell = self._bells = bells
+        self._bells_text = self.mm[BELLS : BELLS + TEXT]
 
     def committed(self) -> Commit:
         """The writer's record in force (invariant 2)."""
@@ -293,27 +297,33 @@ class Ring(SharedFile):
         return max(self.cells[TAIL], self.cells[FLOOR], self.committed().begin)
 
     def is_in_place(self) -> bool:
-        """Return True if ring and bells still have their names, by which the other end finds them."""
+        """Return True if the ring still has its name, and both ends use the same bells, which are there."""
         if self._fd < 0:
             return True  # given back
-        return super().is_in_place() and self.reader_bell.is_in_place() and self.writer_bell.is_in_place()
+        is_ours = self.mm[BELLS : BELLS + TEXT] == self._bells_text
+        return is_ours and super().is_in_place() and self._bells.are_in_place()
+
+
+def _shm_name(path: str) -> str:
+    return path.removeprefix(SHM)
 
 
 def open_existing(path: str) -> int | None:
     """Return a descriptor of the ring at `path`; None if there is none."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd: int = posix_ipc.SharedMemory(_shm_name(path)).fd
+    except posix_ipc.ExistentialError:
         return None
-    except PermissionError:
+    except posix_ipc.PermissionsError:
         raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
+    return fd
 
 
 def make_file(path: str, nbytes: int) -> int:
     """Make a file in shared memory, all its bytes allocated: a sparse file on a full /dev/shm ends in SIGBUS later."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # left by a killed process; it may be the very file that has its final name by now
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+    fd: int = posix_ipc.SharedMemory(_shm_name(path), posix_ipc.O_CREX, mode=0o660).fd
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:
@@ -442,7 +452,7 @@ def last_seq(instance: str, name: str, identity: Identity) -> int:
 
 
 def remove(instance: str, name: str) -> None:
-    """Delete a ring and its bells. Raises BusyError if a process holds one of its ends."""
+    """Delete a ring, and the bells that no ring has any more. Raises BusyError if a process holds one of its ends."""
     path = shm_path(instance, name)
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -456,5 +466,18 @@ def remove(instance: str, name: str) -> None:
     for unfinished in (f"{path}.new", f"{path}.again"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
-    for end in ("writer", "reader"):
-        Doorbell.remove(f"/{instance}.{name}.{end}")
+    remove_left_bells(instance)
+
+
+def remove_left_bells(instance: str) -> int:
+    """Remove doorbells of this instance and this user that no ring has any more; return how many."""
+
+    def read_headers() -> list[str]:
+        texts = []
+        # A ring gets its name before it loses the one under which it is made: so whichever it has is seen.
+        for path in (shm_path(instance, name) + suffix for name in RINGS for suffix in (".new", ".again", "")):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                texts.append(read_text(file.fileno(), BELLS))
+        return texts
+
+    return doorbell.remove_left(instance, read_headers)

@@ -1,11 +1,15 @@
 """The two ends of a ring; layout.py has the bytes and the invariants."""
 
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 
-from kmq.errors import CorruptError
-from kmq.links.doorbell import fence
+from kmq.errors import ConfigError, CorruptError
+from kmq.links import doorbell
+from kmq.links.doorbell import Bells, fence
 from kmq.links.layout import (
+    BELLS,
     BLOCKS,
     COUNTER,
     FLOOR,
@@ -35,9 +39,10 @@ from kmq.links.layout import (
     first_waiting,
     open_existing,
     read_text,
+    remove_left_bells,
     shm_path,
 )
-from kmq.links.ownership import RingLock, is_same_file
+from kmq.links.ownership import LOOK_S, RingLock, is_same_file
 from kmq.links.ringfile import RingFile
 from kmq.logfmt import Logger
 
@@ -66,6 +71,12 @@ class RingWriter(Ring):
             log.info("ring_created", ring=name, slots=identity.slots, bytes=identity.ring_bytes, policy=identity.policy)
         self._map(fd, identity, WRITER, READER)
         self._sign(WRITER, who)
+        bells = doorbell.find(read_text(fd, BELLS))
+        if bells is None:  # a new ring, or a bell was removed
+            self._sign(BELLS, "")
+            remove_left_bells(instance)
+            bells = doorbell.make(instance, partial(self._sign, BELLS))
+        self._take_bells(bells)
         self._last = self.committed()
         self._counter: int = self.cells[COUNTER]
         self._floor: int = self.cells[FLOOR]
@@ -179,8 +190,8 @@ class RingWriter(Ring):
         self._counter = counter
         self._last = record
         fence()
-        if cells[READER_SLEEPS]:
-            self.reader_bell.ring()
+        if asleep := cells[READER_SLEEPS]:
+            self.reader_bell.ring(asleep)
 
     def wait_for_room(self, nbytes: int, count: int, check: Callable[[], None]) -> None:
         """Return when a block of this size fits. While it does not, call `check` now and then."""
@@ -190,7 +201,7 @@ class RingWriter(Ring):
 
     def wait_room(self, nbytes: int, count: int) -> bool:
         """Sleep until the reader releases something, at most WAIT_S; return True if the block fits now."""
-        self.cells[WRITER_SLEEPS] = 1
+        self.cells[WRITER_SLEEPS] = time.monotonic_ns()
         fence()
         if not self.has_room(nbytes, count):
             self.writer_bell.wait()
@@ -226,17 +237,18 @@ class RingWriter(Ring):
 class RingReader(Ring):
     """The reading end. It never waits for a writer: `attach` returns None until the ring is there and is ours."""
 
-    def __init__(self, instance: str, name: str, fd: int, identity: Identity, who: str) -> None:
+    def __init__(self, instance: str, name: str, fd: int, identity: Identity, who: str, bells: Bells) -> None:
         super().__init__(instance, name)
         self._map(fd, identity, READER, WRITER)
         self._sign(READER, who)
+        self._take_bells(bells)
         self.position: int = self.tail
         self.jumped = False
         self._jump_unreported = bool(self.cells[FLOOR] > self.cells[TAIL])  # dropped while nobody read
 
     @classmethod
     def attach(cls, instance: str, name: str, identity: Identity, who: str) -> "RingReader | None":
-        """Return the ring; None while the writer has not made it. Raises BusyError if another process reads it."""
+        """Return the ring; None while the writer has not made it, or its bells. Raises BusyError if it has a reader."""
         path = shm_path(instance, name)
         fd = open_existing(path)
         if fd is None:
@@ -245,12 +257,25 @@ class RingReader(Ring):
         try:
             if read_text(fd, IDENTITY) == identity.text() and os.fstat(fd).st_size == identity.file_bytes:
                 RingLock(fd, READER).acquire(f"ring {instance}.{name} (reader)", read_text(fd, READER))
-                if is_same_file(fd, path):  # else it was made anew between the two looks
-                    reader = cls(instance, name, fd, identity, who)
+                cls._check_namespace(fd, path)
+                bells = doorbell.find(read_text(fd, BELLS))
+                if bells is not None and is_same_file(fd, path):  # else it was made anew between the two looks
+                    reader = cls(instance, name, fd, identity, who, bells)
             return reader
         finally:
             if reader is None:
                 os.close(fd)
+
+    @staticmethod
+    def _check_namespace(fd: int, path: str) -> None:
+        """Raise ConfigError if the writer lives in another IPC namespace, so that neither could ever wake the other."""
+        if doorbell.other_namespace(read_text(fd, BELLS)) and RingLock(fd, WRITER).is_held():
+            time.sleep(LOOK_S)  # a writer that has just begun in our namespace says so after it has the lock
+            if other := doorbell.other_namespace(read_text(fd, BELLS)):
+                raise ConfigError(
+                    f"{path}: its doorbells are in another IPC namespace (ipc:[{other}]); all stages of a broker share"
+                    " one: the containers of a pod do, those of docker and podman with --ipc=container:<the first>"
+                )
 
     def take(self) -> list[Block]:
         """Return all blocks committed since the last call, the oldest first.
@@ -285,12 +310,12 @@ class RingReader(Ring):
         cells[TAIL_MESSAGES] = block.messages
         cells[TAIL] = block.end
         fence()
-        if cells[WRITER_SLEEPS]:
-            self.writer_bell.ring()
+        if asleep := cells[WRITER_SLEEPS]:
+            self.writer_bell.ring(asleep)
 
     def wait(self) -> None:
         """Sleep until the writer appends a block, at most WAIT_S."""
-        self.cells[READER_SLEEPS] = 1
+        self.cells[READER_SLEEPS] = time.monotonic_ns()
         fence()
         if self.committed().head <= self.position:
             self.reader_bell.wait()

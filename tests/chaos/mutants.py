@@ -57,6 +57,7 @@ def crash(victim: str, policy: str = "block") -> str:
 
 WRITES = "tests/chaos/test_crash_points.py::test_a_kill_inside_any_write_leaves_nothing_torn"
 RACES = "tests/chaos/test_interleavings.py"
+BELL, BELLS = "kmq/links/doorbell.py", "tests/contract/test_doorbell.py"
 FILES = "tests/chaos/test_files.py"
 KILLS = "tests/chaos/test_kill.py"
 DROPS = "tests/chaos/test_drop_oldest.py"
@@ -321,6 +322,31 @@ MUTANTS = [
         "the other staging area is not zeroed before a carry",
         [(STAGING, "        self._zero(other, max(self._used_other, len(rest)))\n", "")],
         [crash("framer"), KILLS],
+    ),
+    Mutant(
+        "who sleeps on a bell that was removed does not hear of it",
+        [(BELL, "        if not self.is_in_place():\n", "        if False:\n")],
+        [BELLS],
+    ),
+    Mutant(
+        "a set of semaphores is made before the header names its key",
+        [(BELL, "            announce(_text([*named(), (key, -1)]))\n", "")],
+        [BELLS],
+    ),
+    Mutant(
+        "doorbells that a ring names are removed as left over",
+        [(BELL, '        if f"={semaphore.key}:" not in texts and semaphore', "        if semaphore")],
+        [BELLS],
+    ),
+    Mutant(
+        "doorbells of other users are removed as left over",
+        [(BELL, " and semaphore.uid == os.geteuid():\n", ":\n")],
+        [BELLS],
+    ),
+    Mutant(
+        "a key alone tells whose a doorbell is",
+        [(BELL, "        if semaphore is None or semaphore.id != int(id):\n", "        if semaphore is None:\n")],
+        [BELLS],
     ),
     Mutant(
         "no fence",

@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from termios import FIONREAD
 
+import sysv_ipc
+
 from chaos.checker import Report, Stream, check
 from kmq.broker import stats
 from kmq.errors import BusyError
-from kmq.links import layout
+from kmq.links import doorbell, layout
 
 STAGES = ("ingress", "framer", "durability", "router")
 RINGS = ("received", "framed", "durable")
@@ -203,6 +205,18 @@ SHM = Path("/dev/shm")
 
 def remove_shared_memory(instance: str, but: str = "") -> None:
     """Remove all that lies there under the names of this instance, but one ring if it is named."""
-    for path in [*SHM.glob(f"{instance}.*"), *SHM.glob(f"sem.{instance}.*")]:
+    for path in SHM.glob(f"{instance}.*"):
         if path.name != f"{instance}.{but}":
             path.unlink()
+
+
+def remove_bells(instance: str, *names: str) -> None:
+    """Remove doorbells of this instance, as `ipcrm -s` does: all, or "<ring> <end>"."""
+    semaphores = doorbell.sets_of(instance)
+    for ring, end in map(str.split, names):
+        with open(SHM / f"{instance}.{ring}", "rb") as file:
+            bells = doorbell.find(layout.read_text(file.fileno(), layout.BELLS))
+        semaphores = [getattr(bells, end).semaphore]
+    for semaphore in semaphores:
+        with contextlib.suppress(sysv_ipc.ExistentialError):
+            semaphore.remove()

@@ -1,6 +1,7 @@
 """What others find by its name is deleted while the broker runs: rings, bells, the stats page, lock files.
 
-`rm /dev/shm/<instance>.*` does it, and so does systemd's RemoveIPC when the user who started the broker logs out.
+`rm /dev/shm/<instance>.*` and `ipcrm -s <id>` do it, and so does systemd's RemoveIPC when the user who started the broker
+logs out: it takes the semaphores first, then the shared memory.
 """
 
 import itertools
@@ -18,9 +19,9 @@ from brokers import PATIENCE_S, Broker
 
 from chaos.acked import AckedLoad, account
 from chaos.load import FifoLoad, Load, TcpLoad
-from chaos.pod import RINGS, SHM, STAGES, Pod, remove_shared_memory
+from chaos.pod import RINGS, SHM, STAGES, Pod, remove_bells, remove_shared_memory
 from kmq import record
-from kmq.links import layout
+from kmq.links import doorbell, layout
 from kmq.links.ring import RingWriter
 from kmq.links.staging import area_bytes
 from kmq.logfmt import Logger
@@ -173,7 +174,10 @@ def test_a_block_that_differs_from_the_wal_is_not_acknowledged(
         os.read(acks, 100)
 
 
-@pytest.mark.parametrize("what", ["rings", "everything", "bells", "received", "framed", "durable", "stats"])
+WHAT = ["rings", "everything", "bells", "framed reader", "durable writer", "received", "framed", "durable", "stats"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_removed_shared_memory_costs_no_message(make_pod: Make, loads: Start, what: str) -> None:
     """With all alive: who notices ends, its ring gets its name again, and what was on the way arrives once."""
     pod = make_pod()
@@ -184,18 +188,20 @@ def test_removed_shared_memory_costs_no_message(make_pod: Make, loads: Start, wh
     pod.start()
     pod.wait_ready()
     pod.wait(lambda: acked_load.has(2000) and min(fifo_load.count, tcp_load.count) > 2000, "some messages")
+    if what in ("everything", "bells", "framed reader", "durable writer"):
+        assert len(doorbell.sets_of(pod.instance)) == 4
+        remove_bells(pod.instance, *([what] if " " in what else []))
     if what == "everything":
         remove_shared_memory(pod.instance)
-    else:
-        kinds = {"rings": list(RINGS), "bells": []}.get(what, [what])
-        paths = [SHM / f"{pod.instance}.{kind}" for kind in kinds] or [*SHM.glob(f"sem.{pod.instance}.*")]
-        for path in paths:
-            path.unlink()
+    for kind in RINGS if what == "rings" else {what} & {"received", "framed", "durable", "stats"}:
+        (SHM / f"{pod.instance}.{kind}").unlink()
     affected = {
         "durable": {"durability", "router"},
         "framed": {"framer", "durability"},
         "received": {"ingress", "framer"},
         "bells": {"framer", "durability", "router"},
+        "framed reader": {"framer", "durability"},
+        "durable writer": {"durability", "router"},
     }
     ended = affected.get(what, set(STAGES))
     if what == "stats":

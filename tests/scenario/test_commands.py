@@ -2,9 +2,11 @@
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -15,6 +17,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
+from kmq.links import doorbell
 
 FAILED, BUSY, RETRY, CONFIG, CORRUPT = 1, 69, 75, 78, 65
 
@@ -45,6 +48,38 @@ def test_up_says_where_it_listens_and_down_leaves_no_process_and_no_ring(broker)
     assert broker.kmq("down").stdout == "kmq: down\n"
     assert broker.processes() == []
     assert shared_memory(broker) == [f"{broker.instance}.stats"]
+    assert doorbell.sets_of(broker.instance) == []
+
+
+def test_down_removes_the_doorbells_of_rings_that_are_gone_and_nobody_elses(broker, new_broker):
+    other = new_broker()
+    for each in (broker, other):
+        each.up()
+    broker.kill()
+    for name in shared_memory(broker):
+        os.unlink(f"/dev/shm/{name}")
+    assert len(doorbell.sets_of(broker.instance)) == len(doorbell.sets_of(other.instance)) == 4
+    assert broker.kmq("down").returncode == 0
+    assert doorbell.sets_of(broker.instance) == []
+    assert len(doorbell.sets_of(other.instance)) == 4
+    assert other.kmq("status").returncode == 0
+
+
+def test_up_where_the_kernel_has_no_semaphores_left_says_what_to_do(broker):
+    """In an IPC namespace of its own, with room for three sets; a broker has four doorbells."""
+    narrow = "import os, sys; open('/proc/sys/kernel/sem', 'w').write('250 32000 32 3'); os.execvp('kmq', ['kmq', *sys.argv[1:]])"
+    unshared = ["unshare", "--ipc", sys.executable, "-c", narrow]
+
+    def kmq(*args):
+        return subprocess.run([*unshared, *args], env=broker.env, cwd=broker.root, capture_output=True, text=True)
+
+    if not shutil.which("unshare") or kmq("--version").returncode:
+        pytest.skip("needs an IPC namespace of its own")
+    refused(
+        kmq("up"), CONFIG, "the limit of the kernel is reached (kernel.sem = 250 32000 32 3)", "sysctl -w kernel.sem="
+    )
+    checks = kmq("doctor")
+    assert checks.returncode == 1 and "0 of 3 sets of semaphores are in use; the doorbells take 4" in checks.stdout
 
 
 def test_up_twice_names_the_one_that_is_up(broker):

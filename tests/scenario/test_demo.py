@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kmq.links import layout
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "scripts" / "demo")
 
@@ -52,8 +54,9 @@ def env(tmp_path):
 
 
 def remove_shared_memory(instance):
-    for left in [*Path("/dev/shm").glob(f"{instance}.*"), *Path("/dev/shm").glob(f"sem.{instance}.*")]:
+    for left in Path("/dev/shm").glob(f"{instance}.*"):
         left.unlink()
+    layout.remove_left_bells(instance)
 
 
 def run(env, *inputs, cwd=ROOT):

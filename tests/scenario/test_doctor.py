@@ -1,4 +1,4 @@
-"""`kmq doctor`: each check against the real thing, and nothing is made or changed."""
+"""`kmq doctor`: each check against the real thing, and nothing is made or changed, but for doorbells left over."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 
 from kmq.broker import disk_checks, machine
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING
+from kmq.links import doorbell
 from kmq.settings import load
 
 
@@ -27,9 +28,18 @@ def test_doctor_works_without_a_broker_and_makes_nothing(broker):
     found, whole = doctor(broker)
     assert found["broker"]["level"] == NOTE and "kmq up" in found["broker"]["advice"]
     assert {row["level"] for row in whole["checks"]} <= {OK, NOTE, WARNING}
-    assert {"python", "open files", "shared memory", "leftovers", "memory", "clock", "disk", "space", "sync"} <= set(
-        found
-    )
+    assert {
+        "python",
+        "open files",
+        "shared memory",
+        "doorbells",
+        "leftovers",
+        "memory",
+        "clock",
+        "disk",
+        "space",
+        "sync",
+    } <= set(found)
     assert {"KMQ_DATA", "KMQ_PIPES", "java", "gateway"} <= set(found) and list(broker.root.iterdir()) == []
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"{broker.instance}.")]
     text = broker.kmq("doctor").stdout
@@ -69,6 +79,12 @@ def test_doctor_of_a_running_broker_finds_its_ports_and_a_stage_that_is_stopped(
     broker.wait(lambda: "dead" in broker.kmq("status", "--json").stdout, "the end of its heartbeats")
     assert doctor(broker, 1)[0]["broker: dead"]["level"] == ERROR
     broker.wait(lambda: doctor_sees(new_broker(), broker.instance), "the rings that it has left")
+    assert len(doorbell.sets_of(broker.instance)) == 4, "their doorbells are theirs"
+    for name in ("framed", "durable"):
+        os.unlink(f"/dev/shm/{broker.instance}.{name}")
+    bells = doctor(broker, 1)[0]["doorbells"]
+    assert bells["level"] == OK and "4 that nobody could use any more are removed" in bells["text"]
+    assert doorbell.sets_of(broker.instance) == []
 
 
 def doctor_sees(other, instance):
