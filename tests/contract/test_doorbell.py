@@ -13,11 +13,13 @@ import time
 
 import pytest
 import sysv_ipc
+from fake_logger import FakeLogger
 from ring_end import ROUNDS
 
 from kmq.errors import ConfigError
-from kmq.links import doorbell
+from kmq.links import doorbell, layout
 from kmq.links.doorbell import WAIT_S, RemovedError
+from kmq.links.ring import RingWriter
 
 ROOM_S = 5.0  # what this machine's other work may add to a sleep
 
@@ -171,6 +173,21 @@ def test_a_limit_of_the_kernel_is_told_with_what_to_do(instance):
     )
     assert "the limit of the kernel is reached (kernel.sem = 250 32000 32 1)" in done.stderr
     assert "sysctl -w kernel.sem='250 32000 32 128'" in done.stderr and "ipcs -s" in done.stderr
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs an IPC namespace of its own")
+def test_a_reader_in_another_ipc_namespace_than_its_writer_says_so(instance):
+    """Neither could ever wake the other. A ring whose writer is gone is waited for: its next one may be of our namespace."""
+    attach = (
+        "from kmq.links import layout; from kmq.links.ring import RingReader;"
+        "print(RingReader.attach(sys.argv[1], 'framed', layout.make_identity('x', 64, 65536, 0, 'block'), 'it'))"
+    )
+    identity = layout.make_identity("x", 64, 65536, 0, "block")
+    writer = RingWriter(instance, "framed", identity, "the writer", lambda: (1, 0), FakeLogger())
+    done = in_a_small_namespace(attach, instance)
+    assert f"its doorbells are in another IPC namespace (ipc:[{doorbell.namespace()}])" in done.stderr
+    writer.close()
+    assert in_a_small_namespace(attach, instance).stdout == "None\n"
 
 
 @pytest.mark.parametrize(
