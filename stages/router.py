@@ -139,6 +139,7 @@ def run(stage: Stage) -> None:
                 stage.end_disk_full()
             ticked = time.monotonic_ns()
         busy = turn(stage, ring, queues)
+        is_sweeping = queues.sweep()
         stage.beat()
         if stage.stopping:
             stage.state("draining")
@@ -147,7 +148,8 @@ def run(stage: Stage) -> None:
             stage.check()
         if not busy:
             queues.adopt_declarations()
-            ring.wait()
+            if not is_sweeping:
+                ring.wait()
     queues.close()
     ring.close()
     owner.release()

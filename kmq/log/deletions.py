@@ -15,7 +15,8 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from kmq import record
 from kmq.errors import CorruptError
@@ -128,27 +129,28 @@ class Deleted:
 # --- the router's side -----------------------------------------------------------------------------------------------
 
 
-def remove_files(data: str, topic: Topic, check: Callable[[], None]) -> None:
-    """Remove the symlinks and the directory of a topic. A start repeats this until the directory is renamed."""
+def detach(data: str, topic: Topic) -> None:
+    """Remove the symlinks of a topic and rename its directory. A start repeats this until the directory is renamed."""
     for link in topic.log_names():
         with contextlib.suppress(OSError):
             if os.readlink(f"{data}/{link}").startswith(f"topics/{topic.name}/"):
                 os.unlink(f"{data}/{link}")
     os.rename(f"{data}/topics/{topic.name}", f"{data}/topics/{_ASIDE}{time.time_ns()}")
     sync_directory(f"{data}/topics")
-    sweep(data, check)
 
 
-def sweep(data: str, check: Callable[[], None]) -> None:
-    """Remove the renamed directories of deleted topics."""
-    for entry in os.listdir(f"{data}/topics"):
-        if entry.startswith(_ASIDE):
-            for path, directories, files in os.walk(f"{data}/topics/{entry}", topdown=False):
-                check()
-                for name in files:
-                    os.unlink(f"{path}/{name}")
-                for name in directories:
-                    os.rmdir(f"{path}/{name}")
+def sweep(data: str) -> Iterator[None]:
+    """Remove the renamed directories of deleted topics, also those that are renamed meanwhile; one file a step."""
+    while left := [entry for entry in os.listdir(f"{data}/topics") if entry.startswith(_ASIDE)]:
+        for path, directories, files in chain.from_iterable(
+            os.walk(f"{data}/topics/{entry}", topdown=False) for entry in left
+        ):
+            for name in files:
+                os.unlink(f"{path}/{name}")
+                yield
+            for name in directories:
+                os.rmdir(f"{path}/{name}")
+        for entry in left:
             os.rmdir(f"{data}/topics/{entry}")
 
 

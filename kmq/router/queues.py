@@ -106,7 +106,7 @@ class Queues:
         self.sorter.sorted_seq = replay_from - 1
         self.sorter.replay(SeqRange(replay_from, high))
         self.adopt_declarations()
-        self.context.make_room = self.retention.make_room
+        self.context.make_room = self._make_room
 
     def route(self, blocks: list[Block]) -> int:
         """Append consecutive blocks, all after sorted_seq, to their partition logs; return the bytes written.
@@ -167,6 +167,15 @@ class Queues:
     def make_room(self) -> None:
         """Delete what retention may delete. May be called in the middle of any other method."""
         self.context.make_room()
+
+    def _make_room(self) -> None:
+        self.retention.make_room()
+        while self._changes.sweep():
+            self.context.check()
+
+    def sweep(self) -> bool:
+        """Remove some files of deleted topics; return True if more are left."""
+        return self._changes.sweep()
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is on disk."""

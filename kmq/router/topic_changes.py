@@ -7,15 +7,16 @@ Invariant   A change is carried out between the lines before its record and thos
             more partitions is on disk in topic.toml before a record is routed by it. A request is removed after its
             record was carried out.
 Crash       A record that was carried out may be carried out again: that changes nothing. Between `deletions` and the
-            removal of the directory, the next start removes it (`finish_deletions`). Between topic.toml and the new
-            partitions, the next start makes them (declarations.py).
+            removal of the directory, which takes as many turns as it has files (`sweep`), the next start removes it
+            (`finish_deletions`). Between topic.toml and the new partitions, the next start makes them (declarations.py).
 No record   Topics that messages make, and declarations of a release before these records.
 """
 
 import os
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from kmq import record
 from kmq.errors import ConfigError
@@ -32,6 +33,7 @@ from kmq.router.sorting import Sorter
 from kmq.routing import Topic
 
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
+_SWEPT_AT_ONCE = 16  # files of deleted topics between two batches of lines: eight segments, as many as the WAL deletes
 
 
 class _When(namedtuple("_When", ("first", "last", "ts"))):
@@ -58,6 +60,7 @@ class TopicChanges:
         self._read_mtime = 0  # mtime of topics/ when it was last read
         self._final = self._last_seq = 0  # see `recovered`
         self._early: set[str] = set()  # requests whose limits are set before their record
+        self._sweeping: Iterator[None] | None = None  # removes the files of deleted topics, one a step
 
     def recovered(self, checkpoint_seq: int) -> None:
         """Note what a start has found; `checkpoint_seq`: what the checkpoint covers.
@@ -190,7 +193,7 @@ class TopicChanges:
         """Remove a declaration that was refused, or a message would find it."""
         data = self._context.data
         if os.path.isdir(f"{data}/topics/{name}") and topics.load(data, name)[1] is None:
-            deletions.remove_files(data, Topic(name, 1, 0), self._context.check)
+            self._remove(Topic(name, 1, 0))
 
     def _set_limits(self, change: Change) -> None:
         """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
@@ -267,7 +270,7 @@ class TopicChanges:
         if not has_had_records:  # no seq distinguishes it from a later topic of its name
             self._checkpoints.start()
             self._checkpoints.finish()
-        deletions.remove_files(data, topic, self._context.check)
+        self._remove(topic)
         if not has_had_records:
             # The content is unchanged, but its new mtime makes the framer read the topics again.
             self._in_force.write_deletions(all_deletions)
@@ -280,6 +283,13 @@ class TopicChanges:
         self._checkpoints.forget(topic)
         self._in_force.forget(topic)
 
+    def _remove(self, topic: Topic) -> None:
+        """Remove the directory of a topic: its name and some of its files now, the rest by `sweep`."""
+        deletions.detach(self._context.data, topic)
+        if self._sweeping is None:
+            self._sweeping = deletions.sweep(self._context.data)
+            self.sweep()
+
     def finish_deletions(self) -> None:
         """Remove what a kill has left of deleted topics; call at a start, before anything else."""
         data = self._context.data
@@ -289,5 +299,15 @@ class TopicChanges:
         for name, partitions in topics.left_over(data):
             last_seq = self._in_force.deleted.last_seq(name)
             self._context.logger.warn("topic_deleted_again", topic=name, last_seq=last_seq)
-            deletions.remove_files(data, Topic(name, partitions, 0), self._context.check)
-        deletions.sweep(data, self._context.check)
+            deletions.detach(data, Topic(name, partitions, 0))
+        for _ in deletions.sweep(data):
+            self._context.check()
+
+    def sweep(self) -> bool:
+        """Remove some files of deleted topics; return True if more are left. Call it between two batches of lines."""
+        if self._sweeping is None:
+            return False
+        removed = sum(1 for _ in islice(self._sweeping, _SWEPT_AT_ONCE))
+        if removed < _SWEPT_AT_ONCE:
+            self._sweeping = None
+        return self._sweeping is not None

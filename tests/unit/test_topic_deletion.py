@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ TRACED = {
     "write",
     "replace_file",
     "_forget",
-    "remove_files",
+    "detach",
     "sweep",
     "remove",
 }
@@ -121,3 +122,39 @@ def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ende
     rebuild.Repair(broker.data).run()
     assert broker.findings() == []
     assert broker.segments("orders") == whole
+
+
+def test_the_files_of_a_deleted_topic_go_some_at_a_time(broker):
+    """Between two batches of lines: the router of a topic with 8,000 segments stood still until all were removed."""
+    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    broker.queues.tick()
+    for n in range(100):
+        broker.send(b"orders.k|0|%d|%b" % (n, b"x" * 40_000))
+
+    def left():
+        return sum(len(files) for path, _, files in os.walk(f"{broker.data}/topics") if ".deleted-" in path)
+
+    segments = sum(len(files) for _, _, files in os.walk(f"{broker.data}/topics/orders"))
+    assert segments > 100
+    broker.delete()
+    turns = [left()]
+    assert topics.names(broker.data) == ["others"] and turns[0] > 0.8 * segments
+    while broker.queues.sweep():
+        turns.append(left())
+        broker.send(b"others|0|2|y")
+    assert max(before - after for before, after in pairwise(turns)) == 16
+    broker.queues.close()
+    assert not [name for name in os.listdir(f"{broker.data}/topics") if ".deleted-" in name]
+    assert broker.findings() == []
+    assert broker.segments("others") == {"0/0": 1 + len(turns) - 1}
+
+
+def test_what_a_deleted_topic_has_left_is_removed_before_anybody_waits_for_room(broker):
+    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    broker.queues.tick()
+    for n in range(50):
+        broker.send(b"orders.k|0|%d|%b" % (n, b"x" * 40_000))
+    broker.delete()
+    assert [name for name in os.listdir(f"{broker.data}/topics") if ".deleted-" in name]
+    broker.queues.make_room()
+    assert not [name for name in os.listdir(f"{broker.data}/topics") if ".deleted-" in name]
