@@ -2,6 +2,7 @@
 
 import json
 import re
+import urllib.request
 
 import pytest
 from brokers import Broker
@@ -86,3 +87,17 @@ def test_a_deleted_group_is_forgotten(broker):
     assert broker.kmq("groups", "delete", "report", "--yes").stdout == "group report: forgotten\n"
     assert "no groups yet" in broker.kmq("groups", "list").stdout
     assert broker.kmq("consume", "orders", "--group", "report", "--count", "5").stdout.count("\n") == 5
+
+
+def test_who_never_was_a_member_commits_after_any_start_of_the_gateway(broker):
+    """A pipeline's commits name generation 0; the generations of the gateway's second life begin far above."""
+    broker.down()
+    broker.up()
+    url = f"http://127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}/api/topics/orders/commit"
+    for offset in (3, 4):  # the first one makes the group
+        body = {"group": "report", "generation": 0, "offsets": [{"partition": 0, "offset": offset}]}
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=60) as response:
+            assert response.status == 200
+    broker.down()
+    broker.up()
+    assert committed(broker)[0] == 4

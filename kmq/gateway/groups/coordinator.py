@@ -169,7 +169,8 @@ class Coordinator:
         """Return if all of `partitions` may be committed, else raise RequestRefused and allow none. Counts as a beat.
 
         `member` None, or SHARED while nobody is that member: allowed as long as the group has no members, and in no
-        other generation than its last one, if the caller names one: members may have come and gone meanwhile.
+        other generation than its last one, if the caller names one: members may have come and gone meanwhile. 0 is
+        that of a caller which never was a member, so it names none.
         Raises: unknown_member, fenced (an old generation, or not the member's partition), unknown_partition,
         bad_name, too_many_groups.
         """
@@ -182,7 +183,7 @@ class Coordinator:
                 text = f"group {group} has members; only they may commit"
                 raise RequestRefused("unknown_member", text)
             last = found.generation if found else 0
-            if generation not in (None, last):
+            if generation and generation != last:
                 text = f"generation {generation} is not in force; group {group} is in generation {last}"
                 raise RequestRefused("fenced", text)
             for partition in wanted:
