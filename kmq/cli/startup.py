@@ -67,8 +67,9 @@ class Startup:
         return sum(each.begun > self._launched or is_process(each.pid, each.name) for each in processes)
 
     def ended(self, status: Status) -> list[StageStatus]:
-        """Return the processes of this start that have ended for good, while the stages run."""
-        return [each for each in status.processes if each.begun > self._launched and each.exit_code in NO_RESTART]
+        """Return the processes of this start that have ended for good, while the stages run: with a stage the broker ends."""
+        others = [each for each in status.processes if each.name not in STAGES]
+        return [each for each in others if each.begun > self._launched and each.exit_code in NO_RESTART]
 
     def _check_lasting(self, status: Status) -> None:
         """Raise KmqError if all stages run, but are not ready for a reason that waiting does not end.
