@@ -171,6 +171,11 @@ def find(code: str) -> Refusal:
     return _BY_CODE.get(code, _INTERNAL)
 
 
+def of_key(reason: str) -> str:
+    """Return why a routing key is none. `reason`: what record.key_refusal said, of which one is no refusal of a line."""
+    return "it must not hold | or a newline" if reason == "separator" else find(reason).text
+
+
 def reason(code: str, text: str = "") -> str:
     """Return what follows `!err <n> `: the code and `text`, or the code and its own text."""
     return f"{code} {text or _BY_CODE[code].text}"

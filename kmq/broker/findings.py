@@ -4,7 +4,6 @@ Invariant   Every code has a section of its name in the runbook, docs/operations
 """
 
 import os
-import socket
 
 RUNBOOK = "docs/operations.md"
 ERROR, WARNING = "error", "warning"  # not ready; ready, but an operator must act
@@ -47,9 +46,9 @@ def log_of(process: str, supervisor: int = 0) -> str:
     """Return where the log of a process is. `supervisor`: who has started it; `kmq up` writes a file also in a pod."""
     if supervisor or not is_in_pod():
         return "KMQ_PIPES/kmq.log"
-    return f"kubectl logs {socket.gethostname()} -c {process} --previous"
+    return f"kubectl logs {os.uname().nodename} -c {process} --previous"
 
 
 def of_kernel() -> str:
     """Return what shows the kernel's messages about this machine: who was killed for lack of memory, broken disks."""
-    return f"kubectl describe pod {socket.gethostname()}" if is_in_pod() else "dmesg"
+    return f"kubectl describe pod {os.uname().nodename}" if is_in_pod() else "dmesg"

@@ -64,8 +64,7 @@ def produce(
         raise ConfigError("give a routing key, or --raw for lines with routing keys of their own")
     key = os.fsencode(routing_key)
     if key and (reason := record.key_refusal(key)):
-        what = "it must not hold | or a newline" if reason == "separator" else refusals.find(reason).text
-        raise ConfigError(f"routing key {routing_key!r}: {what}")
+        raise ConfigError(f"routing key {routing_key!r}: {refusals.of_key(reason)}")
 
     payloads = [[os.fsencode(text) for text in message]] if message else _read_blocks(sys.stdin.fileno())
     acks = acks or bool(producer)

@@ -30,7 +30,7 @@ from operator import itemgetter
 from string import Formatter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq import record
+from kmq import record, refusals
 from kmq.client.letters import parse_letter
 from kmq.deadletters import letters
 from kmq.deadletters.pace import Pace, blocks
@@ -78,7 +78,8 @@ def to_sql(template: str) -> str:
 def checked(to: str, new: bytes) -> bytes:
     """Return `new`, the result of the template `to`. Raises ConfigError if it is no routing key."""
     if reason := record.key_refusal(new):
-        raise ConfigError(f"--to {to!r}: gives {new.decode(errors='replace')!r}, which is no routing key ({reason})")
+        shown, why = new.decode(errors="replace"), refusals.of_key(reason)
+        raise ConfigError(f"--to {to!r}: gives {shown!r}, which is no routing key: {why}")
     return new
 
 

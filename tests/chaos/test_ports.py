@@ -205,6 +205,7 @@ def test_a_call_that_waits_for_messages_makes_room_for_a_newcomer(gateway: Up) -
     """All connections wait: who comes now is served, and who has waited longest is answered, without messages."""
     broker = gateway(KMQ_CONNECTIONS=20)
     attacks.produce(broker)
+    broker.wait_routed(1)
     poll = b"GET /api/topics/test/consume?from=latest&timeoutMs=60000 HTTP/1.1\r\nHost: kmq\r\n\r\n"
     with ExitStack() as opened:
         polls = [opened.enter_context(attacks.connect(broker, "http")) for _ in range(20)]
@@ -223,6 +224,7 @@ def test_a_call_that_waits_for_messages_makes_room_for_a_newcomer(gateway: Up) -
 def test_the_257th_call_that_waits_is_as_good_as_the_first(gateway: Up) -> None:
     broker = gateway()
     attacks.produce(broker)
+    broker.wait_routed(1)
     poll = b"GET /api/topics/test/consume?from=latest&timeoutMs=60000 HTTP/1.1\r\nHost: kmq\r\n\r\n"
     with attacks.attack(broker) as opened:
         polls = [opened.enter_context(attacks.connect(broker, "http")) for _ in range(300)]
@@ -237,6 +239,7 @@ def test_the_257th_call_that_waits_is_as_good_as_the_first(gateway: Up) -> None:
 def test_a_follower_that_died_while_it_waited_gives_its_place_back(gateway: Up) -> None:
     broker = gateway(KMQ_CONNECTIONS=20)
     attacks.produce(broker)
+    broker.wait_routed(1)
     for _ in range(3):  # each time all of them are killed, and come again
         with ExitStack() as opened:
             for _ in range(20):

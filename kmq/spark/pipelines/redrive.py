@@ -30,7 +30,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from kmq import record
+from kmq import record, refusals
 from kmq.client.letters import parse_letter
 from kmq.client.producer import Producer
 from kmq.deadletters import letters
@@ -164,7 +164,8 @@ def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
     bad = keys.withColumn("fault", fault("new_key")).where("fault <> ''").first()
     if bad is not None:
         new = None if bad.new_key is None else bytes(bad.new_key).decode(errors="replace")
-        raise ConfigError(f"--to {to!r}: gives {new!r} for {_shown(bad.old)!r}, which is no routing key ({bad.fault})")
+        why = bad.fault if new is None else refusals.of_key(bad.fault)
+        raise ConfigError(f"--to {to!r}: gives {new!r} for {_shown(bad.old)!r}, which is no routing key: {why}")
     total = keys.agg(F.sum("records").alias("records"), F.count("*").alias("keys")).first()
     assert total is not None
     most = keys.orderBy(F.desc("records"), "new_key").limit(SHOWN)
