@@ -158,7 +158,8 @@ class Observer(threading.Thread):
         self.history.append(history.Committed(group, offsets, began, time.monotonic()))
         self.history.append(history.Owners(group, answer["generation"], tuple(owners)))
         self.ends[group] = {place: row["end"] for place, row in rows.items()}
-        self.lags[group] = sum(row["end"] - (row["committed"] or 0) for row in rows.values())
+        # What was given back, or may not have arrived, lies in front of the committed offset, and is still to come.
+        self.lags[group] = sum(row["end"] - (row["committed"] or 0) + row["nacked"] for row in rows.values())
 
     def finish(self) -> None:
         self.enough.set()
