@@ -449,7 +449,8 @@ DOORS: dict[str, Callable[[Task], None]] = {
 
 def main(door: str, name: str, group: str, topic: str, pipes: str, history: str, session_s: str) -> None:
     enough = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: enough.set())
+    # In a thread of its own: a handler that runs while this one holds the lock of `enough` would wait for ever.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=enough.set).start())
     diary = Diary(Path(history), name, group)
     DOORS[door](Task(name, group, topic, Path(pipes), float(session_s), diary, random.Random(name), enough))
 
