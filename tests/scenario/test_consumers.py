@@ -327,6 +327,25 @@ def test_the_heir_of_a_latest_consumer_begins_where_that_one_has_subscribed(brok
             assert [message.value for message in read(heir, 1)] == [b"meanwhile"]
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_latest_member_that_comes_after_the_growth_begins_young_partitions_at_their_start(broker, grows):
+    """The group had subscribed before, so what came before this member did is not older than the subscription."""
+    topic, options = f"young-{grows}", {"group_id": f"young-{grows}", "start": "latest", "session_s": 6}
+    if grows:
+        assert broker.kmq("topics", "create", topic).returncode == 0
+    with Away(broker, topic, **options) as first:
+        broker.wait(lambda: first.poll(timeout=0.1) == [] and first.connected, "the first member")
+        first.go_away()
+        assert broker.kmq("topics", "set" if grows else "create", topic, "--partitions", "3").returncode == 0
+        with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:
+            for number in (1, 2):
+                producer.send_many(topic, [b"%d" % n for n in range(10)], partition=number).result()
+        broker.wait(lambda: all(len(broker_lines(broker, topic, n)) == 10 for n in (1, 2)), "the messages")
+        with opened(broker, topic, **options) as heir:
+            found = read(heir, 20)
+    assert sorted((each.partition, each.offset) for each in found) == [(k, n) for k in (1, 2) for n in range(10)]
+
+
 def test_consume_with_a_group_commits_what_it_has_printed(broker):
     with kmq.Producer(port=port(broker, "ingress")) as producer:
         producer.send_many("printed", [b"%d" % n for n in range(100)]).result()

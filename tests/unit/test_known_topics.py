@@ -28,11 +28,14 @@ class Declarations:
         self.before_answering()
         return found
 
+    def first_count(self, topic):
+        return self.rows[topic][0]
+
 
 def known(data):
     declarations, told = Declarations(data), []
     (data / "topics").mkdir()
-    topics = KnownTopics(str(data), declarations, lambda counts, again: told.append((counts, again)), FakeLogger())
+    topics = KnownTopics(str(data), declarations, lambda change: told.append(change), FakeLogger())
     return topics, declarations, told
 
 
@@ -41,8 +44,8 @@ def test_a_second_life_is_told_also_if_a_look_met_it_before_the_router_did(tmp_p
     for since in (5, PENDING, 12):
         declarations.set(orders=(2, since))
         asyncio.run(topics.know(["orders"]))
-    assert told[-1] == ({"orders": 2}, ["orders"])
-    assert [again for _, again in told].count(["orders"]) == 1
+    assert told[-1][:2] == ({"orders": 2}, ["orders"])
+    assert [change.again for change in told].count(["orders"]) == 1
 
 
 def test_a_look_at_one_topic_does_not_undo_what_a_look_at_all_has_found_meanwhile(tmp_path):
@@ -62,4 +65,13 @@ def test_a_look_at_one_topic_does_not_undo_what_a_look_at_all_has_found_meanwhil
         await one
 
     asyncio.run(both())
-    assert [again for _, again in told] == [[], ["orders"]]
+    assert [change.again for change in told] == [[], ["orders"]]
+
+
+def test_what_came_since_the_last_look_is_told_with_what_was_there_before(tmp_path):
+    topics, declarations, told = known(tmp_path)
+    for rows in ({"orders": (2, 5)}, {"orders": (4, 5)}, {"orders": (4, 9), "tills": (1, 10)}):
+        declarations.set(**rows)
+        asyncio.run(topics.follow())
+        topics._at = 0.0
+    assert [change.young for change in told] == [{}, {"orders": 2}, {"orders": 0, "tills": 0}]

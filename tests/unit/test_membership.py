@@ -21,15 +21,16 @@ from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, 
 from kmq.gateway.groups.stalled import StalledGroups
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
-from kmq.log import deletions
+from kmq.log import deletions, topics
 from kmq.logfmt import Logger
+from kmq.routing import Topic
 
 PATIENCE_S = 30.0
 ME = Client("test", "127.0.0.1")
 
 
-def commit(group, offset, ts, topic="t"):
-    return b"%b|0|1|%b" % (routing_key(Place(group, topic, 0)), encode_payload(Committed(offset, ts)))
+def commit(group, offset, ts, topic="t", number=0):
+    return b"%b|0|1|%b" % (routing_key(Place(group, topic, number)), encode_payload(Committed(offset, ts)))
 
 
 @asynccontextmanager
@@ -70,6 +71,40 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
             assert groups.is_alive("quiet"), "its member has just left, perhaps for a new version of the program"
 
     asyncio.run(main())
+
+
+def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ran(tmp_path, monkeypatch):
+    """Its members would begin there with their option `start`, and skip what has come meanwhile. Others have no offset there."""
+    groups_of = {"both": (0, 1), "one": (0,), "all": (0, 1, 2)}  # → partitions in which they have committed
+    commits = [commit(group, 0, time.time(), number=n) for group, numbers in groups_of.items() for n in numbers]
+    data = write_data(tmp_path / "d", [b"t|0||a", *commits], {"t": 4})
+    path = tmp_path / "d/topics/t/topic.toml"
+    path.write_text(topics.with_growth(path.read_text(), Topic("t", 4, 1, (), [(2, 2), (3, 3)])))
+    written, is_down = [], True
+
+    async def store(self, group, rows, *_):
+        if is_down:
+            raise RequestRefused("busy")
+        written.append((group, {number: row.offset for (_, number), row in rows.items()}))
+
+    monkeypatch.setattr(OffsetStore, "commit", store)
+    monkeypatch.setattr(membership, "_LOOK_S", 0.05)
+
+    async def main():
+        nonlocal is_down
+        async with started(data, 1 + len(commits)) as (_, groups):
+            heard = []
+            member = await groups.join("new", None, ME, Terms(("t",)), heard.append)
+            while not heard:
+                await asyncio.sleep(0.01)
+            assert [place.partition for place in heard[-1].partitions] == [0, 1], "the broker takes no commits yet"
+            is_down = False
+            while len(heard[-1].partitions) < 4:
+                groups.sync("new", member)
+                await asyncio.sleep(0.01)
+            assert written == [("all", {3: 0}), ("both", {2: 0, 3: 0})]
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):

@@ -193,6 +193,11 @@ class Partitions:
         """Return (partitions, from_seq) of a topic that exists; from_seq is None while its declaration is pending."""
         return self._bounds.declared(topic)
 
+    def first_count(self, topic: str) -> int:
+        """Return how many partitions a topic that exists had before it grew for the first time."""
+        found = self._bounds.declaration(topic)
+        return found.grown[0][1] if found.grown else found.partitions
+
     def from_seq(self, topic: str) -> int | None:
         """Return the seq from which on the topic is in force; None while its declaration is pending."""
         self.count(topic)

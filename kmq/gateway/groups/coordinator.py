@@ -260,6 +260,10 @@ class Coordinator:
         found = self._registry.groups.get(group)
         return found.view() if found else None
 
+    def subscribers(self, topic: str) -> list[str]:
+        """Return the names of the groups whose members read a topic, also one that does not exist yet."""
+        return [group.name for group in self._registry.watchers([topic])]
+
     def state(self, group: str) -> State:
         """Return the group's state; DEAD if there is no group of this name."""
         found = self._registry.groups.get(group)

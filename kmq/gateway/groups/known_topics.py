@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from kmq import record
 from kmq.errors import KmqError
@@ -18,14 +19,28 @@ _TOPICS_S = 5.0  # between two looks whether a topic has more partitions
 _Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
 
 
-class KnownTopics:
-    """`changed` is called with topic → partitions, and with the names that were deleted and declared anew."""
+class Change(NamedTuple):
+    """What a look has found.
 
-    def __init__(
-        self, data: str, partitions: Partitions, changed: Callable[[dict[str, int], list[str]], None], log: Logger
-    ) -> None:
+    partitions_of   all topics with their partitions
+    again           names that were deleted and declared anew
+    young           topics that came or grew since the last look → how many partitions they had before; at the first look
+                    topics that have grown → how many they had at first
+    """
+
+    partitions_of: dict[str, int]
+    again: list[str]
+    young: dict[str, int]
+
+
+class KnownTopics:
+    """`changed` is called with each change."""
+
+    def __init__(self, data: str, partitions: Partitions, changed: Callable[[Change], None], log: Logger) -> None:
         self._data, self._partitions, self._changed, self._log = data, partitions, changed, log
         self._declared: _Declared = {}
+        self._first: dict[str, int] = {}  # of the first look: topic → partitions before it grew
+        self._has_looked = False
         self._seen, self._at = 0, 0.0
 
     def __contains__(self, topic: str) -> bool:
@@ -43,6 +58,8 @@ class KnownTopics:
             return
         self._seen, self._at = seen, time.monotonic() + _TOPICS_S
         self._take(declared)
+        self._has_looked = True
+        self._first.clear()
 
     async def know(self, names: Iterable[str]) -> None:
         """Look at topics that are named now, because they may be younger than the last look."""
@@ -50,7 +67,10 @@ class KnownTopics:
         self._take(self._declared | found)  # not before the look: meanwhile another one may have found more
 
     def _look_at_all(self) -> _Declared:
-        return {name: self._partitions.declared(name) for name in topics.names(self._data)}
+        names = topics.names(self._data)
+        if not self._has_looked:
+            self._first = {name: self._partitions.first_count(name) for name in names}
+        return {name: self._partitions.declared(name) for name in names}
 
     def _look_at(self, names: Iterable[str]) -> _Declared:
         there = [n for n in names if record.is_topic_name(n) and os.path.isdir(f"{self._data}/topics/{n}")]
@@ -65,5 +85,11 @@ class KnownTopics:
         if declared == self._declared:
             return
         again = [name for name, (_, since) in declared.items() if since_of.get(name) not in (None, since)]
+        partitions_of = {name: count for name, (count, _) in declared.items()}
+        if self._has_looked:
+            before = {name: count for name, (count, _) in self._declared.items() if name not in again}
+        else:
+            before = partitions_of | self._first
         self._declared = declared
-        self._changed({name: count for name, (count, _) in declared.items()}, again)
+        young = {name: before.get(name, 0) for name, count in partitions_of.items() if before.get(name, 0) < count}
+        self._changed(Change(partitions_of, again, young))

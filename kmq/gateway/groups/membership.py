@@ -12,6 +12,8 @@ Invariant   Each member has at most one listener: who joins under the name of a 
             though the answer with it is not known to have arrived, comes again (in_hand.py): on disk before the commit.
             The commits of a group are judged and stored in the order of the calls: one that has to wait for the router
             never lands behind a later one.
+            A partition younger than a group's subscription is given to nobody before the group has begun there: with
+            offset 0, on disk.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
             deletes it. What was committed after that stays.
 Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from secrets import token_hex
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from kmq.client.egress_lines import Position
@@ -36,7 +39,7 @@ from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.in_hand import Answer, InHand
 from kmq.gateway.groups.keeping import GRACE_S
-from kmq.gateway.groups.known_topics import KnownTopics
+from kmq.gateway.groups.known_topics import Change, KnownTopics
 from kmq.gateway.groups.offset_records import MAX_OFFSET, Committed, Nack
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
@@ -56,6 +59,13 @@ Partition = tuple[str, int]
 Listener = Callable[[Event], None]
 
 
+class Beginning(NamedTuple):
+    """A topic whose partitions from number `before` on no member is given yet: groups are to begin there first."""
+
+    topic: str
+    before: int
+
+
 class Groups:
     """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
 
@@ -66,6 +76,8 @@ class Groups:
         self._settings, self._partitions, self._log = settings, partitions, log
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # group → its commits' turn
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
+        self._partitions_of: dict[str, int] = {}
+        self._beginning: list[Beginning] = []
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._watchers: dict[
             str, set[asyncio.Event]
@@ -110,10 +122,63 @@ class Groups:
             self.coordinator.restore(group, generation, now, wait_s=_COME_BACK_S)
         return True
 
-    def _topics_changed(self, partitions_of: dict[str, int], again: list[str]) -> None:
-        self.coordinator.topics_changed(partitions_of, time.monotonic(), again)
-        self.in_hand.forget_topics(again)
+    # --- topics ------------------------------------------------------------------------------------------------------
+
+    def _topics_changed(self, change: Change) -> None:
+        self._partitions_of = change.partitions_of
+        self.in_hand.forget_topics(change.again)
+        for topic, before in change.young.items():
+            if rows := self._begin_at_start(topic, before):
+                beginning = Beginning(topic, before)
+                self._beginning.append(beginning)
+                self._in_background(self._begin(beginning, rows))
+        self._tell_topics(change.again)
+
+    def _tell_topics(self, again: Iterable[str] = ()) -> None:
+        """Tell the coordinator of all topics, except of partitions in which groups are still to begin."""
+        counts = dict(self._partitions_of)
+        for topic, before in self._beginning:
+            counts[topic] = min(before, counts.get(topic, 0))
+        self.coordinator.topics_changed({name: n for name, n in counts.items() if n}, time.monotonic(), again)
         self._arm()
+
+    def _begin_at_start(self, topic: str, before: int) -> dict[str, dict[Partition, Commit]]:
+        """Return what groups that subscribed to a topic earlier commit in its partitions from number `before` on.
+
+        Those are younger than the subscription, so all that is in them came after it. A member that joins later with
+        `latest` would take its own beginning for the group's. A group has subscribed if members of it read the topic, or
+        if it has committed in all of the older partitions.
+        """
+        groups = set(self.coordinator.subscribers(topic))
+        older = [(topic, number) for number in range(before)]
+        if older:
+            found = ((group, self.store.committed(group)) for group in self.store.groups())
+            groups |= {group for group, rows in found if all(place in rows for place in older)}
+        young = [(topic, number) for number in range(before, self._partitions_of[topic])]
+        asked = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
+        return {group: {place: Commit(0) for place in places} for group, places in asked.items() if places}
+
+    async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, Commit]]) -> None:
+        """Commit the beginning of groups in young partitions. Nobody is given those before that is on disk."""
+        try:
+            for group, offsets in rows.items():
+                while not await self._has_begun(group, offsets):
+                    await asyncio.sleep(_LOOK_S)
+        finally:
+            self._beginning.remove(beginning)
+        self._tell_topics()
+
+    async def _has_begun(self, group: str, rows: dict[Partition, Commit]) -> bool:
+        """Try to commit, and return False if that is to be tried again."""
+        try:
+            await self.store.commit(group, rows)
+        except RequestRefused as err:
+            is_lasting = not err.refusal.is_retryable
+            effect = "its members begin there at their own start" if is_lasting else "tried again"
+            self._log.warn("beginning_not_committed", group=group, reason=err, effect=effect)
+            return is_lasting
+        self.coordinator.committed(group, time.monotonic())
+        return True
 
     # --- the coordinator's clock and events --------------------------------------------------------------------------
 
