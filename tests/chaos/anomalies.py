@@ -12,6 +12,7 @@ Anomalies
     unassigned poll      a member is given a partition that it does not have
     unseen               a stored record that a group was never given, although it had come to the end
     lost answer          a record of an answer that a member has given up, and that its group was never given after that
+    lost nack            a record that a member gave back, and that its group was never given after that
     skipped by latest    a record that came after a group had subscribed with `latest`, and that it was never given
     commit lost          a group goes on in front of what was acknowledged as committed
     position against group   a commit is accepted in front of one that had been acknowledged, so the group goes back
@@ -23,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from chaos.history import FAIL, OK, Again, Assigned, Commit, Committed, Lost, Operation, Owners, Place, Poll, Produce
+from chaos.history import FAIL, OK, Again, Assigned, Commit, Committed, Lost, Nacked, Operation, Owners, Place, Poll, Produce
 
 SHOWN = 10  # anomalies of one kind that are listed; the rest is counted
 _NO_OFFSET = -1
@@ -82,6 +83,7 @@ def check(
     for group in drained:
         records.check_seen_by(group, latest.get(group))
         records.check_lost_by(group)
+        records.check_nacked_by(group)
     commits = _Commits(operations)
     _check_readers(operations, commits, verdict, latest)
     commits.check_queries(verdict)
@@ -110,6 +112,7 @@ class _Records:
             self._note((again.place, again.offset), again.value)
             self._see(again.group, (again.place, again.offset), again.ended)
         self._lost = [each for each in operations if isinstance(each, Lost)]
+        self._nacked = [each for each in operations if isinstance(each, Nacked)]
         for lost in self._lost:
             for offset, value in enumerate(lost.values, lost.first):
                 self._note((lost.place, offset), value)
@@ -181,6 +184,13 @@ class _Records:
                         f"{value} at {(lost.place, offset)}: given up by {lost.process}, and not given to {group} again"
                     )
                     self._verdict.add("lost answer", what)
+
+    def check_nacked_by(self, group: str) -> None:
+        for nacked in (each for each in self._nacked if each.group == group):
+            if self._seen[group].get((nacked.place, nacked.offset), 0.0) < nacked.began:
+                at = nacked.place, nacked.offset
+                what = f"{self._at.get(at)} at {at}: given back by {nacked.process}, and not given to {group} again"
+                self._verdict.add("lost nack", what)
 
 
 class _Commits:

@@ -1,19 +1,24 @@
 """The history that a member of a group writes while it runs."""
 
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from chaos.history import OK, UNKNOWN, Again, Assigned, Commit, Lost, Offsets, Operation, Place, Poll, encode
+from chaos.history import OK, UNKNOWN, Again, Assigned, Commit, Lost, Nacked, Offsets, Operation, Place, Poll, encode
 
 Row = tuple[Place, int, str]  # where a message lies, its offset and value
+At = tuple[Place, int]
+NACKED = 0.02  # of the messages
 
 
 class Diary:
     """Knows what the member reads and where it is. Everything is in the file before the member acts upon it."""
 
     def __init__(self, path: Path, process: str, group: str) -> None:
-        self.process, self.group = process, group
+        self.process, self.group, self._rng = process, group, random.Random(process)
+        self.again: list[At] = []  # came again, and is to be committed by itself
+        self.to_nack: list[At] = []
         self.next: Offsets = {}  # behind what was given to the member, of the partitions that it has
         self.committed: Offsets = {}  # what was acknowledged, of these
         self.generation: int | None = None
@@ -43,6 +48,8 @@ class Diary:
         for table in (self.next, self.committed):
             for place in [place for place in table if place not in places or (place in fresh and place not in kept)]:
                 del table[place]
+        self.again = [at for at in self.again if at[0] in places]
+        self.to_nack = [at for at in self.to_nack if at[0] in places]
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -57,13 +64,37 @@ class Diary:
         """The records in the order in which the member was given them; `again`: those that it was given again."""
         before, self._polled_at = self._polled_at, time.monotonic()
         self.gap_s = self._polled_at - before
+        rows = tuple(rows)
         for place, offset, value in again:
             self._write(Again(self.process, self.group, place, offset, value, time.monotonic()))
-            self.committed.pop(place, None)  # the next commit says that it is done, whether or not it goes further
+            self.committed.pop(place, None)  # over HTTP the next commit says that it is done, if it goes no further, too
+            if not self._wants_to_nack((place, offset)):
+                self.again.append((place, offset))
+        for place, offset, _ in rows:
+            self._wants_to_nack((place, offset))
         for place, first, values in _runs(rows):
             poll = Poll(self.process, self.group, place, first, values, time.monotonic())
             self._write(poll)
             self.next[place] = poll.end
+
+    def _wants_to_nack(self, at: At) -> bool:
+        if self._rng.random() < NACKED:
+            self.to_nack.append(at)
+            return True
+        return False
+
+    def take_again(self) -> list[At]:
+        """What came again, and is to be committed now."""
+        found, self.again = self.again, []
+        return found
+
+    def take_nacks(self) -> list[At]:
+        """What is to be given back now."""
+        found, self.to_nack = self.to_nack, []
+        return found
+
+    def nacked(self, at: At, began: float) -> None:
+        self._write(Nacked(self.process, self.group, *at, began, time.monotonic()))
 
     def lost(self, rows: Iterable[Row]) -> None:
         """The records of an answer that the member has given up."""

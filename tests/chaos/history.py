@@ -75,6 +75,17 @@ class Again(NamedTuple):
     ended: float
 
 
+class Nacked(NamedTuple):
+    """The process gave a message back, and the broker has acknowledged that."""
+
+    process: str
+    group: str
+    place: Place
+    offset: int
+    began: float
+    ended: float
+
+
 class Lost(NamedTuple):
     """An answer with `values` was on its way to the process, which has given it up and read nothing of it."""
 
@@ -118,8 +129,8 @@ class Owners(NamedTuple):
     owners: tuple[tuple[str, Place], ...]
 
 
-Operation = Produce | Assigned | Poll | Again | Lost | Commit | Committed | Owners
-_TYPES = {each.__name__: each for each in (Produce, Assigned, Poll, Again, Lost, Commit, Committed, Owners)}
+Operation = Produce | Assigned | Poll | Again | Nacked | Lost | Commit | Committed | Owners
+_TYPES = {each.__name__: each for each in (Produce, Assigned, Poll, Again, Nacked, Lost, Commit, Committed, Owners)}
 
 
 def encode(operation: Operation) -> str:

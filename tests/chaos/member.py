@@ -27,12 +27,12 @@ from grpc_client import Client, Stream
 from line_client import LineClient
 
 import kmq
-from chaos.diary import Diary, Row
+from chaos.diary import At, Diary, Row
 from chaos.history import Offsets, Place
 from kmq.client import egress_replies as replies
 
 PATIENCE_S = 60.0
-_FETCH, _COMMIT = 1, 2  # ids of requests over gRPC
+_FETCH, _COMMIT, _NACK = 1, 2, 3  # ids of requests over gRPC
 
 
 class Task(NamedTuple):
@@ -53,6 +53,10 @@ class Task(NamedTuple):
     def wants_to_commit(self) -> bool:
         """Now and then, and always after a long sleep: a commit of somebody whose session has ended."""
         return self.diary.gap_s > self.session_s / 2 or self.rng.random() < 0.3
+
+    def delay_s(self) -> float:
+        """Of a message that is given back."""
+        return self.rng.choice([0.0, 0.1])
 
 
 def value_of(payload: bytes | None) -> str:
@@ -99,6 +103,10 @@ def _note(diary: Diary, messages: Iterable[kmq.Message]) -> None:
     diary.polled(rows[False], rows[True])
 
 
+def _message(messages: Iterable[kmq.Message], at: At) -> kmq.Message:
+    return next(each for each in messages if ((each.topic, each.partition), each.offset) == at)
+
+
 def by_latest(task: Task) -> None:
     by_consumer(task, start="latest")
 
@@ -124,6 +132,13 @@ def by_consumer(task: Task, start: str = "earliest") -> None:
             messages = consumer.poll(timeout=0.1)
             told.asked_at = began
             _note(diary, messages)
+            for at in diary.take_nacks():
+                began = time.monotonic()
+                with contextlib.suppress(kmq.KmqError):
+                    consumer.nack(_message(messages, at), delay=task.delay_s())
+                    diary.nacked(at, began)
+            for at in diary.take_again():  # if it is not on disk when this member ends, it comes once more
+                consumer.commit_async(_message(messages, at))
             if not messages or task.wants_to_commit():
                 commit(diary.due())
 
@@ -151,6 +166,13 @@ def by_asyncio(task: Task) -> None:
                 messages = await consumer.poll(timeout=0.1)
                 told.asked_at = began
                 _note(diary, messages)
+                for at in diary.take_nacks():
+                    began = time.monotonic()
+                    with contextlib.suppress(kmq.KmqError):
+                        await consumer.nack(_message(messages, at), delay=task.delay_s())
+                        diary.nacked(at, began)
+                again = [consumer.commit(_message(messages, at)) for at in diary.take_again()]
+                await asyncio.gather(*again, return_exceptions=True)
                 if not messages or task.wants_to_commit():
                     await commit(diary.due())
 
@@ -165,7 +187,8 @@ class _Lines:
 
     def __init__(self, task: Task, client: LineClient) -> None:
         self._task, self._diary, self._client = task, task.diary, client
-        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits
+        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits; those of messages that came again are empty
+        self._nacks: deque[tuple[At, float]] = deque()
         self._answered = time.monotonic()  # when the last request was sent that has been answered
         client.send(f"GROUP {task.group} member={task.name} topics={task.topic} session={int(task.session_s * 1000)}ms")
         self._hear(replies.Assigned)
@@ -180,9 +203,11 @@ class _Lines:
                 self._revoke(_plain(reply.partitions))
             elif isinstance(reply, replies.Committed):
                 self._diary.has_committed(*self._waiting.popleft())
+            elif isinstance(reply, replies.Nacked):
+                self._diary.nacked(*self._nacks.popleft())
             elif isinstance(reply, replies.Failed):
-                assert reply.request == "commit", reply
-                self._waiting.popleft()
+                assert reply.request in ("commit", "nack"), reply
+                (self._nacks if reply.request == "nack" else self._waiting).popleft()
             if isinstance(reply, wanted):
                 return reply
 
@@ -213,11 +238,18 @@ class _Lines:
         place = batch.place.topic, batch.place.partition
         rows = [(place, n, value_of(line.split(b"|", 5)[5])) for n, line in enumerate(lines, batch.offset)]
         self._diary.polled(*(([], rows) if batch.deliveries else (rows, [])))
+        for at in self._diary.take_nacks():
+            self._nacks.append((at, time.monotonic()))
+            (topic, number), offset = at
+            self._client.send(f"!nack {topic}/{number} {offset} delay={self._task.delay_s() * 1000:.0f}")
+        for (topic, number), offset in self._diary.take_again():
+            self._waiting.append(({}, time.monotonic()))
+            self._client.send(f"!commit again {topic}/{number} {offset}")
         return True
 
     def settle_commits(self) -> None:
-        while self._waiting:
-            self._hear(replies.Committed, replies.Failed)
+        while self._waiting or self._nacks:
+            self._hear(replies.Committed, replies.Nacked, replies.Failed)
 
     def leave(self) -> None:
         self.settle_commits()
@@ -294,8 +326,23 @@ class _Http:
             rows["deliveries" in row].append((place, row["offset"], row["value"].partition(" ")[0]))
         if is_read:
             self._diary.polled(rows[False], rows[True])
+            shown = {(self._task.topic, row["partition"]): row["offset"] for row in answer["positions"]}
+            for place, _ in self._diary.take_again():  # a commit of the position that was shown with it is one of it
+                self._diary.next.setdefault(place, shown[place])
+            for (place, offset) in self._diary.take_nacks():
+                self._nack(place, offset)
         else:
             self._diary.lost([*rows[True], *rows[False]])
+
+    def _nack(self, place: Place, offset: int) -> None:
+        began, delay_ms = time.monotonic(), round(self._task.delay_s() * 1000)
+        asked = {"partition": place[1], "offset": offset, "delayMs": delay_ms, "reason": "chaos"}
+        who = {"group": self._task.group, "member": self._task.name, "generation": self._diary.generation}
+        status, answer = self._call("POST", f"/api/topics/{self._task.topic}/nack", asked | who)
+        if status == 200:
+            self._diary.nacked((place, offset), began)
+        elif status != 409:
+            raise ConnectionError(answer)
 
     def leave_an_answer(self) -> None:
         """Ask, look at the answer without taking it, and let it hang for a while; or end the one that hangs."""
@@ -364,7 +411,8 @@ class _Grpc:
 
     def __init__(self, task: Task, stream: Stream) -> None:
         self._task, self._diary, self._stream = task, task.diary, stream
-        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits
+        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits; those of messages that came again are empty
+        self._nacks: deque[tuple[At, float]] = deque()
         self._answered = time.monotonic()  # when the last request was sent that has been answered
         stream.send(
             "join", group=task.group, topics=[task.topic], member=task.name, session_ms=int(task.session_s * 1000)
@@ -384,10 +432,12 @@ class _Grpc:
                 self._revoke([(row.topic, number) for row in response.revoke.partitions for number in row.partitions])
             elif kind == "committed":
                 self._diary.has_committed(*self._waiting.popleft())
+            elif kind == "nacked":
+                self._diary.nacked(*self._nacks.popleft())
             elif kind == "error":
-                if response.request_id != _COMMIT:
+                if response.request_id not in (_COMMIT, _NACK):
                     raise ConnectionError(response.error)
-                self._waiting.popleft()
+                (self._nacks if response.request_id == _NACK else self._waiting).popleft()
             if kind == wanted:
                 return getattr(response, kind)
 
@@ -413,6 +463,15 @@ class _Grpc:
         for record in batch.records:
             rows[record.deliveries > 0].append((place, record.offset, value_of(record.value)))
         self._diary.polled(rows[False], rows[True])
+        for at in self._diary.take_nacks():
+            self._nacks.append((at, time.monotonic()))
+            (topic, number), offset = at
+            fields = {"topic": topic, "partition": number, "offset": offset}
+            self._stream.send("nack", _NACK, **fields, delay_ms=round(self._task.delay_s() * 1000), reason="chaos")
+        if again := self._diary.take_again():
+            self._waiting.append(({}, time.monotonic()))
+            messages = [{"topic": topic, "partition": number, "offset": n} for (topic, number), n in again]
+            self._stream.send("commit", _COMMIT, again=messages)
         return bool(batch.records)
 
     def leave(self) -> None:

@@ -14,6 +14,7 @@ from chaos.history import (
     Commit,
     Committed,
     Lost,
+    Nacked,
     Operation,
     Owners,
     Poll,
@@ -234,6 +235,10 @@ BROKEN: dict[str, tuple[str, list[Operation]]] = {
         "lost answer",
         [*SENT, A, lost("a", 0, "x", at=2), polled("a", 1, "y", "z", at=3), committed("a", 3, 4), read_all(*"xyz")],
     ),
+    "a message was given back, and a commit went beyond it": (
+        "lost nack",
+        [*SENT, A, polled("a", 0, "x", "y", "z", at=2), Nacked("a", "g", P, 0, 3, 4), committed("a", 3, 5)],
+    ),
     "what was given up had been read by another one before": (
         "lost answer",
         [
@@ -263,7 +268,7 @@ BROKEN: dict[str, tuple[str, list[Operation]]] = {
 @pytest.mark.parametrize(("kind", "history"), BROKEN.values(), ids=BROKEN)
 def test_an_anomaly_is_found_and_no_other(kind: str, history: list[Operation]) -> None:
     complete = any(isinstance(each, Poll) and each.process == "reader" for each in history)
-    verdict = check(history, drained=("g",) if kind in ("unseen", "lost answer") else (), complete=complete)
+    verdict = check(history, drained=("g",) if kind in ("unseen", "lost answer", "lost nack") else (), complete=complete)
     assert verdict.kinds == {kind}, verdict
 
 

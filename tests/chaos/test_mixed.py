@@ -29,7 +29,7 @@ GROUPS = {  # group → the doors of its members
     "red": ("consumer", "lines", "grpc"),
     "blue": ("asyncio", "http", "lines"),
     "late": ("latest", "latest"),
-    "torn": ("torn", "torn"),
+    "torn": ("torn", "torn", "consumer", "lines", "grpc"),
 }
 GATEWAY = {f"KMQ_{name}_PORT": 0 for name in ("HTTP", "GRPC", "EGRESS", "STATUS", "METRICS")}
 
@@ -184,6 +184,7 @@ def test_no_anomaly_while_everything_is_killed_once(
     mixed = Mixed(pod, rng, cleanup, session_s=1.0)
     mixed.crowd.sleep()
     for victim in rng.sample([*STAGES, "gateway"], 5):
+        mixed.grow()
         mixed.blow(victim)
         rng.choice([mixed.crowd.kill, mixed.crowd.leave])()
         mixed.crowd.wake()
