@@ -62,7 +62,8 @@ def stopping(stop: Stop | None) -> Iterator[Stop]:
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        event.set()
+        # In a thread of its own: the handler may have interrupted whoever holds the lock of the event.
+        threading.Thread(target=event.set).start()
 
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -24,7 +24,21 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from chaos.history import FAIL, OK, Again, Assigned, Commit, Committed, Lost, Nacked, Operation, Owners, Place, Poll, Produce
+from chaos.history import (
+    FAIL,
+    OK,
+    Again,
+    Assigned,
+    Commit,
+    Committed,
+    Lost,
+    Nacked,
+    Operation,
+    Owners,
+    Place,
+    Poll,
+    Produce,
+)
 
 SHOWN = 10  # anomalies of one kind that are listed; the rest is counted
 _NO_OFFSET = -1

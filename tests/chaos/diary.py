@@ -67,7 +67,9 @@ class Diary:
         rows = tuple(rows)
         for place, offset, value in again:
             self._write(Again(self.process, self.group, place, offset, value, time.monotonic()))
-            self.committed.pop(place, None)  # over HTTP the next commit says that it is done, if it goes no further, too
+            self.committed.pop(
+                place, None
+            )  # over HTTP the next commit says that it is done, if it goes no further, too
             if not self._wants_to_nack((place, offset)):
                 self.again.append((place, offset))
         for place, offset, _ in rows:

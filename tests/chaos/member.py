@@ -329,7 +329,7 @@ class _Http:
             shown = {(self._task.topic, row["partition"]): row["offset"] for row in answer["positions"]}
             for place, _ in self._diary.take_again():  # a commit of the position that was shown with it is one of it
                 self._diary.next.setdefault(place, shown[place])
-            for (place, offset) in self._diary.take_nacks():
+            for place, offset in self._diary.take_nacks():
                 self._nack(place, offset)
         else:
             self._diary.lost([*rows[True], *rows[False]])

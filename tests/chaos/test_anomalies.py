@@ -268,7 +268,9 @@ BROKEN: dict[str, tuple[str, list[Operation]]] = {
 @pytest.mark.parametrize(("kind", "history"), BROKEN.values(), ids=BROKEN)
 def test_an_anomaly_is_found_and_no_other(kind: str, history: list[Operation]) -> None:
     complete = any(isinstance(each, Poll) and each.process == "reader" for each in history)
-    verdict = check(history, drained=("g",) if kind in ("unseen", "lost answer", "lost nack") else (), complete=complete)
+    verdict = check(
+        history, drained=("g",) if kind in ("unseen", "lost answer", "lost nack") else (), complete=complete
+    )
     assert verdict.kinds == {kind}, verdict
 
 

@@ -1,5 +1,8 @@
 """The rules of Consumer.run and AsyncConsumer.run, without a broker: what is tried again, buried, committed, and when."""
 
+import signal
+import threading
+
 import pytest
 
 from kmq.client.consumer_options import ConsumerOptions
@@ -7,6 +10,7 @@ from kmq.client.egress_lines import TopicPartition
 from kmq.client.handling import Attempts, Backoff, Held, Permanent, Rules
 from kmq.client.letters import Failure
 from kmq.client.message import Message
+from kmq.client.runner import stopping
 from kmq.errors import ConfigError
 
 PLACE, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1)
@@ -94,3 +98,21 @@ def test_what_would_fail_with_the_first_letter_is_refused_at_once(handler, chang
 def test_without_dead_letters_no_producer_is_needed():
     RULES._replace(dlq=None).check(print, knows_producers=False)
     RULES._replace(dlq="letters").check(print, knows_producers=True)
+
+
+def test_sigterm_sets_an_event_also_while_this_thread_holds_its_lock():
+    """As in `stop.wait(1)` of a handler: a set() inside the signal's handler would wait for that lock for ever."""
+    event, lock = threading.Event(), threading.Lock()
+
+    class Stop:
+        is_set = event.is_set
+
+        def set(self):
+            assert lock.acquire(timeout=5)
+            lock.release()
+            event.set()
+
+    with stopping(Stop()):
+        with lock:
+            signal.raise_signal(signal.SIGTERM)
+        assert event.wait(30)

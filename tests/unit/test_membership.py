@@ -1,9 +1,11 @@
 """Groups as doors use them, over committed offsets that a former life of the gateway has left. No broker is needed."""
 
 import asyncio
+import json
 import shutil
 import time
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 from log_server import up
@@ -12,15 +14,18 @@ from made_data import write_data
 from kmq.broker.stats import STATES
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.redelivery import Reader, Turn
 from kmq.gateway.groups.stalled import StalledGroups
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
+from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics
 from kmq.logfmt import Logger
 from kmq.routing import Topic
@@ -105,6 +110,44 @@ def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ra
             assert written == [("all", {3: 0}), ("both", {2: 0, 3: 0})]
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path, monkeypatch):
+    """Partitions are revoked while it is read: it has their messages, so it must not say that the member lacks them."""
+    data = write_data(tmp_path / "d", [b"t.@%d|0||a" % number for number in range(4)], {"t": 4})
+
+    async def main():
+        async with started(data, 4) as (broker, groups):
+            core = Core(broker.settings, broker.page, Logger("test"))
+            calls = GroupCalls(core, groups, None, SimpleNamespace())
+            poller = await calls._pollers.member("g", "one", ME, ["t"], lambda terms: terms)
+            await poller.first_assignment(PATIENCE_S)
+
+            async def turn(self, *_, **__):
+                monkeypatch.undo()
+                await groups.join("g", "two", ME, Terms(("t",)), lambda event: None)
+                while len(poller.assigned) == 4:
+                    await asyncio.sleep(0.01)
+                return Turn([])
+
+            monkeypatch.setattr(Reader, "turn", turn)
+            call = SimpleNamespace(query={"format": "text"}, request=SimpleNamespace(headers={}))
+            reader = Reader(calls._redelivery, "g", "one")
+            try:
+                for count in (4, 0):
+                    _, _, answer = await calls._read(call, poller, reader, "t", Limit(10, 10_000))
+                    answer = json.loads(answer.body)
+                    places = {place["partition"] for place in answer["assignment"]}
+                    assert len(answer["messages"]) == count
+                    assert places >= {message["partition"] for message in answer["messages"]}, answer
+                    poller.answer()
+                assert len(places) == 2
+            finally:
+                await calls.close()
+                core.stop()
+                await core.close()
+
+    asyncio.run(main())
 
 
 def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):

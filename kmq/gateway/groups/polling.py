@@ -194,7 +194,7 @@ class Poller:
                     cursor = await self._fetching.open(*place, Position("offset", 0))  # the first read says it
                 cursor.is_strict = False
                 self.cursors[place] = cursor
-        turn = [place for place in self.cursors if place in places]
+        turn = [place for place in self.cursors if place.topic == topic and place in self.assigned]  # still
         if turn:
             self.cursors[turn[0]] = self.cursors.pop(turn[0])
         return [self.cursors[place] for place in turn]

@@ -130,6 +130,8 @@ class GroupCalls:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
             cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
+            # Before anything else is waited for: what is revoked meanwhile is in this answer, and its call gives it up next.
+            more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
             poller.keep_near(cursors)
             before = {place: cursor.offset for place, cursor in cursors.items()}
             turn = await reader.turn(before, limit, is_idle=True)
@@ -144,7 +146,6 @@ class GroupCalls:
             room = limit.messages - len(again), limit.nbytes - sum(each.message.size for each in again)
             wanted = fresh if min(room) > 0 else []
             unread = [cursor for cursor in cursors.values() if cursor not in wanted]
-            more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
 
             def shape(found: list[Message]) -> tuple[dict[tuple[str, int], list[int]], web.Response]:
                 for cursor in unread:
