@@ -25,6 +25,8 @@ LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets r
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why ({log})"
 _ADVICE = {  # in the order of importance: a cause comes before its consequences
+    "data_missing": "put it back there (move it, mount it, make it readable): the broker resumes by itself, and nothing"
+    " acknowledged is lost",
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
     " (kmq log stat shows it); the broker resumes by itself",
     "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
@@ -43,7 +45,8 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-_FINE = ("ready", *NO_SPACE)  # no reason of their own: lack of space is one reason for all processes together
+# No reasons of their own: lack of space, or of the data directory, is one reason for all processes together.
+_FINE = ("ready", "data_missing", *NO_SPACE)
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
@@ -110,6 +113,8 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
+    if waiting := tuple(name for name in states if states[name] == "data_missing"):
+        reasons.append(_data_missing(waiting, settings))
     if states.get("gateway") == "recovering" and page.rows["gateway"].failing:
         states["gateway"] = "ready"  # it serves everything but groups
         reasons.append(_offsets_unreadable(settings))
@@ -159,6 +164,15 @@ def _down(settings: Settings) -> Finding:
 
 def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
     why = f"{_LACKS[code]}: acknowledged producers are refused, others wait (said by {', '.join(names)})"
+    return Finding(code, settings.data, why, _ADVICE[code], names)
+
+
+def _data_missing(names: tuple[str, ...], settings: Settings) -> Finding:
+    code = "data_missing"
+    why = (
+        f"KMQ_DATA={settings.data} is not the data directory with which this broker runs: it was moved, is not mounted, or"
+        f" cannot be read and written ({', '.join(names)} wait for it)"
+    )
     return Finding(code, settings.data, why, _ADVICE[code], names)
 
 

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 
 from kmq import descriptors
+from kmq.broker.data_directory import open_page
 from kmq.broker.holdings import Holdings
-from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
+from kmq.broker.stats import ADMISSIONS, STATES
 from kmq.errors import EXIT_OK, KmqError, Stopped, of_os_error
 from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
@@ -22,7 +23,6 @@ from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
 from kmq.log.disk import keep_others_out
-from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings, load
 
@@ -62,10 +62,7 @@ class Stage:
         self.deadline = 0.0  # monotonic; set once the stage is told to stop
         if settings.ignored:
             self.log.info("service_links_ignored", names=",".join(settings.ignored))
-        self.data_id = open_data(settings.data)
         self.who = describe(name, settings.data, settings.instance)
-        self.page = StatsPage(settings.instance, self.data_id, settings.data)
-        self.row = self.page.rows[name]
         self.owns_row = False
         self.holdings = Holdings(self.log)
         self._check_holdings_at = 0
@@ -77,6 +74,8 @@ class Stage:
         # Every stage keeps both FIFOs open, because a FIFO loses its content when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
+        self.page = open_page(name, settings, _supervisor(), self.log, lambda: self.stopping)
+        self.data_id, self.row = self.page.data_id, self.page.rows[name]
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.stopping:

@@ -41,7 +41,8 @@ _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
 
-STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
+STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped", "data_missing")
+ENDED = ("", "stopped", "data_missing")  # a predecessor's last state, if it was not killed while it had the row
 ADMISSIONS = ("", "disk_full", "quota")
 _FIELDS = (
     "pid",  # as its own container sees it
@@ -171,7 +172,7 @@ class Row:
 
     def begin(self, supervisor: int) -> None:
         """Take the row for this process: forget its predecessor except how it ended, and count the start."""
-        self.unclean = int(self.state_name not in ("", "stopped"))
+        self.unclean = int(self.state_name not in ENDED)
         self.unclean_ends += self.unclean
         before = self._streak()
         self.wipe()
@@ -185,6 +186,12 @@ class Row:
         """Report the end of the process."""
         self.exit_code = exit_code
         self.state = STATES.index("stopped")
+
+    def wait_for_data(self, supervisor: int) -> None:
+        """Say that this process waits for the data directory, before it may take the row of its predecessor."""
+        self.pid, self.supervisor = os.getpid(), supervisor
+        self.heartbeat = time.monotonic_ns()
+        self.state = STATES.index("data_missing")
 
     def end_of(self, pid: int, supervisor: int, exit_code: int) -> None:
         """Report the end of a process that could not do so itself, for example because it has ended before it began."""
@@ -235,6 +242,7 @@ class StatsPage:
     def __init__(self, instance: str, data_id: str, data: str) -> None:
         """Open the page; make or wipe it if needed. Raises BusyError while another data directory uses the instance."""
         self.path = f"{SHM}/{instance}.stats"
+        self.data_id = data_id
         self._identity = _identity(data_id, data)
         self.rows = _rows()
         with self._locked():
@@ -346,7 +354,7 @@ class StatsPage:
     def is_in_use(self) -> bool:
         """Return True if a process of it was alive a moment ago."""
         rows = self.rows.values()
-        return any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in rows)
+        return any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name not in ENDED for row in rows)
 
 
 def _rows() -> dict[str, Row]:

@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 
+from kmq.broker.data_directory import known_id
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import AGENT, StatsPage
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, RetryError, of_os_error
@@ -83,7 +84,7 @@ class Supervisor:
         """Supervise until the end; returns the exit code."""
         settings = self.settings
         os.makedirs(settings.pipes, exist_ok=True)
-        data_id = open_data(settings.data)
+        data_id = open_data(settings.data, known_id(settings))
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
         # Signals are blocked here and received by sigtimedwait, so that no signal is lost between a check and a wait.
         # Children get an empty mask. This comes before the lock: a process that finds the lock may signal at once.

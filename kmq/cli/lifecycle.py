@@ -12,6 +12,7 @@ import typer
 from kmq import cluster, gateway
 from kmq.broker import status as statuses
 from kmq.broker import supervision
+from kmq.broker.data_directory import known_id
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import AGENT
 from kmq.broker.status import Status
@@ -53,7 +54,7 @@ def up(
     if settings.in_cluster:
         _check_cluster(settings)
     # Open both directories here: otherwise an error in one of them would appear only in the log file.
-    open_data(settings.data)
+    open_data(settings.data, known_id(settings))
     os.close(open_fifo(settings.pipes, "raw"))
     _refuse_second_start(settings, foreground)
     if foreground:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kmq import terminal
 from kmq.broker import status as statuses
+from kmq.broker.data_directory import known_id
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.errors import ConfigError, KmqError
@@ -88,7 +89,7 @@ def create(
 ) -> None:
     """Declare a topic. It is in force from the next routed message on."""
     settings = load()
-    open_data(settings.data)
+    open_data(settings.data, known_id(settings))
     limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S

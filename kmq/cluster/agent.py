@@ -5,7 +5,8 @@ import sys
 
 from kmq.broker.stats import AGENT
 from kmq.broker.supervision import end_with
-from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error, pip_install
+from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, of_os_error, pip_install
+from kmq.log.disk import keep_others_out
 from kmq.logfmt import Logger
 from kmq.settings import load
 
@@ -26,6 +27,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the agent to its end and return its exit code. A log line always says why it has ended."""
     supervisor = _arguments().supervisor
+    keep_others_out()
     log = Logger(AGENT)
     try:
         if supervisor:
@@ -36,6 +38,8 @@ def main() -> int:
             raise ConfigError(f"{error}; the agent needs: {pip_install('cluster')}") from error
         Agent(load(), log, supervisor).run()
         code, reason = EXIT_OK, "drained"
+    except Stopped as err:
+        code, reason = err.exit_code, str(err)
     except (KmqError, OSError) as err:
         failure = of_os_error(err) if isinstance(err, OSError) else err
         code, reason = failure.exit_code, str(failure)

@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kmq.broker.data_directory import open_page
 from kmq.broker.readiness import is_process, judge
-from kmq.broker.stats import AGENT, STATES, StatsPage
+from kmq.broker.stats import AGENT, STATES
 from kmq.cluster import consul
 from kmq.cluster.consul import ConsulError, Operation
 from kmq.cluster.fleet import COMMANDS, Report, Result, write_result
@@ -32,7 +33,6 @@ from kmq.errors import EXIT_OK, BusyError, KmqError, RetryError, exit_code_of
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import Commands
 from kmq.links.ownership import FileLock, describe
-from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import SHARED, Settings
 
@@ -82,7 +82,10 @@ class Agent:
 
     def __init__(self, settings: Settings, log: Logger, supervisor: int) -> None:
         self.settings, self.log = settings, log
-        self._data_id = open_data(settings.data)
+        self._is_told = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._page = open_page(AGENT, settings, supervisor, log, lambda: self._is_told)
         place = Place.of(settings)
         os.makedirs(settings.pipes, exist_ok=True)
         self._owner = FileLock(f"{settings.pipes}/agent.owner")
@@ -91,13 +94,10 @@ class Agent:
         self._queue = _Queue(place, self._applier, self)
         self._commands = Commands(settings, log, self._write_result)
         self._subscriber: Subscriber | None = None  # while we have the place in Consul
-        self._stop, self._is_told = threading.Event(), False
+        self._stop = threading.Event()
         self._error: BaseException | None = None
         self._condition = Condition()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         # Last: from here on an end without a word counts as a crash.
-        self._page = StatsPage(settings.instance, self._data_id, settings.data)
         self._row = self._page.rows[AGENT]
         self._row.begin(supervisor)
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 
 from kmq import descriptors
-from kmq.broker.stats import Row, StatsPage
+from kmq.broker.data_directory import open_page
+from kmq.broker.stats import Row
 from kmq.broker.supervision import end_with
-from kmq.errors import EXIT_OK, ConfigError, KmqError, exit_code_of, of_os_error, pip_install
+from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, exit_code_of, of_os_error, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.log.disk import keep_others_out
-from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import load
 
@@ -45,11 +45,12 @@ def _alive(row: Row) -> Iterator[None]:
 def run(log: Logger, supervisor: int) -> None:
     settings = load()
     descriptors.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
-    data_id = open_data(settings.data)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    page = open_page("gateway", settings, supervisor, log, lambda: bool(told))
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")
     owner.acquire("the gateway of this broker", describe("gateway", settings.data))
-    page = StatsPage(settings.instance, data_id, settings.data)
     row = page.rows["gateway"]
 
     def on_early_signal(number: int, frame: object) -> None:
@@ -60,6 +61,8 @@ def run(log: Logger, supervisor: int) -> None:
 
     signal.signal(signal.SIGTERM, on_early_signal)
     row.begin(supervisor)
+    if told:
+        on_early_signal(signal.SIGTERM, None)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
     exit_code = EXIT_OK
     try:
@@ -113,6 +116,8 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt):
             run(log, supervisor)
         code, reason = EXIT_OK, "drained"
+    except Stopped as err:
+        code, reason = err.exit_code, str(err)
     except (KmqError, OSError) as err:
         error = of_os_error(err) if isinstance(err, OSError) else err
         code, reason = error.exit_code, str(error)

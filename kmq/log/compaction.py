@@ -45,7 +45,7 @@ from itertools import pairwise
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, segment, topics
-from kmq.log.disk import sync_directory
+from kmq.log.disk import make_directory, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
 from kmq.log.segment import COMPACT
@@ -117,7 +117,7 @@ def compactor(data: str, in_background: bool = False) -> Iterator[str]:
     Raises BusyError if another compactor is at work. The directories of dead compactors are removed, so that tasks
     they left running can no longer lay out a segment.
     """
-    os.makedirs(outbox(data), exist_ok=True)
+    make_directory(outbox(data))
     what, who = f"{data}: compaction", describe("compact", data)
     wanted, lock = FileLock(_wanted(data)), FileLock(f"{outbox(data)}/.owner")
     if in_background and is_wanted(data):

@@ -67,6 +67,17 @@ def replace_file(path: str, content: bytes) -> None:
     sync_directory(os.path.dirname(path))
 
 
+def make_directory(path: str) -> None:
+    """Make a directory, and the one above it, if they are missing.
+
+    Not more of them: where a data directory was moved, or is not mounted, no empty one may appear in its place.
+    """
+    for each in (os.path.dirname(path), path):
+        if not os.path.isdir(each):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(each)
+
+
 def keep_others_out() -> None:
     """Let only owner and group write the files that this process makes, whatever umask it was started with."""
     os.umask(os.umask(0o077) | 0o002)
@@ -75,7 +86,8 @@ def keep_others_out() -> None:
 def set_aside(path: str) -> str:
     """Move what lies at `path` into the directory quarantine beside it, and return its new path."""
     directory = f"{os.path.dirname(path)}/{QUARANTINE}"
-    os.makedirs(directory, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory)
     place = f"{directory}/{os.path.basename(path)}.{time.time_ns()}"
     os.rename(path, place)
     return place

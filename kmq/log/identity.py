@@ -35,11 +35,19 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18})(?: marks_from=(\d{1,18}))? crc32=\d{1,10}")
 
 
-def open_data(path: str) -> str:
+class DataMissingError(RetryError):
+    """The data directory of a running broker is not where it was, or cannot be used."""
+
+
+def open_data(path: str, known: str = "") -> str:
     """Make `path` a data directory unless it is one, and return its id.
 
+    `known`: the id of the directory that is in use there. Then nothing is made, and DataMissingError is raised while
+    `path` is not that directory, or cannot be read and written.
     Raises ConfigError if it cannot be one, RetryError if the disk is full or fails.
     """
+    if known:
+        _check_known(path, known)
     try:
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
@@ -59,6 +67,19 @@ def open_data(path: str) -> str:
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"KMQ_DATA={path!r}: cannot be written")
     return read(path, "id")
+
+
+def _check_known(path: str, known: str) -> None:
+    """Raise DataMissingError unless `path` is the data directory with this id, and may be written."""
+    try:
+        found = read(path, "id")
+        why = "" if os.access(path, os.R_OK | os.W_OK | os.X_OK) else "it cannot be read and written"
+    except OSError as err:
+        why = f"{err.strerror} ({err.filename})"
+    else:
+        why = f"it is another one, with the id {found!r}" if found != known else why
+    if why:
+        raise DataMissingError(f"KMQ_DATA={path!r}: the data directory of this broker, which runs, is not there: {why}")
 
 
 def read(path: str, name: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from kmq.errors import RetryError
 from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, point_symlink, with_room
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, make_directory, point_symlink, with_room
 from kmq.log.index import IndexWriter, last_before, line_end
 from kmq.log.lines import count_lines
 from kmq.log.segment import Limits, Segment
@@ -134,7 +134,7 @@ class PartitionLog:
         """
         self._warn = warn
         path = self.path
-        with_room(path, self._wait_for_room, lambda: os.makedirs(self._directory, exist_ok=True))
+        with_room(path, self._wait_for_room, lambda: make_directory(self._directory))
         self._file = AppendFile(path, self._wait_for_room)
         expected = self.state.active_bytes
         if self._file.size != expected:  # changed while it was closed; an append would hide the gap for ever

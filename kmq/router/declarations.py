@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, recorded, requests, topics
-from kmq.log.disk import with_room
+from kmq.log.disk import make_directory, with_room
 from kmq.log.growth import Since
 from kmq.partitioners import CRC32
 from kmq.router.context import Context
@@ -51,7 +51,7 @@ class Declarations:
             if b"." in name or is_late:
                 topics.make(data, topic.name, topics.Declaration(1, seq))
                 return
-            os.makedirs(f"{data}/topics/{topic.name}/0", exist_ok=True)
+            make_directory(f"{data}/topics/{topic.name}/0")
             with open(path, "wb") as file:
                 file.write(topics.Declaration(1, seq).text())
 
@@ -130,7 +130,7 @@ class Declarations:
         self._restore_missing(found, rows, since)
         blank = [topic for topic in found.values() if self._is_blank(topic.name)]
         for topic in blank:  # a kill or a power cut came before its text was written
-            os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
+            make_directory(f"{self._context.data}/topics/{topic.name}")
             self._write_again(topic, known)
         for topic in found.values():
             if topic.grown:  # a kill may have come before this

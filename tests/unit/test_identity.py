@@ -10,6 +10,7 @@ from kmq.log.identity import (
     FORMAT,
     LABELLED,
     NEVER,
+    DataMissingError,
     format_text,
     is_newest,
     is_unknown,
@@ -28,6 +29,46 @@ def test_a_data_directory_keeps_its_id(tmp_path):
     first = open_data(str(tmp_path / "data"))
     assert len(first) == 32
     assert open_data(str(tmp_path / "data")) == first != open_data(str(tmp_path / "other"))
+
+
+def _is_away(path):
+    pass
+
+
+def _is_a_file(path):
+    path.write_text("")
+
+
+def _is_a_loop(path):
+    path.symlink_to(path)
+
+
+def _is_empty(path):
+    path.mkdir()
+
+
+def _is_another(path):
+    open_data(str(path))
+
+
+@pytest.mark.parametrize("put", [_is_away, _is_a_file, _is_a_loop, _is_empty, _is_another])
+def test_where_a_known_data_directory_is_missing_nothing_is_made(tmp_path, put):
+    path, away = tmp_path / "data", tmp_path / "away"
+    known = open_data(str(path))
+    path.rename(away)
+    put(path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataMissingError, match="the data directory of this broker, which runs, is not there"):
+        open_data(str(path), known)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert open_data(str(away), known) == known
+
+
+def test_a_known_data_directory_that_cannot_be_written_is_missing(tmp_path, monkeypatch):
+    known = open_data(str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everything
+    with pytest.raises(DataMissingError, match="cannot be read and written"):
+        open_data(str(tmp_path), known)
 
 
 def test_the_first_of_two_that_start_at_once_names_it(tmp_path, monkeypatch):

@@ -80,8 +80,8 @@ class Partition:
         """Return False if the topic has been deleted since this partition was opened."""
         try:
             self.check()
-        except RequestRefused:
-            return False
+        except RequestRefused as err:
+            return err.code == "not_ready"
         return True
 
     def start(self) -> int:
@@ -186,8 +186,14 @@ class Partitions:
     def count(self, topic: str) -> int:
         """Return how many partitions a topic has. Raises RequestRefused if there is no such topic."""
         if not (record.is_topic_name(topic) and os.path.isdir(f"{self.data}/topics/{topic}")):
+            self._check_data()
             raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
         return self._bounds.declared(topic)[0]
+
+    def _check_data(self) -> None:
+        """Raise RequestRefused if all topics are missing: then what is not there has not been deleted."""
+        if not os.path.isdir(f"{self.data}/topics"):
+            raise RequestRefused("not_ready", "the data directory is missing; kmq status says what to do")
 
     def declared(self, topic: str) -> tuple[int, int | None]:
         """Return (partitions, from_seq) of a topic that exists; from_seq is None while its declaration is pending."""
@@ -217,4 +223,5 @@ class Partitions:
 
     def empty_at(self, partition: Partition) -> int:
         """Return where a partition without segments begins."""
+        self._check_data()
         return deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)

@@ -42,6 +42,7 @@ class KnownTopics:
         self._first: dict[str, int] = {}  # of the first look: topic → partitions before it grew
         self._has_looked = False
         self._seen, self._at = 0, 0.0
+        self._why = ""  # why the last look has failed, so that the log says it once
 
     def __contains__(self, topic: str) -> bool:
         return topic in self._declared
@@ -54,8 +55,11 @@ class KnownTopics:
                 return
             declared = await asyncio.to_thread(self._look_at_all)
         except (KmqError, OSError) as err:
-            self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
+            if self._why != str(err):
+                self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
+            self._why = str(err)
             return
+        self._why = ""
         self._seen, self._at = seen, time.monotonic() + _TOPICS_S
         self._take(declared)
         self._has_looked = True

@@ -424,7 +424,7 @@ class Groups:
             try:
                 self._partitions.open(*place).locate(Position("offset", offset))
             except RequestRefused as err:
-                if err.code == "out_of_range":
+                if err.code in ("out_of_range", "not_ready"):
                     return err
             except DamageError:
                 pass  # nobody knows where it ends

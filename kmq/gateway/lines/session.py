@@ -119,8 +119,8 @@ class Session:
             for place, position in places:
                 try:
                     partition = self.service.partitions.open(*place)
-                except RequestRefused:
-                    if may_be_gone:
+                except RequestRefused as err:
+                    if may_be_gone and err.code in ("unknown_topic", "unknown_partition"):
                         continue
                     raise
                 cursor = Cursor(partition, committed.get(place, 0))

@@ -1,0 +1,64 @@
+"""The data directory of a broker that runs: a process that starts again waits for the same one, and makes no other.
+
+Invariant   While a broker runs, nothing makes a data directory where its own was moved, unmounted or made unreadable:
+            the broker would begin anew in an empty one, and the way back would be taken.
+Mechanism   The stats page names the directory and the id with which the broker runs. A process that waits says so in
+            its row (state data_missing), and holds its FIFOs.
+Not covered Processes of a pod that were all killed by SIGKILL before they could see that the directory had gone.
+"""
+
+import time
+from collections.abc import Callable
+
+from kmq.broker.stats import ENDED, FRESH_S, Row, StatsPage, peek
+from kmq.errors import EXIT_OK, EXIT_RETRY, Stopped
+from kmq.links.ownership import field
+from kmq.log.identity import DataMissingError, open_data
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+
+_LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
+
+
+def known_id(settings: Settings, is_supervised: bool = False) -> str:
+    """Return the id of the data directory with which this broker runs; "" if it does not run.
+
+    `is_supervised`: the caller was started by a supervisor, which runs. Without a supervisor a broker also runs while
+    one of its processes waits to be started again, because input or output has failed.
+    """
+    page = peek(settings.instance)
+    if page is None or not page.serves(settings.data):
+        return ""
+    waits = any(row.exit_code == EXIT_RETRY and not row.supervisor for row in page.rows.values())
+    return field(page.identity(), "data_id") if is_supervised or page.is_in_use or waits else ""
+
+
+def open_page(
+    name: str, settings: Settings, supervisor: int, log: Logger, is_stopping: Callable[[], bool]
+) -> StatsPage:
+    """Open the data directory and return the stats page; wait while the directory of the running broker is missing.
+
+    Raises Stopped if the process is told to stop meanwhile.
+    """
+    page = None
+    while True:
+        known = known_id(settings, bool(supervisor))
+        try:
+            return StatsPage(settings.instance, open_data(settings.data, known), settings.data)
+        except DataMissingError as err:
+            if page is None:
+                log.error("data_missing", reason=err, effect="waits for it; nothing is made in its place")
+                page = StatsPage(settings.instance, known, settings.data)
+        _wait(page.rows[name], supervisor, is_stopping)
+
+
+def _wait(row: Row, supervisor: int, is_stopping: Callable[[], bool]) -> None:
+    """Wait a moment, and say so in the row, unless a process of this name lives and has it."""
+    is_free = row.state_name in ENDED or row.age_s > FRESH_S
+    if is_free:
+        row.wait_for_data(supervisor)
+    time.sleep(_LOOK_S)
+    if is_stopping():
+        if is_free:
+            row.end(EXIT_OK)
+        raise Stopped("told to stop while the data directory was missing")
