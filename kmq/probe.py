@@ -47,14 +47,13 @@ def reason(kind: str, name: str, settings: Settings) -> str:
     if page is None or not page.serves(settings.data):
         return f"{name} has not been started"
     row = page.rows[name]
-    silence = row.silence(LIVE_S if kind == "live" else FRESH_S)
-    if silence:
+    found = judge(page, settings).against(name) if kind == "ready" else None
+    if found:
+        return f"{found}; {found.advice}"
+    if silence := row.silence(LIVE_S if kind == "live" else FRESH_S):
         return f"{name} {silence}"
     if kind == "live":
         return ""
-    found = judge(page, settings).against(name)
-    if found:
-        return f"{found}; {found.advice}"
     return why_broker_not_ready(settings, row) if name == "gateway" else ""
 
 

@@ -265,6 +265,7 @@ class Settings:
     texts: dict[str, str]  # each setting as it was given, by its environment name
     given: set[str]  # attributes of the settings that were given, and do not just have their default
     ignored: list[str]  # names that Kubernetes injected (service_links)
+    retired: list[str]  # names of RETIRED in the environment
 
     def __init__(self, values: dict[str, object]) -> None:
         self.__dict__.update(values)
@@ -303,6 +304,7 @@ KINDS: dict[object, str] = {
     kind.addresses: "addresses",
     kind.secret: "secret",
 }
+RETIRED = ("SLEEP_SHORT",)  # of the KMQ before this one, whose loops slept; nothing reads them any more
 # What a fleet may set for all its brokers (states.py). "" as the text of one means that this broker was not given it:
 # so the processes of a supervisor know as much as it does.
 SHARED = {row.attribute: row for row in SETTINGS if row.attribute in ("retention_age", "retention_bytes", "data_quota")}
@@ -323,6 +325,11 @@ def service_links(environ: dict[str, str]) -> list[str]:
         if name.startswith("KMQ_")
         and (_LINK_VALUE.match(value) or (name not in known and _SERVICE_LINK.fullmatch(name)))
     )
+
+
+def retired(environ: dict[str, str]) -> list[str]:
+    """Return the names in `environ` that were settings once."""
+    return [name for name in RETIRED if name in environ]
 
 
 def of_environment(environ: dict[str, str]) -> dict[str, str]:
@@ -358,7 +365,12 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
             raise ConfigError(f"{source}: unknown setting {name}{suggest(name)}")
     texts: dict[str, str] = {}
     given: set[str] = set()
-    values: dict[str, object] = {"ignored": service_links(environ), "texts": texts, "given": given}
+    values: dict[str, object] = {
+        "ignored": service_links(environ),
+        "retired": retired(environ),
+        "texts": texts,
+        "given": given,
+    }
     for row in SETTINGS:
         text = from_env.get(row.env, from_file.get(row.env, row.default))
         if text == "" and row.attribute in SHARED:

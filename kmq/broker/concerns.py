@@ -68,11 +68,9 @@ def _damage(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     found = {name: row.damage for name, row in page.rows.items() if row.damage}
     if found:
         why = f"{sum(found.values())} damaged blocks or files were found: what is in them is not handed out"
-        heal = "with: kmq down && kmq verify --repair && kmq up"
-        if findings.is_in_pod():
-            heal = "by the Job of docs/kubernetes.md#repair-backup-restore"
         advice = (
-            f"kmq verify names them; heal from the other copy {heal}; then look at the disk ({findings.of_kernel()})"
+            f"kmq verify names them; heal from the other copy {findings.of_repair()}; then look at the disk"
+            f" ({findings.of_kernel()})"
         )
         yield _warning("damage_found", settings.data, why, advice, *found)
 

@@ -49,6 +49,13 @@ def log_of(process: str, supervisor: int = 0) -> str:
     return f"kubectl logs {os.uname().nodename} -c {process} --previous"
 
 
+def of_repair() -> str:
+    """Return how damaged files are healed."""
+    if is_in_pod():
+        return "by the Job of docs/kubernetes.md#repair-backup-restore"
+    return "with: kmq down && kmq verify --repair && kmq up"
+
+
 def of_kernel() -> str:
     """Return what shows the kernel's messages about this machine: who was killed for lack of memory, broken disks."""
     return f"kubectl describe pod {os.uname().nodename}" if is_in_pod() else "dmesg"

@@ -38,9 +38,9 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     " it is started again",
     "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
     " it succeeds",
-    "offsets_unreadable": "heal them from the WAL with: kmq down && kmq verify --repair && kmq up; until then no group is"
-    " served, because to begin again would repeat or skip messages",
-    "draining": "wait until it has ended, then: kmq up",
+    "offsets_unreadable": "heal them from the WAL {heal}; until then no group is served, because to begin again would"
+    " repeat or skip messages",
+    "draining": "wait until it has ended; then {start}",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
@@ -51,6 +51,7 @@ _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
 }
+_RESTART = "start it with: kmq down && kmq up"
 _MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"}
 _RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
 REASONS = tuple(_ADVICE)
@@ -157,9 +158,12 @@ def is_process(pid: int, name: str) -> bool:
 
 def _down(settings: Settings) -> Finding:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    start = "the kubelet starts it" if findings.is_in_pod() else "start it with: kmq up"
-    advice = f"{start}; if it ended by itself, the last event=failed says why ({findings.log_of('<stage>')})"
+    advice = f"{_start()}; if it ended by itself, the last event=failed says why ({findings.log_of('<stage>')})"
     return Finding("down", "broker", why, advice, (*STAGES, "gateway"))
+
+
+def _start() -> str:
+    return "the kubelet starts it" if findings.is_in_pod() else "start it with: kmq up"
 
 
 def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
@@ -180,10 +184,10 @@ def _of_process(name: str, state: str, row: Row) -> Finding:
     ended = {"down": "has not been started", "stopped": f"has ended{_with_code(row)}"}
     why = ended.get(state) or row.silence() or f"is {state}"
     log = findings.log_of(name, row.supervisor)
-    advice = _ADVICE[state].format(pid=row.pid, log=log)
+    advice = _ADVICE[state].format(pid=row.pid, log=log, start=_start())
     if state == "stopped" and row.exit_code in NO_RESTART:
-        again = "kmq down && kmq up" if row.supervisor else "start it again"
-        advice = f"correct what its last event=failed says ({log}); then: {again}"
+        again = "the kubelet starts it again" if findings.is_in_pod() else "start it again"
+        advice = f"correct what its last event=failed says ({log}); then {_RESTART if row.supervisor else again}"
     return Finding(state, name, f"{name} {why}", advice, (name,))
 
 
@@ -200,7 +204,8 @@ def _not_processed(agent: Row) -> Finding:
 def _offsets_unreadable(settings: Settings) -> Finding:
     code = "offsets_unreadable"
     why = "the committed offsets of consumer groups cannot be read; the gateway's log says why (event offsets_damaged)"
-    return Finding(code, f"{settings.data}/topics/__consumer_offsets", why, _ADVICE[code], ("gateway",))
+    advice = _ADVICE[code].format(heal=findings.of_repair())
+    return Finding(code, f"{settings.data}/topics/__consumer_offsets", why, advice, ("gateway",))
 
 
 def presented(name: str, row: Row, settings: Settings) -> list[Presented]:

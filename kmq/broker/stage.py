@@ -14,8 +14,8 @@ from collections.abc import Callable
 from kmq import descriptors
 from kmq.broker.data_directory import open_page
 from kmq.broker.holdings import Holdings
-from kmq.broker.stats import ADMISSIONS, STATES
-from kmq.errors import EXIT_OK, KmqError, Stopped, of_os_error
+from kmq.broker.stats import ADMISSIONS, ENDED, STATES
+from kmq.errors import EXIT_OK, BusyError, KmqError, Stopped, of_os_error
 from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
@@ -62,6 +62,9 @@ class Stage:
         self.deadline = 0.0  # monotonic; set once the stage is told to stop
         if settings.ignored:
             self.log.info("service_links_ignored", names=",".join(settings.ignored))
+        if settings.retired:
+            effect = "nothing reads them any more, so they may be removed"
+            self.log.warn("retired_settings_ignored", names=",".join(settings.retired), effect=effect)
         self.who = describe(name, settings.data, settings.instance)
         self.owns_row = False
         self.holdings = Holdings(self.log)
@@ -91,7 +94,12 @@ class Stage:
         may have been deleted under a living holder, which then needs time to notice.
         """
         owner = FileLock(path)
-        owner.acquire(what, self.who)
+        try:
+            owner.acquire(what, self.who)
+        except BusyError as err:
+            if not _supervisor() and self.row.state_name in ENDED:  # else a supervisor says it, or the row is in use
+                self.row.end_of(os.getpid(), 0, err.exit_code)
+            raise
         self.holdings.add(owner)
         if owner.is_new and _is_any(traces):
             self.log.warn(

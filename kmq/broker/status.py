@@ -120,10 +120,11 @@ def collect(settings: Settings) -> Status:
 def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
     """Return the verdict. If the broker is down because another one has its name or its files, that is the reason."""
     verdict = judge(page, settings)
-    first = verdict.first
-    if first is None or first.about != "broker" or (found := taken(settings)) is None:
+    is_down = verdict.against("durability")
+    if is_down is None or is_down.code not in ("down", "stopped") or (found := taken(settings)) is None:
         return verdict
-    return Verdict([Finding("down", "broker", *found, first.processes)], [], [])
+    processes = tuple(dict.fromkeys(name for reason in verdict.reasons for name in reason.processes))
+    return Verdict([Finding("down", "broker", *found, processes)], [], [])
 
 
 def _clock(page: StatsPage) -> str:

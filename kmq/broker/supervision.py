@@ -12,10 +12,11 @@ import signal
 import time
 from typing import NamedTuple
 
+from kmq.broker.findings import is_in_pod
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage, peek
 from kmq.errors import EXIT_OK
-from kmq.links.ownership import FileLock, field
+from kmq.links.ownership import FileLock, describe, field, is_of_another_pod
 from kmq.settings import STAGES, Settings
 
 # A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
@@ -132,12 +133,19 @@ def taken(settings: Settings) -> tuple[str, str] | None:
     wal = FileLock(f"{settings.data}/append/.owner")
     with contextlib.suppress(OSError):  # another user's: not known
         holder = wal.holder() if wal.is_held() else ""
+        if is_of_another_pod(holder, describe("", settings.data)):
+            advice = f"wait until it has ended, or end it ({_end_of(field(holder, 'host'))}): one broker per directory"
+            return f"KMQ_DATA={settings.data} is held by another pod or machine ({holder})", advice
         if field(holder, "instance") not in ("", None, settings.instance):
             advice = (
                 f"set KMQ_INSTANCE={field(holder, 'instance')} to see it; a second broker needs a KMQ_DATA of its own"
             )
             return f"KMQ_DATA={settings.data} is held by another broker ({holder})", advice
     return None
+
+
+def _end_of(host: str) -> str:
+    return f"kubectl delete pod {host}" if is_in_pod() else "kmq down there"
 
 
 def why_not_here(settings: Settings) -> str:

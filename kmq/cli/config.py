@@ -13,7 +13,18 @@ from kmq import states, terminal
 from kmq.cli.helptext import examples
 from kmq.cli.redaction import HIDDEN, clean, shown
 from kmq.errors import EXIT_CONFIG, ConfigError
-from kmq.settings import FOREVER, SETTINGS, SHARED, Setting, load, of_environment, of_file, service_links, suggest
+from kmq.settings import (
+    FOREVER,
+    SETTINGS,
+    SHARED,
+    Setting,
+    load,
+    of_environment,
+    of_file,
+    retired,
+    service_links,
+    suggest,
+)
 
 config_app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +62,7 @@ class Shown(NamedTuple):
     values: list[Value]
     unknown: list[tuple[str, str, str]]
     ignored: list[str]
+    retired: list[str]
     problem: str  # why `kmq up` refuses these settings; "": it does not
     secrets: list[str]  # what no text may hold; never shown
 
@@ -60,6 +72,7 @@ class Shown(NamedTuple):
             "settings": [value.as_json() for value in self.values],
             "unknown": [{"name": name, "from": source} for name, source, _ in self.unknown],
             "ignored": self.ignored,
+            "retired": self.retired,
             "problem": self.problem or None,
         }
 
@@ -86,7 +99,7 @@ def collect() -> Shown:
         load()
     except ConfigError as error:
         problem = problem or str(error)
-    return Shown(values, unknown, service_links(environ), clean(problem or fault, secrets), secrets)
+    return Shown(values, unknown, service_links(environ), retired(environ), clean(problem or fault, secrets), secrets)
 
 
 def _lines() -> dict[str, int]:
@@ -178,6 +191,8 @@ def _print(found: Shown) -> None:
     terminal.console().print(table, markup=False, highlight=False)
     if found.ignored:
         print(f"not settings, because Kubernetes makes them for a Service: {', '.join(found.ignored)}")
+    if found.retired:
+        print(f"not settings any more, so without effect: {', '.join(found.retired)}")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import urllib.request
 import psutil
 import pytest
 
-from kmq.links.ownership import FileLock
+from kmq.links.ownership import FileLock, describe
 
 STAGES = ("ingress", "framer", "durability", "router")
 BUSY = 69
@@ -49,6 +50,33 @@ def metric(broker, name, stage):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{stage="{stage}"}}'))
+
+
+# --- two pods on one volume ------------------------------------------------------------------------------------------
+
+
+def test_a_pod_whose_data_another_pod_holds_names_that_pod(broker):
+    broker.env["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
+    ours = describe("durability", str(broker.data), broker.instance)
+    theirs = re.sub(r"host=\S+", "host=kmq-old-0", re.sub(r"pod=\S+", "pod=0badf00d-2e-1", ours))
+    (broker.data / "append").mkdir(parents=True)
+    lock = FileLock(str(broker.data / "append/.owner"))
+    lock.acquire("the WAL", theirs)
+    ingress = subprocess.Popen([sys.executable, "-m", "stages.ingress"], env=broker.env, cwd=broker.root)
+    try:
+        durability = broker.run(sys.executable, "-m", "stages.durability")
+        assert durability.returncode == BUSY and "host=kmq-old-0" in durability.stderr
+        for command in ("status", "doctor"):
+            said = broker.kmq(command).stdout
+            assert f"KMQ_DATA={broker.data} is held by another pod or machine (pid=" in said
+            assert "kubectl delete pod kmq-old-0" in said and "not been started" not in said
+        probe = broker.run(sys.executable, "-m", "kmq.probe", "ready", "durability").stdout
+        assert "durability has ended with exit code 69 (busy)" in probe and "-c durability --previous" in probe
+        assert "kmq down" not in probe
+    finally:
+        ingress.kill()
+        ingress.wait()
+        lock.release()
 
 
 # --- restarts --------------------------------------------------------------------------------------------------------

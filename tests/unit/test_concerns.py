@@ -110,6 +110,11 @@ def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
         set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in moments.items()})
     shown = {each.code: each.advice for each in readiness.judge(page, load()).findings}
     assert {*shown} >= {"damage_found", "oom_killed", "restarting", "unclean_end", "consul_lost"}
+    page.rows["gateway"].state = STATES.index("recovering")
+    page.rows["gateway"].failing = 1  # it cannot read the committed offsets
+    page.rows["router"].state = STATES.index("draining")
+    shown |= {each.code: each.advice for each in readiness.judge(page, load()).reasons}
+    assert {*shown} >= {"offsets_unreadable", "draining"}
     page.rows["durability"].end(75)
     page.rows["gateway"].end(78)
     shown |= {f"{each.code} {each.about}": each.advice for each in readiness.judge(page, load()).reasons}

@@ -124,7 +124,7 @@ def test_a_port_with_a_number_is_a_setting_also_beside_service_links(tmp_path):
 
 def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_path):
     code = (
-        "from kmq import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_data'] = None; "
+        "from kmq import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_page'] = None; "
     )
     code += "stage.Stage('ingress', settings.load())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
@@ -132,6 +132,19 @@ def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_pat
     said = [line for line in done.stderr.splitlines() if "event=" in line]
     assert len(said) == 1 and "event=service_links_ignored" in said[0]
     assert f"names={','.join(sorted(LINKS))}" in said[0]
+
+
+def test_a_stage_says_which_settings_of_an_earlier_kmq_it_ignores(tmp_path):
+    code = "from kmq import settings; from kmq.broker import stage; stage.open_page = None; "
+    code += "stage.Stage('ingress', settings.load())"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+    given = kept | {"SLEEP_SHORT": "0.01"}
+    done = subprocess.run([sys.executable, "-c", code], env=given, cwd=tmp_path, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "event=" in line]
+    assert len(said) == 1 and "level=warn" in said[0] and "names=SLEEP_SHORT" in said[0]
+    show = [sys.executable, "-m", "kmq", "config", "show"]
+    shown = subprocess.run(show, env=given, cwd=tmp_path, capture_output=True, text=True)
+    assert "not settings any more, so without effect: SLEEP_SHORT" in shown.stdout
 
 
 def test_environment_gives_a_child_the_same_settings_in_another_directory(tmp_path):
@@ -144,7 +157,7 @@ def test_environment_gives_a_child_the_same_settings_in_another_directory(tmp_pa
 
 def test_every_setting_is_declared_once_with_a_default_that_is_legal():
     assert len({row.env for row in settings.SETTINGS}) == len(settings.SETTINGS)
-    given = {"texts", "unused", "ignored", "given"}
+    given = {"texts", "unused", "ignored", "retired", "given"}
     assert {row.attribute for row in settings.SETTINGS} == set(settings.Settings.__annotations__) - given
     for row in settings.SETTINGS:
         assert row.default == "" or row.parse(row.default) is not None
