@@ -13,7 +13,8 @@ Memory      A run gives the seq of each of its ids. Older runs become ranges wit
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 MAX_NAME = 64  # bytes of a producer's name, or of a window's scope
 NAME_PATTERN = rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}"
@@ -111,6 +112,8 @@ class Producer:
         return count
 
 
+_KEYS_IN_LIST = 1024  # of the order of a window: as many are forgotten with one that comes, in some hundred µs
+
 # An id of a window is packed into one integer, which takes a third of the memory of a tuple: 32 bits of fingerprint,
 # 34 bits of seconds, and the seq above them.
 _PRINT, _SECONDS = (1 << 32) - 1, (1 << 34) - 1
@@ -127,14 +130,21 @@ def unpack(value: int) -> tuple[int, int, int]:
 
 
 class Window:
-    """The arbitrary ids of all scopes: the youngest `max_ids`, each for `age` seconds."""
+    """The arbitrary ids of all scopes: the youngest `max_ids`, each for `age` seconds.
+
+    Invariant   One call costs the same however many ids there are: `add` forgets at most _KEYS_IN_LIST, and what is
+                too old and still there counts for nothing. `snapshot` takes lists of keys, and no key.
+    """
 
     def __init__(self, max_ids: int, age: float) -> None:
         self._max_ids, self._age = max_ids, age
         self.ids: dict[bytes, int] = {}  # scope|id → packed, in order of age
-        self.order: deque[bytes] = (
-            deque()
-        )  # the keys in order of age: a dict finds its first key by stepping over all deleted keys
+        # The keys in order of age, in lists that only grow: a dict finds its first key by stepping over all deleted keys.
+        self._newest: list[bytes] = []
+        self._order = deque([self._newest])
+        self._first = 0  # index of the oldest key in the first list
+        self._again: dict[bytes, int] = {}  # keys that were added again: so many times `_order` has them for nothing
+        self._snapshot: WindowSnapshot | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -151,23 +161,94 @@ class Window:
         return self.ids[b"%b|%b" % (scope, id)] & _PRINT
 
     def add(self, scope: bytes, id: bytes, seq: int, seconds: int, print: int = 0) -> None:
-        """Remember that `id` was stored as `seq`, and forget the ids that are too old or too many."""
-        ids, order, key = self.ids, self.order, b"%b|%b" % (scope, id)
-        if ids.pop(key, None) is not None:
-            order.remove(key)  # an expired id that is stored again becomes the youngest; its key is near the front
-        ids[key] = pack(seq, seconds, print)
-        order.append(key)
-        while order:
-            oldest = order[0]
-            if len(ids) <= self._max_ids and seconds - (ids[oldest] >> _SECONDS_SHIFT & _SECONDS) <= self._age:
+        """Remember that `id` was stored as `seq`, and forget ids that are too old or too many."""
+        ids, again, key = self.ids, self._again, b"%b|%b" % (scope, id)
+        if key in ids:
+            self._forget(key)
+            again[key] = again.get(key, 0) + 1
+        ids[key] = seq << _SEQ_SHIFT | seconds << _SECONDS_SHIFT | print  # as `restore`, without a call: a hot path
+        if len(self._newest) == _KEYS_IN_LIST:
+            self._begin_list()
+        self._newest.append(key)
+        if self._first == len(self._order[0]) and len(self._order) > 1:
+            self._order.popleft()
+            self._first = 0
+        keys, first = self._order[0], self._first
+        while first < len(keys):
+            oldest = keys[first]
+            if oldest in again:
+                again[oldest] -= 1
+                if not again[oldest]:
+                    del again[oldest]
+            elif len(ids) > self._max_ids or seconds - (ids[oldest] >> _SECONDS_SHIFT & _SECONDS) > self._age:
+                if self._snapshot is None:
+                    del ids[oldest]
+                else:
+                    self._forget(oldest)
+            else:
                 break
-            del ids[order.popleft()]
+            first += 1
+        self._first = first
+
+    def _forget(self, key: bytes) -> None:
+        if self._snapshot is not None:
+            if self._snapshot.is_complete:
+                self._snapshot = None
+            else:
+                self._snapshot.keep(key, self.ids[key])
+        del self.ids[key]
 
     def restore(self, key: bytes, value: int) -> None:
         """Restore `scope|id` with its packed value from a checkpoint. Call for the oldest first."""
         self.ids[key] = value
-        self.order.append(key)
+        if len(self._newest) == _KEYS_IN_LIST:
+            self._begin_list()
+        self._newest.append(key)
+
+    def _begin_list(self) -> None:
+        self._newest = []
+        self._order.append(self._newest)
+
+    def snapshot(self) -> "WindowSnapshot":
+        """Return the ids as they are now. Only the last snapshot may be read."""
+        self._snapshot = WindowSnapshot(self.ids, list(self._order), self._first, dict(self._again))
+        return self._snapshot
 
     def clear(self) -> None:
         self.ids.clear()
-        self.order.clear()
+        self._newest = []
+        self._order, self._first = deque([self._newest]), 0
+        self._again.clear()
+
+
+class WindowSnapshot:
+    """The ids of a window at one moment, for another thread, which reads them once.
+
+    The window says what it forgets, before it does. So an id that is forgotten meanwhile, or added again, is read as it
+    was, without a lock.
+    """
+
+    def __init__(self, ids: dict[bytes, int], order: list[list[bytes]], first: int, again: dict[bytes, int]) -> None:
+        self._ids, self._order, self._first, self._again = ids, order, first, again
+        self._in_last = len(order[-1])  # keys of the last list, which grows
+        self._kept: dict[bytes, int] = {}
+        self.is_complete = False  # nothing is to be read any more
+
+    def keep(self, key: bytes, value: int) -> None:
+        """Note the value of a key that is about to be forgotten."""
+        self._kept.setdefault(key, value)
+
+    def rows(self) -> Iterator[tuple[bytes, int]]:
+        """Yield each `scope|id` with its packed value, the oldest first."""
+        try:
+            for number, keys in enumerate(self._order):
+                last = self._in_last if number == len(self._order) - 1 else len(keys)
+                for key in islice(keys, 0 if number else self._first, last):
+                    if self._again.get(key):
+                        self._again[key] -= 1
+                        continue
+                    value = self._ids.get(key, 0)  # 0: it was kept before. So look here first, then at what was kept
+                    yield key, self._kept.get(key, value)
+        finally:
+            self.is_complete = True
+            self._kept.clear()

@@ -99,9 +99,9 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
         try:
-            content = snapshot.encode()
-            replace_file(self._path, content)
-            self._size, self._took_s = len(content), time.monotonic() - began
+            parts = snapshot.encode()
+            replace_file(self._path, *parts)
+            self._size, self._took_s = sum(map(len, parts)), time.monotonic() - began
         except OSError as err:
             if err.errno in FULL:
                 self._remove_half()

@@ -193,7 +193,7 @@ class DedupeTable:
     def snapshot(self, seq: int) -> Snapshot:
         """Return the table as it is now, after record `seq`. It is complete once `copy` has returned True."""
         self._generation += 1
-        self._snapshot = Snapshot(seq, self.names.values(), self.window.ids, self._generation)
+        self._snapshot = Snapshot(seq, self.names.values(), self.window.snapshot(), self._generation)
         return self._snapshot
 
     def copy(self, seconds: float) -> bool:

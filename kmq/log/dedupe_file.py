@@ -17,10 +17,11 @@ import sys
 import time
 from array import array
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from zlib import crc32
 
-from kmq.ids import PRINTS, Producer, pack, unpack
+from kmq.ids import PRINTS, Producer, WindowSnapshot, pack, unpack
 
 _VERSION = 2
 _ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005
@@ -47,12 +48,12 @@ class Snapshot:
     """A dedupe table at one moment, after record `seq`. Its text is made in a thread.
 
     The lists of a producer are copied by `copy`, some producers at a time, or by `keep` before they change: to copy
-    50,000 names at once takes a second. The ids of a window, a million in 20 ms, are copied at once.
+    50,000 names at once takes a second. The ids of a window are not copied.
     """
 
-    def __init__(self, seq: int, producers: Iterable[Producer], window: Mapping[bytes, int], generation: int) -> None:
+    def __init__(self, seq: int, producers: Iterable[Producer], window: WindowSnapshot, generation: int) -> None:
         self.seq = seq
-        self._ids, self._values = list(window), list(window.values())  # not pairs, which would take memory each
+        self._window = window
         self._generation = generation  # of producers that are copied, or younger than this snapshot
         self._left = list(producers)
         self._left.reverse()
@@ -83,18 +84,18 @@ class Snapshot:
                 prints.byteswap()
             fingerprints = b2a_base64(prints, newline=False)
             yield b"p|%b|%d|%d|%b|%b|%b\n" % (name, last_id, seconds, ranges, runs, fingerprints)
-        for key, value in zip(self._ids, self._values, strict=True):
+        for key, value in self._window.rows():
             yield b"w|%b|%d|%d|%d\n" % (key, *unpack(value))
 
-    def encode(self) -> bytes:
-        """Return the content of the file. All producers must be copied."""
-        rows: list[bytes] = []
-        for row in self._rows():
-            rows.append(row)
-            if len(rows) % _ROWS_PER_PAUSE == 0:
-                time.sleep(_PAUSE_S)  # else the thread that frames waits for the interpreter 5 ms each time it asks
-        text = b"".join(rows)
-        return b"%d|%d|%d\n%b" % (self.seq, checksum(self.seq, text), _VERSION, text)
+    def encode(self) -> list[bytes]:
+        """Return the content of the file, in parts: to join a hundred megabytes takes long. All producers are copied."""
+        parts, rows, crc = [b""], self._rows(), checksum(self.seq, b"")
+        while part := b"".join(islice(rows, _ROWS_PER_PAUSE)):
+            parts.append(part)
+            crc = crc32(part, crc)
+            time.sleep(_PAUSE_S)  # else the thread that frames waits for the interpreter 5 ms each time it asks
+        parts[0] = b"%d|%d|%d\n" % (self.seq, crc, _VERSION)
+        return parts
 
 
 class Saved:

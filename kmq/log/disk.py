@@ -56,11 +56,11 @@ def with_room(path: str, wait_for_room: WaitForRoom, action: Callable[[], object
             wait_for_room(path)
 
 
-def replace_file(path: str, content: bytes) -> None:
+def replace_file(path: str, *content: bytes) -> None:
     """Give `path` new content so that a crash at any instant leaves the old or the new, whole."""
     making = f"{path}.new"
     with open(making, "wb") as file:
-        file.write(content)
+        file.writelines(content)
         file.flush()
         os.fsync(file.fileno())
     os.rename(making, path)

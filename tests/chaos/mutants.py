@@ -182,6 +182,16 @@ MUTANTS = [
         [UNIT_PRODUCERS],
     ),
     Mutant(
+        "ids: a window forgets without a word to the snapshot that is read",
+        [(IDS, "                self._snapshot.keep(key, self.ids[key])\n", "                pass\n")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "topics: a turn of the router removes all files of a deleted topic",
+        [(CHANGES, "_SWEPT_AT_ONCE = 16 ", "_SWEPT_AT_ONCE = 1 << 30 ")],
+        ["tests/unit/test_topic_deletion.py"],
+    ),
+    Mutant(
         "ids: other content counts as a retry",
         [(ACCEPTOR, "        if print_then not in (0, print):\n", "        if False:\n")],
         [UNIT_FRAMING],
