@@ -318,15 +318,19 @@ class _Http:
     def _take(self, answer: Any, began: float, is_read: bool = True) -> None:
         """Note an answer; `is_read`: else it is given up."""
         places = [(row["topic"], row["partition"]) for row in answer["assignment"]]
+        shown = {(self._task.topic, row["partition"]): row["offset"] for row in answer["positions"]}
         if answer["generation"] != self._diary.generation or tuple(places) != self._diary.places:
+            before = dict(self._diary.next)
             self._diary.assigned(answer["generation"], places, places, began, goes_on=True)
+            # Where it goes on, what it was given before is still to be committed.
+            goes_on = [place for place, offset in shown.items() if before.get(place) == offset]
+            self._diary.next.update({place: before[place] for place in goes_on if place in self._diary.places})
         rows: dict[bool, list[Row]] = {True: [], False: []}  # whether they come again
         for row in answer["messages"]:
             place = self._task.topic, row["partition"]
             rows["deliveries" in row].append((place, row["offset"], row["value"].partition(" ")[0]))
         if is_read:
             self._diary.polled(rows[False], rows[True])
-            shown = {(self._task.topic, row["partition"]): row["offset"] for row in answer["positions"]}
             for place, _ in self._diary.take_again():  # a commit of the position that was shown with it is one of it
                 self._diary.next.setdefault(place, shown[place])
             for place, offset in self._diary.take_nacks():

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from line_client import LineClient
 
 from chaos.by_hand import Client, message
-from chaos.pod import Pod
+from chaos.pod import STAGES, Pod
 from chaos.wall_clock import WallClock
 from kmq.broker import clock
 
@@ -118,6 +119,59 @@ def test_a_clock_that_is_set_back_is_said_once_while_times_are_held(make_pod: Ma
     assert "level=warn stage=framer" in behind and f'effect="recv_ts stays at {times[0]} ' in behind
     assert 7190 <= int(behind.partition(" behind_s=")[2].split()[0]) <= 7200
     assert "stage=framer" in caught_up
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "the gateway is started again"])
+def test_what_is_given_back_is_due_by_a_clock_that_does_not_jump(
+    make_pod: Make, wall: WallClock, restarts: bool
+) -> None:
+    """Set back by two hours, nothing waits two hours longer; set ahead, nothing comes too early."""
+    pod = make_pod(**dict.fromkeys((f"KMQ_{name}_PORT" for name in ("HTTP", "GRPC", "EGRESS", "STATUS", "METRICS")), 0))
+    port = pod.pipes / "egress.port"
+    pod.start(*STAGES, "gateway", under=wall.under)
+    pod.wait_ready()
+    (pod.pipes / "raw").write_bytes(b"".join(b"test|0|%d|x\n" % n for n in range(3)))
+    pod.wait(lambda: pod.seq("router") == 3, "three messages")
+
+    def read(member: LineClient) -> int | None:
+        place, offset, _ = member.fetch(10_000, 200)
+        return None if place is None else offset
+
+    starts = 0
+
+    def joined() -> LineClient:
+        """A member of the next gateway."""
+        nonlocal starts
+        pod.wait(lambda: len(pod.events("offsets_loaded")) > starts and port.exists(), "a gateway")
+        starts += 1
+        while True:
+            client = LineClient(int(port.read_text()))
+            client.send("GROUP g member=m topics=test")
+            if client.line().startswith(b"!assign "):
+                return client
+            client.close()  # not ready yet
+
+    def start_again() -> LineClient:
+        pod.kill("gateway")
+        port.unlink()
+        pod.start("gateway", under=wall.under)
+        return joined()
+
+    member = joined()
+    assert read(member) == 0
+    member.send("!commit test/0 3", "!nack test/0 0 delay=1500", "!nack test/0 1 delay=3000000")
+    assert [member.line().split()[0] for _ in range(3)] == [b"!committed", b"!nacked", b"!nacked"]
+    wall.set(-7200)
+    if restarts:
+        member.close()
+        member = start_again()
+    pod.wait(lambda: read(member) == 0, "the message that is due")
+    member.send("!commit again test/0 0")
+    assert member.line().startswith(b"!committed again")
+    wall.set(7200)
+    for _ in range(8):
+        assert read(member) is None, "it is due in fifty minutes"
+    member.close()
 
 
 def segments_of(pod: Pod) -> list[Path]:

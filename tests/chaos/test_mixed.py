@@ -192,8 +192,8 @@ def test_no_anomaly_while_everything_is_killed_once(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("minutes", [6])
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("minutes", [15])
 def test_soak_no_anomaly_while_everything_is_killed(
     make_pod: Make, rng: random.Random, cleanup: ExitStack, minutes: int
 ) -> None:
