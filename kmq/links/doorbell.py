@@ -53,7 +53,8 @@ class RemovedError(RetryError):
 class _TimedWait:
     """semtimedop of the C library, for a sysv_ipc that was built without it: its `acquire` knows no timeout.
 
-    The wheels of sysv_ipc 1.2 are built so. What is built from source has it, and saves a quarter of a sleep's CPU.
+    The wheels of sysv_ipc 1.2 are built so. What is built from source (scripts/setup) has it, and saves a quarter of a
+    sleep's CPU.
     """
 
     def __init__(self, id: int) -> None:

@@ -82,6 +82,21 @@ def test_up_where_the_kernel_has_no_semaphores_left_says_what_to_do(broker):
     assert checks.returncode == 1 and "0 of 3 sets of semaphores are in use; the doorbells take 4" in checks.stdout
 
 
+def test_what_waits_in_a_ring_outlives_the_ipc_namespace_of_its_doorbells(broker):
+    """As where a kubelet makes the sandbox of a pod again: /dev/shm stays, the namespace is new."""
+    if not shutil.which("unshare") or broker.run("unshare", "--ipc", "true").returncode:
+        pytest.skip("needs an IPC namespace of its own")
+    up = ("unshare", "--ipc", "kmq", "up", "--no-gateway")
+    assert broker.run(*up).returncode == 0
+    os.kill(broker.pids()["durability"], signal.SIGSTOP)
+    broker.send_lines([b"t|0|%d|x" % n for n in range(100)])
+    broker.wait(lambda: broker.status()["framer"]["seq"] == "100", "100 messages in the ring")
+    broker.kill()
+    assert broker.run(*up).returncode == 0
+    broker.wait_routed(100)
+    assert len(broker.lines("t")) == 100
+
+
 def test_up_twice_names_the_one_that_is_up(broker):
     broker.up()
     before = broker.pids()

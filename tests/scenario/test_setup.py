@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "scripts" / "setup"
 PYTHON = """#!/bin/sh
-case $1 in -m) exit 0 ;; esac  # pip, which has nothing to do
+case $* in
+    *--no-binary*) [ "$COMPILER" ] && touch "$BUILT"; exit ;;
+    *SEMAPHORE_TIMEOUT_SUPPORTED*) [ -e "$BUILT" ]; exit ;;
+    -m*) exit 0 ;;  # pip, which has nothing to do
+esac
 [ -e "$JAVA" ]
 """
 APT = """#!/bin/sh
@@ -22,21 +26,28 @@ case $* in *"$PACKAGE"*) touch "$JAVA" ;; *update*) ;; *) echo "E: Unable to loc
 
 @pytest.fixture
 def setup(tmp_path):
-    """A function that runs the script; `package`: the only one that apt-get can install."""
+    """A function that runs the script.
 
-    def run(package="", uid=0, java=False, chromium=True):
+    `package`: the only one that apt-get can install; `built`, `compiler`: is sysv_ipc built from source, and can it be?
+    """
+
+    def run(package="", uid=0, java=False, chromium=True, built=True, compiler=True):
         (tmp_path / "venv" / "bin").mkdir(parents=True)
         (tmp_path / "bin").mkdir()
         programs = {"venv/bin/python": PYTHON, "bin/apt-get": APT, "bin/id": f"#!/bin/sh\necho {uid}\n"}
         for name, text in programs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
+        if built:
+            (tmp_path / "built").touch()
         if java:
             (tmp_path / "java").touch()
         env = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
             "JAVA": str(tmp_path / "java"),
             "CHROMIUM": "/bin/true" if chromium else str(tmp_path / "chromium"),
+            "BUILT": str(tmp_path / "built"),
+            "COMPILER": "yes" if compiler else "",
             "CALLS": str(tmp_path / "calls"),
             "PACKAGE": package or "no such package",
         }
@@ -47,6 +58,13 @@ def setup(tmp_path):
         return done, calls.read_text().splitlines() if calls.exists() else []
 
     return run
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_package_of_the_doorbells_is_built_where_it_can_be(setup, tmp_path, compiler):
+    done, _ = setup(java=True, built=False, compiler=compiler)
+    assert done.returncode == 0 and (tmp_path / "built").exists() == compiler
+    assert ("the doorbells wait by ctypes" in done.stderr) == (not compiler)
 
 
 def test_a_java_that_is_there_is_left_alone(setup):
