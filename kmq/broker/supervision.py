@@ -12,6 +12,7 @@ import signal
 import time
 from typing import NamedTuple
 
+from kmq.broker.data_directory import known_id
 from kmq.broker.findings import is_in_pod
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage, peek
@@ -154,5 +155,7 @@ def why_not_here(settings: Settings) -> str:
         return "; ".join(found)
     if not is_data(settings.data):
         directory = os.path.abspath(settings.data)
+        if known_id(settings):
+            return f"{directory} is not there, although its broker runs; put it back (kmq status says more)"
         return f"{directory} is no data directory; cd to where the broker was started, or set KMQ_DATA"
     return ""

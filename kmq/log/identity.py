@@ -79,7 +79,9 @@ def _check_known(path: str, known: str) -> None:
     else:
         why = f"it is another one, with the id {found!r}" if found != known else why
     if why:
-        raise DataMissingError(f"KMQ_DATA={path!r}: the data directory of this broker, which runs, is not there: {why}")
+        raise DataMissingError(
+            f"KMQ_DATA={path!r}: the data directory of this broker, which runs, is not there: {why}; put it back"
+        )
 
 
 def read(path: str, name: str) -> str:
