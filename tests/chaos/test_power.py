@@ -143,11 +143,12 @@ def oldest(pod: Pod) -> int:
     return min((int(path.stem) for path in (pod.data / "append").glob("*.log")), default=0)
 
 
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.soak)])
 def test_power_cuts_while_retention_deletes_leave_no_gap(
-    make_pod: Callable[..., Pod], loads: Callable[[Load], Load], tmp_path: Path, cleanup: ExitStack
+    make_pod: Callable[..., Pod], loads: Callable[[Load], Load], tmp_path: Path, cleanup: ExitStack, kind: str
 ) -> None:
     """What is still there has no gap, is what was acknowledged, and every reader gets it."""
-    disk = disk_of("ext4", 512 << 20, tmp_path, cleanup)
+    disk = disk_of(kind, 512 << 20, tmp_path, cleanup)
     limits = {"KMQ_SEGMENT_BYTES": "64 KiB", "KMQ_RETENTION_BYTES": "1 MiB"}
     pod = make_pod(KMQ_DATA=disk.path / "data", PYTHONPATH=hurried(tmp_path), **limits)
     pod.data = disk.path / "data"

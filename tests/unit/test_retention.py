@@ -483,3 +483,28 @@ def test_a_checkpoint_that_waits_for_room_waits_only(data, monkeypatch):
     made.checkpoints.start()
     made.settle()
     assert waits == [f"{data}/router.ckpt"] and checkpoint.load(data)[0] == 0
+
+
+def test_a_start_gives_no_index_to_segments_that_have_changed_places(data):
+    """They have as many records, and the WAL has these no more: only the seqs of their neighbours say it."""
+    lines = [b"other|1|%d|x" % n for n in range(100)] + [b"t.k|1||%040d" % n for n in range(300)]
+    log = Wal(data, no_room, 1 << 20, Limits(segment_bytes=100))
+    for at, line in enumerate(stored(lines), start=1):
+        log.append([(line, at, 1, at)])
+    made = open_queues(data, 0, NEVER)
+    route(made, lines, 1)
+    made.close()
+    log.limits = Limits(segment_bytes=100, retention_bytes=1000)
+    while log.retain(lambda: 400, time.time()):
+        pass
+    log.close()
+    _, first, second, *_ = segments_of(data)
+    bodies = [pathlib.Path(each.path).read_bytes() for each in (first, second)]
+    assert bodies[0].count(b"\n") == bodies[1].count(b"\n")
+    for each, body in zip((first, second), reversed(bodies), strict=True):
+        pathlib.Path(each.path).write_bytes(body)
+        os.unlink(segment.index_path(each.path))
+    heard = FakeLogger()
+    open_queues(data, 400, NEVER, heard).close()
+    assert len(heard.of("damaged")) == 2
+    assert not any(os.path.exists(segment.index_path(each.path)) for each in (first, second))
