@@ -43,6 +43,7 @@ from kmq.client.consumer_wire import (
     commit_parts,
     joined,
     nameable,
+    opening_of,
     split,
 )
 from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Position, TopicPartition
@@ -125,17 +126,17 @@ class Core:
         self.topics, self.wanted, self.ends = topics, dict(places), None
 
     def opening(self, token: str = "") -> bytes:
-        """Return the first line of a connection."""
+        """Return the first lines of a connection."""
         options, token = self.options, self.options.token or token
         if self.is_managed:
-            return lines.Group(
-                options.group_id, self.member, self.topics, options.assignor, options.session_s, token
-            ).encode()
+            return opening_of(
+                lines.Group(options.group_id, self.member, self.topics, options.assignor, options.session_s, token)
+            )
         places: dict[TopicPartition, Position | None] = {
             place: Position("offset", owned.position) for place, owned in self.holdings.owned.items()
         }
         places.update(self.wanted)
-        return lines.Assign(options.group_id or None, tuple(places.items()), token).encode()
+        return opening_of(lines.Assign(options.group_id or None, tuple(places.items()), token))
 
     def connected(self) -> None:
         """Note that a connection was made and its opening written."""
@@ -517,6 +518,9 @@ class _Received:
     def _ended(self, refused: Refused) -> None:
         """The broker ends the connection."""
         core, meaning = self._core, find(refused.code)
+        if refused.code == "bad_request" and refused.reason.startswith("bad_request 'more': unknown option"):
+            text = "the broker is too old for so many names: it takes only what fits into one line of 64 KiB"
+            refused = Refused(f"bad_request {text}")
         # A member that gets an error which this client does not know joins again: it had been admitted.
         is_known = meaning.code == refused.code or core.phase is Phase.JOINING
         if refused.code in REJOIN:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import MAX_REPLY, MAX_REQUEST, BadLine, Commit, Fetch, TopicPartition
+from kmq.client.egress_lines import MAX_REPLY, MAX_REQUEST, Assign, BadLine, Commit, Fetch, Group, TopicPartition
 from kmq.client.failures import Fenced
 from kmq.errors import KmqError
 
@@ -79,6 +79,22 @@ def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]
     half = len(items) // 2
     yield from fitting(items[:half], encode)
     yield from fitting(items[half:], encode)
+
+
+def opening_of(asked: Group | Assign) -> bytes:
+    """Return the first lines of a connection: several where one would be over MAX_REQUEST bytes."""
+    parts: list[Group | Assign]
+    if isinstance(asked, Group):
+        parts = [
+            asked._replace(topics=some, more=True)
+            for some in fitting(asked.topics, lambda some: asked._replace(topics=some, more=True).encode())
+        ]
+    else:
+        parts = [
+            asked._replace(partitions=some, more=True)
+            for some in fitting(asked.partitions, lambda some: asked._replace(partitions=some, more=True).encode())
+        ]
+    return b"".join(part.encode() for part in [*parts[:-1], parts[-1]._replace(more=False)])
 
 
 def nameable(wanted: tuple[TopicPartition, ...], last: TopicPartition | None) -> tuple[TopicPartition, ...]:
@@ -243,4 +259,4 @@ class Decoder:
                 yield reply, b""
 
 
-__all__ = ["Decoder", "Pending", "Requests", "commit_parts", "joined", "nameable", "split"]
+__all__ = ["Decoder", "Pending", "Requests", "commit_parts", "joined", "nameable", "opening_of", "split"]

@@ -1,8 +1,8 @@
 """The lines of the consumer port (KMQ_EGRESS_PORT): requests and replies, each with its encoder and its decoder.
 
     → CONSUME <topic>[/<partition>] [from=<position>] [max=<n>] [follow] [raw] [token=<token>]
-    → GROUP <group> member=<name> topics=<topic>[,<topic>…] [assignor=<name>] [session=<time>] [token=<token>]
-    → ASSIGN [<group>] <topic>/<partition>[@<position>] … [token=<token>]
+    → GROUP <group> member=<name> topics=<topic>[,<topic>…] [assignor=<name>] [session=<time>] [token=<token>] [more]
+    → ASSIGN [<group>] <topic>/<partition>[@<position>] … [token=<token>] [more]
     → !fetch <max bytes> [wait=<ms>] [<topic>/<partition> …]
     → !seek <topic>/<partition> <position>          → !offsets [<topic>/<partition> …]
     → !commit <topic>/<partition> <next offset> …   → !revoked      → !beat      → !leave
@@ -18,6 +18,9 @@
     ← !nacked <topic>/<partition> <offset> deliveries=<n> [letter=<topic>/<partition>@<offset>]
     ← !err <code> <text>                            the end of the connection
     ← !err <request> <code> <text>                  the answer to one `!<request>`; the connection goes on
+
+`more`: the next line goes on with the same request, GROUP or ASSIGN, the same group and member, and further topics or
+partitions. Options count in the first line.
 
 A position is `earliest`, `latest`, an offset, or a time in RFC 3339. Names of groups and members, and reasons, are
 percent-encoded. A line ends with a newline, or with carriage return and newline. No stored line begins with `!`.
@@ -40,6 +43,7 @@ from kmq.client.lines import request_line
 
 MAX_REQUEST = 1 << 16  # bytes of a request line
 MAX_REPLY = 1 << 20  # bytes of a reply line
+MAX_OPENING = 1 << 20  # bytes of all lines of an opening
 MAX_WAIT_MS = 300_000
 MAX_NAME = 200  # characters of the name of a group or member
 MAX_REASON = 250  # characters of why a message is given back
@@ -222,7 +226,10 @@ class Consume(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Join a group as `member`. `session_s`: seconds without any line after which the member counts as gone."""
+    """Join a group as `member`. `session_s`: seconds without any line after which the member counts as gone.
+
+    `more`: the next line has further topics.
+    """
 
     group: str
     member: str
@@ -230,24 +237,31 @@ class Group(NamedTuple):
     assignor: str = ASSIGNORS[0]
     session_s: float = 30.0
     token: str = ""
+    more: bool = False
 
     def encode(self) -> bytes:
         session = "" if self.session_s == 30 else f"session={round(self.session_s * 1000)}ms"
         who, topics = f"member={_quoted(self.member)}", f"topics={','.join(map(_topic, self.topics))}"
         assignor = _option("assignor", self.assignor, ASSIGNORS[0])
-        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, _option("token", self.token))
+        token, more = _option("token", self.token), "more" * self.more
+        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, token, more)
 
 
 class Assign(NamedTuple):
-    """Read these partitions, without a group's management; commits go to `group`, if there is one."""
+    """Read these partitions, without a group's management; commits go to `group`, if there is one.
+
+    `more`: the next line has further partitions.
+    """
 
     group: str | None
     partitions: tuple[tuple[TopicPartition, Position | None], ...]
     token: str = ""
+    more: bool = False
 
     def encode(self) -> bytes:
         words = [_spelled(place) if at is None else f"{_spelled(place)}@{at}" for place, at in self.partitions]
-        return _encoded("ASSIGN", _quoted(self.group or ""), *words, _option("token", self.token))
+        token, more = _option("token", self.token), "more" * self.more
+        return _encoded("ASSIGN", _quoted(self.group or ""), *words, token, more)
 
 
 class Fetch(NamedTuple):
@@ -326,6 +340,21 @@ def opening(line: bytes) -> Opening:
     return decode(words)
 
 
+def further(asked: Group | Assign, line: bytes) -> Group | Assign:
+    """Return an opening with what its next line adds. Raises BadLine."""
+    added = opening(line)
+    if isinstance(asked, Group) and isinstance(added, Group) and asked[:2] == added[:2]:
+        return asked._replace(topics=tuple(dict.fromkeys(asked.topics + added.topics)), more=added.more)
+    if isinstance(asked, Assign) and isinstance(added, Assign) and asked.group == added.group:
+        known = dict(asked.partitions)
+        for place, _ in added.partitions:
+            if place in known:
+                raise BadLine(f"{place}: is given twice")
+        return asked._replace(partitions=asked.partitions + added.partitions, more=added.more)
+    verb = type(asked).__name__.upper()
+    raise BadLine(f"more: expected a line that goes on with {verb}, of the same group and member")
+
+
 def request(line: bytes) -> Request:
     """Return a later request of a connection, given with or without its newline. Raises BadLine."""
     verb, *words = _words(line)
@@ -393,19 +422,27 @@ def _group(words: list[str]) -> Group:
     def topics(text: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(_topic(name) for name in text.split(",")))
 
+    more = words[-1] == "more" and len(words) > 1
     options = _options(
-        words[1:], member=name_of, topics=topics, assignor=_one_of(*ASSIGNORS), session_s=_duration, token=str
+        words[1 : len(words) - more],
+        member=name_of,
+        topics=topics,
+        assignor=_one_of(*ASSIGNORS),
+        session_s=_duration,
+        token=str,
     )
     for name in ("member", "topics"):
         if name not in options:
             raise BadLine(f"GROUP: {name}= is missing")
-    return Group(name_of(words[0]), "", ())._replace(**options)
+    return Group(name_of(words[0]), "", (), more=more)._replace(**options)
 
 
 def _assign(words: list[str]) -> Assign:
     group = None
     if words and "/" not in words[0] and not words[0].startswith("token="):
         group, words = name_of(words[0]), words[1:]
+    more = words[-1:] == ["more"]
+    words = words[: len(words) - more]
     named = [word for word in words if "/" in word and not word.startswith("token=")]
     options = _options([word for word in words if word not in named], token=str)
     places: dict[TopicPartition, Position | None] = {}
@@ -417,7 +454,7 @@ def _assign(words: list[str]) -> Assign:
         places[place] = position_of(position) if at else None
     if not places:
         raise BadLine("ASSIGN: names no partition; expected ASSIGN [<group>] <topic>/<partition>[@<position>] …")
-    return Assign(group, tuple(places.items()))._replace(**options)
+    return Assign(group, tuple(places.items()), more=more)._replace(**options)
 
 
 def _fetch(words: list[str]) -> Fetch:

@@ -191,6 +191,35 @@ def test_a_partition_that_is_younger_than_the_subscription_is_read_from_its_star
     ]
 
 
+LONG = "l" * 199  # a name as long as one may be, less a digit
+
+
+@pytest.mark.parametrize("group", ["", "wide"])
+@pytest.mark.parametrize("topics", [1, 400])
+def test_partitions_whose_names_take_more_than_a_line_are_read(broker, group, topics):
+    """400 partitions, of one topic or one of each of 400: to name them takes 80 KB, and a line has 64 KiB at most."""
+    names = (
+        [f"{LONG}{group[:1] or 0}"] if topics == 1 else [f"{n:03}{group}{LONG[: 197 - len(group)]}" for n in range(400)]
+    )
+    if topics == 1:
+        assert broker.kmq("topics", "create", names[0], "--partitions", "400").returncode == 0
+    with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:
+        sent = [producer.send(names[n % topics], b"%d" % n, partition=n // topics) for n in range(400)]
+        broker.wait_routed(sent[-1].result())
+    options = {"group_id": group, "member": "m"}
+    with opened(broker, *(names if group else ()), **options) as consumer:
+        if not group:
+            consumer.assign(*[(names[n % topics], n // topics) for n in range(400)])
+        assert sorted(int(message.value) for message in read(consumer, 400)) == list(range(400))
+        broker.kill("gateway")
+        if group:
+            consumer.commit()
+        producer = kmq.Producer(port=lambda: port(broker, "ingress"))
+        with producer:
+            producer.send(names[-1], b"after", partition=0)
+        assert [message.value for message in read(consumer, 1)] == [b"after"]
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 

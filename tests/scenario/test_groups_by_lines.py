@@ -396,3 +396,15 @@ def test_a_member_gets_the_partitions_of_a_topic_that_comes_later(broker):
         a.until(lambda: a.owned == {TopicPartition("late", 0): 0})
         a.eat()
         assert a.seen.total() == 1
+
+
+def test_an_opening_in_several_lines_is_answered_as_one_or_refused(broker):
+    lines = ["ASSIGN orders/0 more", "ASSIGN orders/2@5 more", "ASSIGN orders/1", "!leave"]
+    assert ask(port(broker), *lines) == b"!assign 0 orders/0@0 orders/1@0 orders/2@5\n"
+    assert ask(port(broker), "ASSIGN orders/0 more").startswith(b"!err bad_request more: the connection has ended")
+    assert ask(port(broker), "ASSIGN orders/0 more", "!fetch 1").startswith(b"!err bad_request '!fetch': unknown")
+    endless = [
+        f"GROUP long member=m topics={','.join(f'{n}x{k}' + 'y' * 190 for k in range(300))} more" for n in range(20)
+    ]
+    refused = b"!err bad_request the lines of GROUP are over 1048576 bytes together\n"
+    assert ask(port(broker), *endless) == refused

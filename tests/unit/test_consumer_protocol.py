@@ -525,6 +525,32 @@ def test_a_member_of_2000_partitions_writes_no_line_that_the_broker_refuses():
     assert [row.place for row in offsets.value] == places
 
 
+@pytest.mark.parametrize("count", [1, 300, 2000])
+def test_an_opening_is_given_in_as_many_lines_as_it_needs(count):
+    places = many(count)
+    alone = Core(ConsumerOptions(group_id="g", member="m", token="t"))
+    alone.choose((), [(place, lines.EARLIEST) for place in places])
+    member = Core(ConsumerOptions(group_id="g", member="m", token="t"))
+    member.choose(tuple(f"{place.topic}{place.partition}"[-200:] for place in places))
+    for core, least in ((alone, count * 200), (member, count * 190)):
+        written = core.opening()
+        assert len(written) > least and longest_line(written) <= MAX_REQUEST
+        first, *rest = written.splitlines()
+        assert len(rest) >= least // MAX_REQUEST
+        asked = lines.opening(first)
+        for line in rest:
+            assert asked.more
+            asked = lines.further(asked, line)
+        assert not asked.more and asked.token == "t"
+    assert asked.topics == member.topics
+
+
+def test_a_broker_that_is_too_old_for_an_opening_in_several_lines_is_named(pair):
+    with pytest.raises(Refused):
+        pair.receive(b"!err bad_request 'more': unknown option; expected one of token=\n")
+    assert "the broker is too old for so many names" in str(pair.core.failed)
+
+
 def test_a_commit_in_several_lines_fails_if_one_of_them_is_refused():
     places = many(1000)
     pair = Pair(Peer(dict.fromkeys(places, 1))).connect()

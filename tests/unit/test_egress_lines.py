@@ -1,6 +1,7 @@
 """The lines of the consumer port: what is written is read again, what is wrong is refused and says what was expected."""
 
 import random
+import re
 
 import pytest
 
@@ -18,7 +19,9 @@ OPENINGS = [
     lines.Consume("a.b", None, Position("time", 1_795_435_200_000_001)),
     lines.Group("billing", "m-1", ("orders", "a.b")),
     lines.Group("é n/=%", "it's me", ("orders",), "range", 6.5, "t.x"),
+    lines.Group("more", "m", ("orders",), token="t", more=True),
     lines.Assign(None, ((ORDERS, None),)),
+    lines.Assign("more", ((ORDERS, None),), "t", more=True),
     lines.Assign("g=1@x", ((ORDERS, Position("offset", 5)), (OTHER, NOON)), "t.x"),
 ]
 REQUESTS = [
@@ -75,6 +78,35 @@ def test_words_stand_in_any_order_and_a_line_may_end_as_telnet_ends_it():
     assert lines.opening(typed) == OPENINGS[1]
     assert lines.request(b"!fetch 5 orders/0 wait=7 a.b-c_d/1023 orders/0") == lines.Fetch(5, 7, (ORDERS, OTHER))
     assert lines.opening(b"ASSIGN token=x orders/0") == lines.Assign(None, ((ORDERS, None),), "x")
+
+
+def test_an_opening_in_several_lines_is_one():
+    group = lines.opening(b"GROUP g member=m topics=a,b session=7s token=t more")
+    group = lines.further(group, b"GROUP g member=m topics=b,c more")
+    assert lines.further(group, b"GROUP g member=m topics=d") == lines.Group(
+        "g", "m", tuple("abcd"), session_s=7, token="t"
+    )
+    assign = lines.further(lines.opening(b"ASSIGN g orders/0@5 token=t more"), b"ASSIGN g a.b-c_d/1023")
+    assert assign == lines.Assign("g", ((ORDERS, Position("offset", 5)), (OTHER, None)), "t")
+
+
+@pytest.mark.parametrize(
+    ("first", "next", "text"),
+    [
+        (
+            b"GROUP g member=m topics=a more",
+            b"GROUP g member=n topics=b",
+            "more: expected a line that goes on with GROUP",
+        ),
+        (b"ASSIGN g a/0 more", b"ASSIGN a/1", "more: expected a line that goes on with ASSIGN"),
+        (b"ASSIGN g a/0 more", b"!fetch 1", "'!fetch': unknown request"),
+        (b"ASSIGN g a/0 more", b"CONSUME a", "more: expected a line that goes on with ASSIGN"),
+        (b"ASSIGN a/0 more", b"ASSIGN a/1 a/0@5", "a/0: is given twice"),
+    ],
+)
+def test_a_line_that_does_not_go_on_with_the_opening_is_refused(first, next, text):
+    with pytest.raises(BadLine, match=re.escape(text)):
+        lines.further(lines.opening(first), next)
 
 
 def test_reading_begins_at_the_first_record_and_following_at_the_end():

@@ -67,7 +67,7 @@ class Limits(NamedTuple):
     all_members: int = 20_000
     own_members: int = 4
     topics: int = 1_000
-    topic_bytes: int = 32_768
+    topic_bytes: int = 204_800
     all_topics: int = 200_000
     own_topics: int = 10
     partitions: int = 10_000

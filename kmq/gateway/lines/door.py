@@ -7,7 +7,7 @@ End         When the gateway stops, every connection that is not in the middle o
 import asyncio
 import time
 
-from kmq.client.egress_lines import Assign, BadLine, Consume, Opening, opening
+from kmq.client.egress_lines import MAX_OPENING, Assign, BadLine, Consume, Group, Opening, further, opening
 from kmq.client.egress_replies import Failed
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
@@ -61,7 +61,10 @@ class Lines:
             asked = opening(line)
             verb = type(asked).__name__.upper()
             self._service.authorize(asked.token, connection.peer, verb)
-            connection.is_admitted, connection.pending = True, 1
+            connection.is_admitted = True
+            if not isinstance(asked, Consume):
+                asked = await _whole(connection, asked, len(line))
+            connection.pending = 1
             await self._handle(connection, asked)
         except (BadLine, TooLong) as err:
             code = "bad_request"
@@ -85,9 +88,22 @@ class Lines:
             commits = GroupCommits(self._groups, asked.group) if asked.group else NoGroup()
             reader = Reader(self._redelivery, asked.group, None) if asked.group and self._redelivery else None
             session = Session(self._service, connection, commits, reader)
-            await session.assign(0, await session.open(asked.partitions))
+            await session.assign(0, await session.open_all(asked.partitions))
             connection.pending = 0
             await session.run()
         else:
             connection.pending = 0
             await MemberSession(self._service, connection, self._groups, asked, self._redelivery).run()
+
+
+async def _whole(connection: Connection, asked: Group | Assign, nbytes: int) -> Group | Assign:
+    """Return an opening with all its lines, of which the first has so many bytes. Raises BadLine, TooLong."""
+    while asked.more:
+        line = await connection.read_line()
+        if line is None:
+            raise BadLine("more: the connection has ended before the next line")
+        nbytes += len(line)
+        if nbytes > MAX_OPENING:
+            raise TooLong(f"the lines of {type(asked).__name__.upper()} are over {MAX_OPENING} bytes together")
+        asked = further(asked, line)
+    return asked

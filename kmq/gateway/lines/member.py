@@ -23,10 +23,8 @@ from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
-from kmq.gateway.lines.session import Cursor, Session
+from kmq.gateway.lines.session import AT_ONCE, Cursor, Session
 from kmq.refusals import known
-
-_AT_ONCE = 500  # partitions opened in one turn of a thread, which others wait for: some hundred milliseconds
 
 
 class GroupCommits:
@@ -118,12 +116,10 @@ class MemberSession(Session):
         known = [self.cursors[place] for place in places if place in self.cursors]
         kept = await self.service.run(lambda: {each.place: each for each in known if each.partition.is_current()})
         missing = [place for place in places if place not in kept]
-        for at in range(0, len(missing), _AT_ONCE):
+        for at in range(0, len(missing), AT_ONCE):
             if at:
                 self.beat(polled=False)  # the client waits for the gateway meanwhile, which may take seconds
-            some: list[tuple[TopicPartition, Position | None]] = [
-                (place, None) for place in missing[at : at + _AT_ONCE]
-            ]
+            some: list[tuple[TopicPartition, Position | None]] = [(place, None) for place in missing[at : at + AT_ONCE]]
             kept |= {cursor.place: cursor for cursor in await self.open(some, may_be_gone=True)}
         return [kept[place] for place in places if place in kept]  # the coordinator will hear of what is gone
 

@@ -41,6 +41,7 @@ from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
 
+AT_ONCE = 500  # partitions opened in one turn of a thread, which others wait for: some hundred milliseconds
 _MOST_FETCHES = 64
 _LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
 
@@ -134,6 +135,11 @@ class Session:
             return found
 
         return await self.service.run(opened)
+
+    async def open_all(self, places: Sequence[tuple[TopicPartition, Position | None]]) -> list[Cursor]:
+        """Return the cursors of any number of partitions, as `open`. Others have their turn meanwhile."""
+        parts = [places[at : at + AT_ONCE] for at in range(0, len(places), AT_ONCE)]
+        return [cursor for part in parts for cursor in await self.open(part)]
 
     async def assign(self, generation: int, cursors: Iterable[Cursor]) -> None:
         """Make these the session's partitions, and tell the client. Cursors that stay are given again."""
