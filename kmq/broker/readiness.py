@@ -175,7 +175,7 @@ def _data_missing(names: tuple[str, ...], settings: Settings) -> Finding:
     code = "data_missing"
     why = (
         f"KMQ_DATA={settings.data} is not the data directory with which this broker runs: it was moved, is not mounted, or"
-        f" cannot be read and written ({', '.join(names)} wait for it)"
+        f" cannot be read and written (waiting for it: {', '.join(names)})"
     )
     return Finding(code, settings.data, why, _ADVICE[code], names)
 
