@@ -306,10 +306,7 @@ class Groups:
         coordinator, deadline = self._coordinator(), time.monotonic() + _ROUTED_S
         turn = self._judging.setdefault(group, asyncio.Lock())
         async with turn:
-            unknown = {topic for topic, _ in rows if topic not in self._topics}
-            if unknown:
-                await self._topics.know(unknown)
-            coordinator.check_commit(group, member, generation, rows, time.monotonic())
+            await self.check_commit(group, member, generation, rows)
             name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
             has_waited = await self._check_ends(rows, deadline)
             if await self._keep_on_the_way(group, name, rows) or has_waited:
@@ -341,6 +338,15 @@ class Groups:
             self.in_hand.give_back(group, place, offset)
         if lost:
             self.wake(group)
+
+    async def check_commit(
+        self, group: str, member: str | None, generation: int | None, places: Iterable[Partition]
+    ) -> None:
+        """Raise what Coordinator.check_commit raises. Topics may be younger than the last look at them."""
+        places = tuple(places)
+        if unknown := {topic for topic, _ in places if topic not in self._topics}:
+            await self._topics.know(unknown)
+        self._coordinator().check_commit(group, member, generation, places, time.monotonic())
 
     @contextmanager
     def _beating(self, group: str, member: str) -> Iterator[None]:

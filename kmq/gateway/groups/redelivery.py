@@ -26,7 +26,6 @@ Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its ne
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -385,7 +384,7 @@ class Reader:
 
         Raises RequestRefused (fenced) for one that the member has not: it comes once more, or another one has it.
         """
-        self._check([place for place, _ in messages])
+        await self._check([place for place, _ in messages])
         for place, offset in messages:
             hand = self._groups.in_hand.hand(self.group, place, offset)
             if hand is not None and hand.member == self.member:
@@ -396,13 +395,13 @@ class Reader:
 
     async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> Given:
         """Give a message of a partition that the member owns back. Raises RequestRefused."""
-        self._check([place])
+        await self._check([place])
         return await self._redelivery.nack(self.group, *place, offset, reason, delay_s)
 
-    def _check(self, places: Iterable[Partition]) -> None:
+    async def _check(self, places: Iterable[Partition]) -> None:
         """Raise RequestRefused for a partition that the member does not own."""
         member = self.member if self._is_member else None
-        self._groups.coordinator.check_commit(self.group, member, None, places, time.monotonic())
+        await self._groups.check_commit(self.group, member, None, places)
 
 
 class _Letters:

@@ -235,8 +235,7 @@ class GroupCalls:
         group, partition = body["group"], body["partition"]
         place = TopicPartition(topic, partition)
         if "member" in body or "generation" in body:
-            member, generation, now = body.get("member", SHARED), body.get("generation"), time.monotonic()
-            self._groups.coordinator.check_commit(group, member, generation, [place], now)
+            await self._groups.check_commit(group, body.get("member", SHARED), body.get("generation"), [place])
         delay_s = body.get("delayMs", 0) / 1000
         given = await self._redelivery.nack(
             group, topic, partition, body["offset"], reason=body.get("reason", ""), delay_s=delay_s
