@@ -595,6 +595,18 @@ def test_a_checkpoint_forgets_idle_producers(data):
     assert set(known.names) == {b"here"}
 
 
+def test_idle_producers_are_forgotten_some_at_a_time():
+    known = table(producers=5000, ttl=10)
+    for n in range(3000):
+        known.remember(known.producer(b"%d" % n, 0), 1, n + 1, 1, NOW - 12)
+    known.remember(known.producer(b"here", 0), 1, 3001, 1, NOW)
+    left = [len(known.names)]
+    while left[-1] > 1 and len(left) < 10:
+        known.forget_idle(NOW)
+        left.append(len(known.names))
+    assert set(known.names) == {b"here"} and max(before - after for before, after in pairwise(left)) <= 1024
+
+
 def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
     checkpointer = Checkpointer(data, filled())
     checkpointer.take(240, NOW)
