@@ -150,7 +150,12 @@ MUTANTS = [
     Mutant(
         "power: a start writes the index of a segment whose other copy has other records",
         [("kmq/log/lost_index.py", " or contradiction(_first_line(opened)) or contradiction(last)\n", "\n")],
-        [MISPLACED],
+        ["tests/unit/test_retention.py"],
+    ),
+    Mutant(
+        "power: a start writes the index of a segment that is not in the order of its neighbours",
+        [("kmq/log/lost_index.py", "what = _disorder(*seqs, before, after) or contradiction", "what = contradiction")],
+        ["tests/unit/test_retention.py"],
     ),
     Mutant(
         "acks: the crc of the checkpoint is not looked at",

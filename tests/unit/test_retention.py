@@ -508,3 +508,28 @@ def test_a_start_gives_no_index_to_segments_that_have_changed_places(data):
     open_queues(data, 400, NEVER, heard).close()
     assert len(heard.of("damaged")) == 2
     assert not any(os.path.exists(segment.index_path(each.path)) for each in (first, second))
+
+
+@pytest.mark.parametrize("where", ["queue", "WAL"])
+def test_a_start_gives_no_index_to_a_segment_whose_other_copy_has_other_records(data, where):
+    """Of another broker, say: as many records with the same seqs."""
+    lines = [b"t.k|1||%040d" % n for n in range(100)]
+    log = Wal(data, no_room, 1 << 20, NEVER)
+    for at, line in enumerate(stored(lines), start=1):
+        log.append([(line, at, 1, at)])
+    log.close()
+    made = open_queues(data, 0, NEVER)
+    route(made, lines, 1)
+    made.close()
+    part = pathlib.Path((segments_of if where == "queue" else log_segments)(data)[1].path)
+    part.write_bytes(part.read_bytes().replace(b"|0000", b"|9999"))
+    os.unlink(segment.index_path(str(part)))
+    if where == "queue":
+        heard = FakeLogger()
+        open_queues(data, 100, NEVER, heard).close()
+        assert len(heard.of("damaged")) == 1
+    else:
+        log = Wal(data, no_room, 1 << 20, NEVER)
+        assert len(log.misplaced) == 1 and not log.restored
+        log.close()
+    assert not os.path.exists(segment.index_path(str(part)))
