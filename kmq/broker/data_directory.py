@@ -20,17 +20,22 @@ from kmq.settings import Settings
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 
 
-def known_id(settings: Settings, is_supervised: bool = False) -> str:
+def known_id(settings: Settings, supervisor: int | None = None) -> str:
     """Return the id of the data directory with which this broker runs; "" if it does not run.
 
-    `is_supervised`: the caller was started by a supervisor, which runs. Without a supervisor a broker also runs while
-    one of its processes waits to be started again, because input or output has failed.
+    `supervisor`: the pid of who has started the calling process of the broker, and so runs; 0: something else has. Such a
+    process may be the first that is started again after all have failed for the lack of the directory. So for it the
+    broker runs while one of them has ended with EXIT_RETRY; those that wait already must not make each other wait.
     """
     page = peek(settings.instance)
     if page is None or not page.serves(settings.data):
         return ""
-    waits = any(row.exit_code == EXIT_RETRY and not row.supervisor for row in page.rows.values())
-    return field(page.identity(), "data_id") if is_supervised or page.is_in_use or waits else ""
+    rows = page.rows.values()
+    if supervisor is None:
+        runs = any(row.state_name == "data_missing" and row.age_s < FRESH_S for row in rows)
+    else:
+        runs = bool(supervisor) or any(row.exit_code == EXIT_RETRY and not row.supervisor for row in rows)
+    return field(page.identity(), "data_id") if runs or page.is_in_use else ""
 
 
 def open_page(
@@ -42,7 +47,7 @@ def open_page(
     """
     page = None
     while True:
-        known = known_id(settings, bool(supervisor))
+        known = known_id(settings, supervisor)
         try:
             return StatsPage(settings.instance, open_data(settings.data, known), settings.data)
         except DataMissingError as err:

@@ -80,6 +80,9 @@ def test_a_broker_that_waits_for_its_data_directory_can_be_stopped(broker):
     broker.up()
     broker.data.rename(broker.root / "away")
     broker.wait(lambda: reasons(broker) == ["data_missing"], "the reason that names the data directory")
+    broker.kill("framer")  # it had not noticed; now all wait
+    broker.wait(lambda: broker.status()["framer"]["state"] == "data_missing", "a framer that waits too")
+    assert broker.kmq("topics", "create", "others").returncode == RETRY
     broker.down()
     assert reasons(broker) == ["down"] and not broker.data.exists()
     broker.up()  # a start by hand begins anew where no broker runs
