@@ -18,6 +18,7 @@
     ← !nacked <topic>/<partition> <offset> deliveries=<n> [letter=<topic>/<partition>@<offset>]
     ← !err <code> <text>                            the end of the connection
     ← !err <request> <code> <text>                  the answer to one `!<request>`; the connection goes on
+    ← !err consume damaged <topic>/<partition>: …   a partition that a follower is not sent for now; the others go on
 
 `more`: the next line goes on with the same request, GROUP or ASSIGN, the same group and member, and further topics or
 partitions. Options count in the first line.

@@ -124,7 +124,7 @@ class Nacked(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line.
+    """A refusal. `request`: which `!<request>` it answers, or `consume`; "": it is the connection's last line.
 
     The text of `damaged` begins with the partition: `<topic>/<partition>: …`.
     """
@@ -237,7 +237,7 @@ def _committed(words: list[str]) -> Committed:
 
 def _failed(rest: str) -> Failed:
     request, _, others = rest.partition(" ")
-    if request not in REQUESTS:
+    if request not in (*REQUESTS, "consume"):
         request, others = "", rest
     code, _, text = others.partition(" ")
     if not _CODE.fullmatch(code):

@@ -19,6 +19,7 @@ class Torn(Broker):
     """A broker whose topic `torn` has three partitions, of which the middle one is damaged from `bad` on."""
 
     bad: int
+    later = 0  # messages that were sent to each of the others since
 
     @property
     def port(self) -> int:
@@ -27,7 +28,15 @@ class Torn(Broker):
     @property
     def readable(self) -> list[list[int]]:
         """The offsets that can be read of each partition."""
-        return [list(range(count)) for count in (COUNT, self.bad, COUNT)]
+        return [list(range(count)) for count in (COUNT + self.later, self.bad, COUNT + self.later)]
+
+
+def flip(path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +51,7 @@ def torn(tmp_path_factory):
         made.wait_routed(at + 101)
     path = sorted((made.data / "topics" / "torn" / "1").glob("*.log"))[1]
     made.bad = int(path.stem)
-    with open(path, "r+b") as file:
-        file.seek(200)
-        byte = file.read(1)[0]
-        file.seek(200)
-        file.write(bytes([byte ^ 1]))
+    flip(path, 200)
     yield made
     made.close()
 
@@ -135,10 +140,26 @@ def test_lines_serve_the_others_and_say_the_damage_once(torn):
                 counts[head[1]] = counts.get(head[1], 0) + int(head[3])
                 client.read(int(head[4]))
         assert answers.count(b"fetch") == 1
-        assert counts == {b"torn/0": COUNT, b"torn/1": torn.bad, b"torn/2": COUNT}
+        assert counts == {b"torn/%d" % number: len(numbers) for number, numbers in enumerate(torn.readable)}
         client.send(f"!seek torn/1 {torn.bad}", "!fetch 1000 torn/1")
         assert client.line() == b"!seek torn/1@%d" % torn.bad
         assert client.line().startswith(b"!err fetch damaged torn/1: ")  # asked again, and said again
+
+
+def test_a_follower_by_lines_is_sent_the_others_and_hears_of_the_damage_once(torn):
+    with LineClient(torn.port) as client:
+        client.send("CONSUME torn follow from=earliest")
+        rows = [client.line() for _ in range(4 + sum(map(len, torn.readable)))]
+        heads = [row for row in rows if row.startswith(b"!")]
+        assert [row for row in heads if row.startswith(b"!ok")] == [b"!ok torn/%d offset=0" % n for n in range(3)]
+        assert [row[:30] for row in heads if row.startswith(b"!err")] == [b"!err consume damaged torn/1: /"[:30]]
+        torn.send_lines([b"torn.@%d|0||later" % number for number in (0, 2)])
+        torn.later += 1
+        later = [client.line() for _ in range(4)]
+        assert sorted(row.split(b" ")[1] for row in later[::2]) == [b"torn/0", b"torn/2"]
+        assert all(row.endswith(b"|later") for row in later[1::2])
+    alone = ask(torn.port, "CONSUME torn/1 follow from=earliest").splitlines()  # nothing is left to follow
+    assert alone[-1].startswith(b"!err damaged torn/1: ")
 
 
 @pytest.mark.parametrize("query", ["group=http", "group=http-member&member=m"])
@@ -172,3 +193,28 @@ def test_grpc_serves_the_others_and_says_the_damage_once(torn):
             found[response.batch.partition] += [record.offset for record in response.batch.records]
             empty += not response.batch.records
     assert found == torn.readable and faults == ["damaged"]
+
+
+def test_what_was_given_back_and_is_damaged_now_keeps_nothing_else_back(torn):
+    """It waits until it is healed; others that were given back, and new messages of its partition, come."""
+    for at in range(0, 300, 100):
+        torn.send_lines([b"hurt|0||%d %b" % (n, b"z" * 400) for n in range(at, at + 100)])
+        torn.wait(lambda at=at: len(torn.lines("hurt")) == at + 100, "a block")
+    path = min((torn.data / "topics" / "hurt" / "0").glob("*.log"))
+    with kmq.Consumer("hurt", port=lambda: torn.port, group_id="hurt") as consumer:
+        found = []
+        while len(found) < 300:
+            found += consumer.poll(timeout=0.1)
+        for n in (10, 190, 290):
+            consumer.nack(found[n], delay=1)
+        consumer.commit()
+        flip(path, 200)
+        torn.send_lines([b"hurt|0||new"])
+        again = []
+        while len(again) < 3:
+            again += consumer.poll(timeout=0.1)
+        assert sorted((each.offset, each.deliveries) for each in again) == [(190, 2), (290, 2), (300, 1)]
+        consumer.commit()
+        flip(path, 200)  # healed
+        [last] = consumer.poll(timeout=PATIENCE_S)
+        assert (last.offset, last.deliveries) == (10, 2)

@@ -11,6 +11,7 @@ Not covered Who may read, and how far a group has come.
 """
 
 import os
+import time
 from contextlib import suppress
 
 from kmq import record
@@ -40,6 +41,11 @@ class Batch:
 
     def close(self) -> None:
         self._range.close()
+
+
+def moment(position: Position) -> Position:
+    """Return a position for later. `latest` is the time now: damage hides the end, and what comes from now on is meant."""
+    return Position("time", time.time_ns() // 1000) if position.kind == "latest" else position
 
 
 class Partition:

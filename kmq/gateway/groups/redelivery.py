@@ -191,7 +191,8 @@ class Redelivery:
     ) -> tuple[list[Message], dict[int, Nack]]:
         """Return messages whose rows are due, in order, with their rows, in which this delivery is counted on disk.
 
-        Those that were delivered often enough are put aside, and those that are gone are forgotten.
+        Those that were delivered often enough are put aside, those that are gone are forgotten, those that are damaged
+        wait.
         """
         store, in_hand = self.groups.store, self.groups.in_hand
         most = await self.max_deliveries(place[0])
@@ -204,6 +205,8 @@ class Redelivery:
             try:
                 message = await self._read(place, offset)
             except RequestRefused as err:
+                if err.code == "damaged":
+                    continue  # it waits until it is healed, and keeps nothing else back
                 if err.code != "out_of_range":
                     raise
                 await self.groups.forget(group, place, [offset])
@@ -331,7 +334,12 @@ class Reader:
         if found[0]:
             return self._take(place, found, position, is_alone=True)[0]
         while position < in_hand.doubted(group, place):
-            message = await self._redelivery.first(place, position)
+            try:
+                message = await self._redelivery.first(place, position)
+            except RequestRefused as err:
+                if err.code != "damaged":
+                    raise
+                message = None  # whoever reads on there hears of it
             if message is None:
                 break
             position = message.offset + 1

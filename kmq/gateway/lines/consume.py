@@ -5,16 +5,19 @@ Order       What is there when the request arrives comes partition after partiti
             bytes of one partition are what `cat` gives, up to the end of the last whole line.
 Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
 End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too. Damage of one partition
-            is told after what there is of the others.
+            is told after what there is of the others. A follower of a whole topic goes on: it is told once by
+            `!err consume damaged`, and the partition rests (kmq/gateway/core/fetching.py) until it can be read.
 """
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
-from kmq.client.egress_replies import Batch, Started
-from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature
+from kmq.client.egress_replies import Batch, Failed, Started
+from kmq.gateway.core.fetching import Damage
+from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature, moment
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
@@ -27,18 +30,20 @@ class _Reader:
     """Where one partition is read next."""
 
     def __init__(self, partition: Partition, start: Position) -> None:
-        self.partition = partition
-        self.offset = 0
-        self.damage: DamageError | None = None  # which has hidden where to begin
-        try:
-            self.offset = partition.locate(start)
-        except DamageError as err:
-            self.damage = err
+        self.partition, self.offset = partition, 0
+        self.start: Position | None = start  # None: `offset` is known
         self.place = TopicPartition(partition.topic, partition.number)
         self.seen: Signature | None = None  # when a read found nothing
+        self.damage = Damage()
+
+    def locate(self) -> None:
+        """Find where to begin, if that is not known. Raises DamageError."""
+        if (start := self.start) is not None:
+            self.start = moment(start)
+            self.offset, self.start = self.partition.locate(start), None
 
     def has_news(self) -> bool:
-        return self.partition.signature() != self.seen
+        return not self.damage.is_resting and self.partition.signature() != self.seen
 
 
 class Consumption:
@@ -58,11 +63,19 @@ class Consumption:
             try:
                 await self._send_past(reader)
             except DamageError as err:
-                damaged = damaged or RequestRefused("damaged", f"{reader.place}: {err}")
+                damaged = await self._tell(reader, err) or damaged
         if damaged is not None:
             raise damaged
         if asked.follow:
             await self._follow(readers)
+
+    async def _tell(self, reader: _Reader, err: DamageError) -> RequestRefused | None:
+        """Tell a follower of other partitions, too, of damage, once. Return how a request ends that goes on with none."""
+        if not self._asked.follow or self._asked.partition is not None:
+            return RequestRefused("damaged", f"{reader.place}: {err}")
+        if reader.damage.is_new(err):
+            await self._connection.write(Failed("consume", "damaged", f"{reader.place}: {err}").encode())
+        return None
 
     def _open(self, numbers: Sequence[int] | None, start: Position) -> list[_Reader]:
         topic, partitions = self._asked.topic, self._service.partitions
@@ -70,7 +83,11 @@ class Consumption:
             partitions.open(topic, number)
             for number in (range(partitions.count(topic)) if numbers is None else numbers)
         ]
-        return [_Reader(partition, start) for partition in opened]
+        readers = [_Reader(partition, start) for partition in opened]
+        for reader in readers:
+            with suppress(DamageError):
+                reader.locate()
+        return readers
 
     async def _begin(self, reader: _Reader, offset: int) -> None:
         reader.offset = offset
@@ -79,8 +96,7 @@ class Consumption:
 
     async def _send_past(self, reader: _Reader) -> None:
         """Send what is there now."""
-        if reader.damage is not None:
-            raise reader.damage
+        await self._service.run(reader.locate)
         await self._begin(reader, reader.offset)
         end = await self._service.run(reader.partition.end)
         while self._left and reader.offset < end:
@@ -119,7 +135,8 @@ class Consumption:
                 try:
                     has_sent |= await self._send_new(reader)
                 except DamageError as err:
-                    raise RequestRefused("damaged", f"{reader.place}: {err}") from err
+                    if (damaged := await self._tell(reader, err)) is not None:
+                        raise damaged from err
             if not has_sent and self._left:
                 looks = {reader.partition.directory: reader.has_news for reader in readers}
                 if self._asked.partition is None:
@@ -129,9 +146,12 @@ class Consumption:
 
     async def _send_new(self, reader: _Reader) -> bool:
         seen = reader.partition.signature()
-        if seen == reader.seen or not self._left:
+        if seen == reader.seen or not self._left or reader.damage.is_resting:
             return False
         async with self._service.reading(self._connection):
+            if reader.start is not None:
+                await self._service.run(reader.locate)
+                await self._begin(reader, reader.offset)
             batch = await self._service.run(reader.partition.batch, reader.offset, MAX_BATCH, self._left)
             if batch is None:
                 reader.seen = seen

@@ -32,7 +32,7 @@ from kmq.client.egress_replies import (
     Sought,
 )
 from kmq.gateway.core.fetching import Damage, Limit
-from kmq.gateway.core.partitions import END, Partition, Signature
+from kmq.gateway.core.partitions import END, Partition, Signature, moment
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waiter
 from kmq.gateway.groups.in_hand import NEVER
@@ -128,7 +128,7 @@ class Session:
                 try:
                     cursor.offset = partition.nearest(cursor.offset) if position is None else partition.locate(position)
                 except DamageError:  # the first fetch says what is damaged
-                    cursor.start = position
+                    cursor.start = None if position is None else moment(position)
                     if position is not None and position.kind == "offset":
                         cursor.offset = position.value
                 found.append(cursor)
