@@ -71,14 +71,19 @@ def take_over(core: Core, found: dict[TopicPartition, int | None]) -> bool:
     What was not there when the consumer subscribed begins at its first record, also with `latest`.
     """
     is_first = core.ends is None
-    core.ends = found if core.ends is None else core.ends
+    if core.ends is None:
+        core.ends, core.subscribed_us = found, time.time_ns() // 1000
     if core.is_managed:
         return False
     read = {*core.holdings.owned, *core.wanted}
     topics = {place.topic for place in read}
     is_young = core.start == LATEST and not is_first
     new = [place for place in found if place not in read]
-    core.wanted.update({place: EARLIEST if is_young or place.topic in topics else core.start for place in new})
+    for place in new:
+        if is_young or place.topic in topics:
+            core.wanted[place] = EARLIEST
+        else:
+            core.wanted[place] = core.start if found[place] is not None else core.start_of(place)
     return bool(new)
 
 

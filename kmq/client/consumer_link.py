@@ -180,7 +180,13 @@ class Link(asyncio.Protocol):
     async def _discover(self, host: str, port: int, token: str) -> bool:
         options = self.core.options
         found = await asyncio.to_thread(
-            discover, self.discovers, host, port, options.token or token, options.tls, options.server_hostname
+            discover,
+            self.discovers or self.core.topics,
+            host,
+            port,
+            options.token or token,
+            options.tls,
+            options.server_hostname,
         )
         self._discover_at = time.monotonic() + DISCOVER_S
         return take_over(self.core, found)

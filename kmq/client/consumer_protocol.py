@@ -80,6 +80,7 @@ class Core:
         self.topics: tuple[str, ...] = ()  # subscribed to, as a member of the group
         self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
         self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
+        self.subscribed_us = 0  # since the epoch, by the clock of this machine
         self.holdings = Holdings(options.fetch_max_bytes)
         self.requests = Requests(options.session_s)
         self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
@@ -112,7 +113,7 @@ class Core:
         if self.start != LATEST or self.ends is None:
             return self.start
         end = self.ends.get(place, 0)  # younger than the subscription: from its first record on
-        return LATEST if end is None else Position("offset", end)
+        return Position("time", self.subscribed_us) if end is None else Position("offset", end)
 
     @property
     def has_something_to_read(self) -> bool:
@@ -133,7 +134,7 @@ class Core:
                 lines.Group(options.group_id, self.member, self.topics, options.assignor, options.session_s, token)
             )
         places: dict[TopicPartition, Position | None] = {
-            place: Position("offset", owned.position) for place, owned in self.holdings.owned.items()
+            place: owned.next for place, owned in self.holdings.owned.items()
         }
         places.update(self.wanted)
         return opening_of(lines.Assign(options.group_id or None, tuple(places.items()), token))
@@ -196,7 +197,7 @@ class Core:
         self._received.begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
             if owned.stale and owned.is_placed and not owned.paused and not owned.revoked and not owned.is_damaged:
-                self.move(owned, Position("offset", owned.position), now)
+                self.move(owned, owned.next, now)
         wanted = tuple(place for place, owned in holdings.owned.items() if owned.is_wanted)
         if not wanted and holdings.owned and not is_late:
             return
@@ -220,7 +221,7 @@ class Core:
         if position.kind != "offset" and self.phase is not Phase.READING:
             raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
         self.holdings.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
-        owned.stale, owned.is_damaged = True, False
+        owned.stale, owned.is_damaged, owned.start = True, False, None
         if position.kind == "offset":
             owned.position, owned.is_placed = position.value, True
         if self.phase is Phase.READING:
@@ -385,6 +386,10 @@ class _Received:
                 owned.stale = owned.position != offsets[place]
         new = {place: offset for place, offset in offsets.items() if place not in kept}
         holdings.grant(new)
+        if not core.is_managed:
+            hidden = [place for place in new if (core.ends or {}).get(place, 0) is None]
+            for place in hidden:
+                holdings.owned[place].start = core.wanted.get(place)
         core.generation, core.wanted = assigned.generation, {}
         if is_first:
             core.requests.write_again(now)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_lines import Position, TopicPartition
 from kmq.client.message import Message, each_message
 
 
@@ -31,10 +31,12 @@ class Owned:
         "put_by",
         "revoked",
         "stale",
+        "start",
     )
 
     def __init__(self, place: TopicPartition, position: int) -> None:
         self.place, self.position = place, position
+        self.start: Position | None = None  # where to begin, if damage hides what offset that is
         self.committed = position  # the group's offset when it was assigned, or this member's last commit since
         self.moving = 0  # answers to come that say where the broker goes on reading
         self.stale = False  # the broker goes on elsewhere than at `position`
@@ -46,6 +48,12 @@ class Owned:
         # because the partition is paused.
         self.again: set[int] = set()
         self.put_by: list[Chunk] = []
+
+    @property
+    def next(self) -> Position:
+        """Return where the broker is to go on: at `start` as long as nothing has come."""
+        is_at_start = self.start is not None and self.position == self.committed
+        return self.start if is_at_start and self.start else Position("offset", self.position)
 
     @property
     def is_settled(self) -> bool:

@@ -171,6 +171,30 @@ def test_names_of_groups_and_members_are_taken_as_they_are(broker):
     assert name in {group["group"] for group in json.loads(broker.get("/api/groups")[1])}
 
 
+@pytest.mark.parametrize("group", ["", "async-latest"])
+def test_an_async_consumer_that_begins_with_latest_is_given_nothing_older(broker, group):
+    topic = f"older{group}"
+
+    def send(value: bytes) -> None:
+        broker.send_lines([b"%b.@|0||%b" % (topic.encode(), value)])
+        broker.wait(lambda: any(value in line for line in broker.lines(topic)), "the message")
+
+    send(b"before")
+
+    async def scenario():
+        async with kmq.AsyncConsumer(topic, port=lambda: port(broker), group_id=group, start="latest") as consumer:
+            async with asyncio.timeout(PATIENCE_S):
+                assert await consumer.connect()
+                assert not await consumer.poll(timeout=0.5)
+                await asyncio.to_thread(send, b"after")
+                found = []
+                while not found:
+                    found = await consumer.poll(timeout=0.1)
+                assert [message.value for message in found] == [b"after"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("group", ["", "young"])
 def test_a_partition_that_is_younger_than_the_subscription_is_read_from_its_start(broker, group):
     topic = f"grows{group}"

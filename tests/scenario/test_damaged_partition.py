@@ -218,3 +218,56 @@ def test_what_was_given_back_and_is_damaged_now_keeps_nothing_else_back(torn):
         flip(path, 200)  # healed
         [last] = consumer.poll(timeout=PATIENCE_S)
         assert (last.offset, last.deliveries) == (10, 2)
+
+
+@pytest.mark.parametrize("door", ["lines", "follow", "no group", "group", "asyncio"])
+def test_latest_is_the_moment_of_the_request_also_where_damage_hides_the_end(torn, door):
+    topic = f"blind.{door.replace(' ', '-')}"
+
+    def send(first: int, count: int) -> None:
+        torn.send_lines([b"%b.@|0||%d" % (topic.encode(), n) for n in range(first, first + count)])
+        torn.wait(lambda: len(torn.lines(topic)) == first + count, "the messages")
+
+    assert torn.kmq("topics", "create", topic).returncode == 0
+    send(0, 10)
+    [index] = (torn.data / "topics" / topic / "0").glob("*.idx")
+    flip(index, 25)  # it belongs to another segment now
+    options = {"port": lambda: torn.port, "start": "latest", "group_id": door * (door == "group")}
+    if door in ("lines", "follow"):
+        with LineClient(torn.port) as client:
+            client.send(
+                *([f"ASSIGN {topic}/0@latest", "!fetch 1000"] if door == "lines" else [f"CONSUME {topic} follow"])
+            )
+            while not client.line().startswith(b"!err "):
+                pass
+            send(10, 5)
+            flip(index, 25)
+            client.send(*["!fetch 1000 wait=60000"] * (door == "lines"))
+            heads = [client.line() for _ in range(1 + (door == "follow"))]
+            assert heads[-1].startswith(f"!batch {topic}/0 10 5 ".encode())
+    elif door == "asyncio":
+
+        async def scenario():
+            async with kmq.AsyncConsumer(topic, **options) as consumer, asyncio.timeout(PATIENCE_S):
+                while not consumer.paused():
+                    await consumer.poll(timeout=0.1)
+                await asyncio.to_thread(send, 10, 5)
+                flip(index, 25)
+                consumer.resume((topic, 0))
+                found = []
+                while len(found) < 5:
+                    found += await consumer.poll(timeout=0.1)
+                assert [each.offset for each in found] == list(range(10, 15))
+
+        asyncio.run(scenario())
+    else:
+        with kmq.Consumer(topic, **options) as consumer:
+            while not consumer.paused():
+                assert not consumer.poll(timeout=0.1)
+            send(10, 5)
+            flip(index, 25)
+            consumer.resume((topic, 0))
+            found = []
+            while len(found) < 5:
+                found += consumer.poll(timeout=0.1)
+            assert [each.offset for each in found] == list(range(10, 15))
