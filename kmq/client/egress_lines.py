@@ -43,7 +43,7 @@ from kmq import record
 from kmq.client.lines import request_line
 
 MAX_REQUEST = 1 << 16  # bytes of a request line
-MAX_REPLY = 1 << 20  # bytes of a reply line
+MAX_REPLY = 1 << 22  # bytes of a reply line: an assignment of 10,000 partitions with the longest names
 MAX_OPENING = 1 << 20  # bytes of all lines of an opening
 MAX_WAIT_MS = 300_000
 MAX_NAME = 200  # characters of the name of a group or member

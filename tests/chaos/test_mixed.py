@@ -37,7 +37,7 @@ Make = Callable[..., Pod]
 
 
 class Mixed:
-    """A pod with a gateway, writers over every door, and two groups."""
+    """A pod with a gateway, writers over every door, and groups of members over every door."""
 
     def __init__(self, pod: Pod, rng: random.Random, cleanup: ExitStack, session_s: float) -> None:
         self.pod, self.rng, self.partitions = pod, rng, PARTITIONS
@@ -127,7 +127,7 @@ class Mixed:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Let all of it arrive and be read by both groups; then there is no anomaly."""
+        """Let all of it arrive and be read by all groups; then there is no anomaly."""
         self.pod.wait_ready()
         for sender in self.senders:
             sender.finish()
@@ -149,7 +149,7 @@ class Mixed:
         assert is_drained, f"not everything is read and committed: {left}\n{members}\n{self.pod.tail()}"
 
     def _drain(self) -> bool:
-        """Wait until both groups have read and committed everything; return False if they get no further."""
+        """Wait until all groups have read and committed everything; return False if they get no further."""
         lags = None
         while lags != (lags := dict(self.observer.lags)):
             if self.pod.comes(self._is_drained, PATIENCE_S):

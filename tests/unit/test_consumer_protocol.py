@@ -13,6 +13,7 @@ from kmq.client.consumer_state import Kind
 from kmq.client.egress_lines import MAX_REQUEST, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
+from kmq.gateway.groups.terms import Limits
 
 
 class Pair:
@@ -549,6 +550,14 @@ def test_a_broker_that_is_too_old_for_an_opening_in_several_lines_is_named(pair)
     with pytest.raises(Refused):
         pair.receive(b"!err bad_request 'more': unknown option; expected one of token=\n")
     assert "the broker is too old for so many names" in str(pair.core.failed)
+
+
+def test_the_largest_assignment_that_a_group_may_have_is_taken():
+    places = [TopicPartition("t" * 190 + f"{n // 1000:010}", n % 1000) for n in range(Limits().partitions)]
+    peer = Peer(dict.fromkeys(places, 0))
+    peer.committed = dict.fromkeys(places, 0)
+    pair = Pair(peer).connect()
+    assert pair.core.phase is Phase.READING and list(pair.core.holdings.owned) == places
 
 
 def test_a_commit_in_several_lines_fails_if_one_of_them_is_refused():

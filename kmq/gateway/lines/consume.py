@@ -63,6 +63,7 @@ class Consumption:
             try:
                 await self._send_past(reader)
             except DamageError as err:
+                # The last one is named: so a consumer that asks how many partitions there are sees them all.
                 damaged = await self._tell(reader, err) or damaged
         if damaged is not None:
             raise damaged
