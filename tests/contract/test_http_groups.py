@@ -254,6 +254,18 @@ def test_messages_of_an_answer_that_hangs_come_again_when_a_commit_goes_beyond_i
             assert again_of(api, topic, group, member="heir") == ["a", "b", "c", "d"]
 
 
+def test_what_came_again_and_was_committed_does_not_come_when_the_answer_that_hung_breaks_off(broker, api, topic, group):
+    produce(api, topic, *"abcd")
+    with asked_without_reading(broker, topic, group):
+        positions = {row["partition"]: row["offset"] for row in consume(api, topic, group).value["positions"]}
+        assert commit(api, topic, group, positions).status == 200
+        assert again_of(api, topic, group) == ["a", "b", "c", "d"]
+    # The gateway has seen its end as soon as a request on a later connection is answered.
+    with connected(broker) as later:
+        assert values(consume(later, topic, group)) == []
+    assert values(consume(api, topic, group, timeoutMs=200)) == []
+
+
 def test_what_comes_again_in_an_answer_that_hangs_comes_once_more(broker, api, topic, group):
     produce(api, topic, "a")
     assert values(consume(api, topic, group)) == ["a"]

@@ -156,9 +156,12 @@ class Poller:
     def _take_back(self, moves: Iterable[Move], answer: Answer) -> None:
         """Note that the client has not got an answer: the next call is given it, unless calls have gone on behind it."""
         answer.is_lost = True
+        committed = self._groups.committed(self.group)
         for place, cursor, start, end in moves:
             if cursor.offset == end:
-                cursor.offset, cursor.seen = start, None
+                # What a commit went beyond has come again as given back, or will.
+                done = committed[place].offset if place in committed else 0
+                cursor.offset, cursor.seen = min(max(start, done), end), None
                 if not answer.is_passed:  # else a later answer has shown where this one ended, and may be committed
                     answer.new.pop(place, None)
         for at, offset in answer.again:
