@@ -100,6 +100,26 @@ def test_a_consumer_of_a_topic_that_is_not_there_waits_for_it(broker):
         assert [message.value for message in read(consumer, 1)] == [b"first"]
 
 
+@pytest.mark.parametrize("group", ["", "leftover"])
+def test_a_topic_that_is_deleted_under_a_consumer_is_said_once_and_the_others_are_read(broker, group):
+    gone, stays = f"gone{group}", f"stays{group}"
+    broker.send_lines([b"%b|0||1" % topic.encode() for topic in (gone, stays)])
+    broker.wait(lambda: broker.lines(gone) and broker.lines(stays), "both topics")
+    with opened(broker, gone, stays, group_id=group) as consumer:
+        assert len(read(consumer, 2)) == 2
+        assert broker.kmq("topics", "delete", gone, "--yes").returncode == 0
+        broker.send_lines([b"%b|0||%d" % (stays.encode(), n) for n in range(20)])
+        found, refused = [], []
+        until = time.monotonic() + PATIENCE_S
+        while len(found) < 20 and time.monotonic() < until:
+            try:
+                found += consumer.poll(max_records=1, timeout=0.5)
+            except kmq.Refused as err:
+                refused.append(str(err))
+        assert [message.topic for message in found] == [stays] * 20
+        assert len(refused) <= 1 and all(f"unknown_topic {gone}/0: there is no topic" in text for text in refused)
+
+
 def test_a_killed_gateway_costs_nothing_and_repeats_nothing(broker):
     total, found = 4000, []
 

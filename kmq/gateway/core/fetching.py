@@ -29,7 +29,7 @@ from kmq.settings import KIB
 
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once
-_REST_S = 5.0  # until a damaged partition is looked at again
+_REST_S = 5.0  # until a partition that cannot be read is looked at again
 _LOOK_S = 0.5  # longest time until a waiting call notices that its client has gone
 
 T = TypeVar("T")
@@ -44,18 +44,18 @@ class Limit(NamedTuple):
 
 
 class Damage:
-    """The damage that a reader has met in a partition, and whether it was told."""
+    """What a reader cannot read of a partition, because it is damaged or was deleted, and whether it was told."""
 
     def __init__(self) -> None:
         self._told, self._rests_until = "", 0.0
 
     @property
     def is_resting(self) -> bool:
-        """Return True while the partition need not be looked at, because it was damaged a moment ago."""
+        """Return True while the partition need not be looked at, because it could not be read a moment ago."""
         return time.monotonic() < self._rests_until
 
-    def is_new(self, err: DamageError) -> bool:
-        """Let the partition rest. Return True if the reader has not been told of this damage."""
+    def is_new(self, err: Exception) -> bool:
+        """Let the partition rest. Return True if the reader has not been told of this error."""
         known, self._told = self._told, str(err)
         self._rests_until = time.monotonic() + _REST_S
         return known != self._told

@@ -381,7 +381,7 @@ class Session:
         return True
 
     async def _answer(self, cursor: Cursor, max_bytes: int, skips: frozenset[int] = frozenset()) -> bool:
-        """Answer a fetch with records of this partition, or with its damage. Return False if there are none.
+        """Answer a fetch with records of this partition, or with what is wrong with it. Return False if there are none.
 
         `skips`: offsets that are left out; a batch ends in front of one.
         """
@@ -414,12 +414,20 @@ class Session:
                 finally:
                     self.service.release(batch)
         except DamageError as err:
-            self._take_turn(cursor)
-            if cursor.version != version or not cursor.damage.is_new(err):
-                return False
-            await self.say(Failed("fetch", "damaged", f"{cursor.place}: {err}").encode())
-            return True
+            return await self._refuse_once(cursor, version, "damaged", err)
+        except RequestRefused as err:
+            if err.code != "unknown_topic":
+                raise
+            return await self._refuse_once(cursor, version, err.code, err)  # deleted, and the others are there
         self.service.requests.count_sent(batch.span.nbytes)
+        return True
+
+    async def _refuse_once(self, cursor: Cursor, version: int, code: str, err: Exception) -> bool:
+        """Answer a fetch with what is wrong with a partition, which rests then. Return False if that was said before."""
+        self._take_turn(cursor)
+        if cursor.version != version or not cursor.damage.is_new(err):
+            return False
+        await self.say(Failed("fetch", code, f"{cursor.place}: {err}").encode())
         return True
 
     async def _pass_over(self, cursor: Cursor, skips: frozenset[int]) -> int:
