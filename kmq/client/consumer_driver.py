@@ -278,8 +278,8 @@ class Driver:
                 self.write()
                 if self.core.is_managed:
                     self._linger()
-            self.drop("this consumer is closed")
             self.core.fail(NotAnswered("this consumer is closed"))
+            self.drop("this consumer is closed")
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)

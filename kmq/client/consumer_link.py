@@ -97,8 +97,8 @@ class Link(asyncio.Protocol):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await self._gone.wait()
-        self.drop("this consumer is closed")
         self.core.fail(NotAnswered("this consumer is closed"))
+        self.drop("this consumer is closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

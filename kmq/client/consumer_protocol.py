@@ -125,6 +125,8 @@ class Core:
         """Read these topics as a member of the group, or these partitions. The caller reconnects."""
         self.holdings.lose(tuple(self.holdings.owned))
         self.topics, self.wanted, self.ends = topics, dict(places), None
+        if self.phase is Phase.AWAY:
+            self.away_since = time.monotonic()  # until now there was nothing to connect for
 
     def opening(self, token: str = "") -> bytes:
         """Return the first lines of a connection."""

@@ -3,6 +3,7 @@
 What needs the real port is in tests/scenario.
 """
 
+import asyncio
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from consumer_peer import EU, US, Peer, Server
 
 import kmq
+from kmq.client import consumer_protocol
 from kmq.client import egress_lines as lines
 from kmq.errors import ConfigError
 
@@ -348,3 +350,16 @@ def test_a_broker_that_is_not_there_is_said_once_and_so_is_its_return(caplog):
     told = [each.getMessage() for each in caplog.records if each.name == "kmq.consumer"]
     assert len(told) == 2 and told[0].endswith("nothing listens on 127.0.0.1:1; is the broker up?")
     assert told[1].startswith("connected again, after ")
+
+
+@pytest.mark.parametrize("kind", [kmq.Consumer, kmq.AsyncConsumer])
+def test_who_closes_a_consumer_that_was_never_connected_is_not_told_that_it_tries_again(kind, caplog, monkeypatch):
+    async def make():
+        consumer = kind("orders", port=1)
+        monkeypatch.setattr(consumer_protocol, "STALL_S", 0.0)
+        closed = consumer.close()
+        if closed is not None:
+            await closed
+
+    asyncio.run(make())
+    assert not [each.getMessage() for each in caplog.records]

@@ -123,7 +123,7 @@ class Redelivery:
         groups.in_hand.give_back(group, place, offset)
         groups.in_hand.trust(group, place, offset)
         groups.wake(group)
-        return Given(row.deliveries, delay_s)
+        return Given(row.deliveries, row.due - store.now_s())
 
     async def max_deliveries(self, topic: str) -> int:
         """Return the topic's own limit; 0: none."""
