@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kmq.client.egress_lines import Position, TopicPartition
-from kmq.client.message import Message, each_message
+from kmq.client.message import Message, RedeliveredMessage, each_message
 
 
 class Owned:
@@ -109,7 +109,7 @@ class Chunk:
             if self.deliveries:
                 line = self._lines[0]
                 deliveries = max(2, self.deliveries)  # it was on its way before, if nothing else
-                again = Message(place.topic, place.partition, self._offset, line, deliveries=deliveries)
+                again = RedeliveredMessage(place.topic, place.partition, self._offset, line, deliveries)
                 self._unread = iter([again])
                 self.owned.again.add(self._offset)
             else:

@@ -254,7 +254,9 @@ def test_messages_of_an_answer_that_hangs_come_again_when_a_commit_goes_beyond_i
             assert again_of(api, topic, group, member="heir") == ["a", "b", "c", "d"]
 
 
-def test_what_came_again_and_was_committed_does_not_come_when_the_answer_that_hung_breaks_off(broker, api, topic, group):
+def test_what_came_again_and_was_committed_does_not_come_when_the_answer_that_hung_breaks_off(
+    broker, api, topic, group
+):
     produce(api, topic, *"abcd")
     with asked_without_reading(broker, topic, group):
         positions = {row["partition"]: row["offset"] for row in consume(api, topic, group).value["positions"]}
