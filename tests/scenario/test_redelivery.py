@@ -1,10 +1,12 @@
 """Messages that are given back, by the Python clients of a real broker, and by whichever door has their partition."""
 
 import asyncio
+import json
 from itertools import count
 
 import pytest
 from brokers import PATIENCE_S, Broker
+from line_client import LineClient
 
 import kmq
 
@@ -243,3 +245,23 @@ def test_what_was_done_before_the_group_has_come_there_does_not_come_again(broke
         assert counted(read(third, 5)) == [(n, 1) for n in (4, 6, 7, 8, 9)]
         third.commit()
         assert third.committed((topic, 0)) == 10
+
+
+@pytest.mark.parametrize("topic", [3], indirect=True)
+def test_a_group_that_has_handled_all_that_came_apart_has_no_lag(broker, topic):
+    """A consumer commits its position with what came again, and that is where the group stood when its first reader died."""
+    with LineClient(port(broker)) as dead:
+        dead.send(f"GROUP apart member=m topics={topic}", "!fetch 100000 wait=10000")
+        while not dead.line().startswith(b"!batch "):
+            pass
+    with opened(broker, topic, "apart", member="m") as heir:
+        found = []
+        while len(found) < 10:
+            found += read(heir, 1)
+            heir.commit()
+        assert counted(found) == [(n, 2) for n in range(10)] and heir.committed((topic, 0)) == 10
+    [row] = json.loads(broker.kmq("groups", "describe", "apart", "--json").stdout)["partitions"]
+    assert row["lag"] == 0
+    with opened(broker, topic, "apart") as later:
+        add(broker, topic, [10])
+        assert counted(read(later, 1)) == [(10, 1)]

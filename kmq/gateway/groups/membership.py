@@ -316,7 +316,7 @@ class Groups:
             generation = coordinator.assignment(group, name).generation if name else 0
         known = self.store.committed(group)
         ahead = {
-            place: row
+            place: row._replace(offset=self._after_letters(group, place, row.offset))
             for place, row in rows.items()
             if place not in known
             or row.offset >= known[place].offset
@@ -481,14 +481,20 @@ class Groups:
         its way the offset stays: the next commit moves it. The rows stay, too, until a member has committed beyond
         them: it may stand in front of them still.
         """
-        nacks, known = self.store.nacks(group, *place), self.store.committed(group).get(place)
-        offset = begin = known.offset if known else start
-        while offset in nacks and nacks[offset].letter:
-            offset += 1
+        known = self.store.committed(group).get(place)
+        begin = known.offset if known else start
+        offset = self._after_letters(group, place, begin)
         if offset > begin and not self.store.is_writing(group):
             metadata, generation = (known.metadata, known.generation) if known else ("", 0)
             await self.store.commit(group, {place: Commit(offset, metadata)}, generation=generation)
             self.coordinator.committed(group, time.monotonic())
+
+    def _after_letters(self, group: str, place: Partition, offset: int) -> int:
+        """Return the first offset from this one on whose message was not put aside."""
+        nacks = self.store.nacks(group, *place)
+        while offset in nacks and nacks[offset].letter:
+            offset += 1
+        return offset
 
     # --- views -------------------------------------------------------------------------------------------------------
 
