@@ -13,6 +13,7 @@ from kmq.client.consumer_places import Places
 from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import MAX_DELAY_MS, MAX_REASON, Nack, TopicPartition
 from kmq.client.egress_replies import Nacked
+from kmq.client.failures import Fenced
 from kmq.client.lines import whole_number, wrong_type
 from kmq.client.message import Message
 from kmq.errors import KmqError
@@ -41,7 +42,15 @@ class Commits(Places):
     def _commit(self, offsets: Message | Offsets | None) -> Pending:
         if isinstance(offsets, Message) and offsets.deliveries > 1:
             return self._ask_commit((), [(TopicPartition(offsets.topic, offsets.partition), offsets.offset)])
-        return self._ask_commit(self._offsets(offsets), self._again(()) if offsets is None else ())
+        pairs = tuple(self._offsets(offsets))
+        with self._lock:
+            if offsets is not None and self._core.holdings.have_left(place for place, _ in pairs):
+                pending = Pending(b"", time.monotonic(), pairs)
+                pending.finish(
+                    error=Fenced("fenced another member may have read on meanwhile; poll says what is assigned")
+                )
+                return pending
+        return self._ask_commit(pairs, self._again(()) if offsets is None else ())
 
     def _ask_commit(
         self, offsets: Iterable[tuple[TopicPartition, int]], again: Iterable[tuple[TopicPartition, int]]

@@ -219,6 +219,17 @@ class Holdings:
         if gone:
             self.events.append(Event(Kind.LOST, gone))
 
+    def have_left(self, places: Iterable[TopicPartition]) -> bool:
+        """Return True if the application has not heard yet that one of these was lost, or was revoked and came back."""
+        wanted, revoked = set(places), set[TopicPartition]()
+        for event in self.events:
+            found = wanted.intersection(event.places)
+            if found and (event.kind is Kind.LOST or (event.kind is Kind.ASSIGNED and found & revoked)):
+                return True
+            if event.kind is Kind.REVOKED:
+                revoked |= found
+        return False
+
     def revoke(self, places: Iterable[TopicPartition], connection: int) -> None:
         """Give out no more records of these partitions, and tell the application to give them up."""
         mine = tuple(place for place in places if place in self.owned)

@@ -302,6 +302,24 @@ def test_a_consumer_that_has_ended_says_why(server, consumer):
         consumer.commit()
 
 
+def test_a_commit_from_before_a_loss_is_refused_though_the_partition_came_back(server, consumer):
+    """The program has waited for something else, so it has not heard that another member had read on. It would set that back."""
+    assert len(read(consumer, 8)) == 8
+    server.peer.committed[EU] = 4  # by another member, which had the partition meanwhile
+    connections = consumer._core.connections
+    server.cut()
+    wait_for(lambda: consumer._core.connections > connections and consumer.position(EU) == 4)
+    with pytest.raises(kmq.Fenced):
+        consumer.commit({EU: 2})
+    with pytest.raises(kmq.Fenced):
+        consumer.commit(kmq.Message("orders", 0, 1, b"1|1712345678.000001|orders|1.5|1|x"))
+    assert server.peer.committed[EU] == 4
+    consumer.commit({US: 3})
+    assert [each.offset for each in read(consumer, 1)] == [4]  # now it has heard of it
+    consumer.commit({EU: 5})
+    assert server.peer.committed == {EU: 5, US: 3}
+
+
 def test_a_closed_consumer_gives_nothing_and_ends_a_loop_of_another_thread(server):
     consumer = kmq.Consumer("orders", group_id="billing", port=server.port)
     found = []
