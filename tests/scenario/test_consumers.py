@@ -15,6 +15,7 @@ from brokers import PATIENCE_S, Broker
 from secured import Secured
 
 import kmq
+from kmq.client.consumer_protocol import Phase
 from kmq.errors import ConfigError
 
 HEADERS = [("trace", b"\xff;|\n"), ("trace", None), ("p", b"mine"), ("", b"")]
@@ -370,7 +371,9 @@ def test_a_group_that_was_moved_while_the_gateway_was_down_is_where_it_was_moved
         consumer.is_away = True
         broker.kill("gateway")
         broker.wait(lambda: broker.kmq(*reset).returncode == 0, "another gateway")
+        broker.wait(lambda: not consumer.connected, "the consumer notices")
         consumer.is_away = False
+        broker.wait(lambda: consumer._core.phase is Phase.READING, "the consumer is back")
         if to == "earliest":
             assert [message.offset for message in read_upto(consumer, 1000)] == list(range(1000))
         else:
