@@ -26,12 +26,12 @@ def run(
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
         raise ConfigError(f"unknown topic {', '.join(sorted(unknown))}; kmq topics list shows all topics")
+    if heal and only:
+        raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
+    if identity.is_unknown(data):  # by other rules good records are damage, and a repair would lead them elsewhere
+        text, what = identity.read(data, "format"), "repair" if heal else "check"
+        raise ConfigError(f"{data}/format: {text!r} is of another release; {what} it with that release")
     if heal:
-        if only:
-            raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
-        if identity.is_unknown(data):  # whose rules it does not know it would lead to other queues
-            text = identity.read(data, "format")
-            raise ConfigError(f"{data}/format: {text!r} is of another release; repair it with that release")
         return _heal(data, as_json, progress, ring_bytes)
     damage = _look(data, only, as_json, progress, ring_bytes)
     return Checked(EXIT_FAILED if damage else EXIT_OK, damage, not only)

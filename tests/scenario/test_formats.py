@@ -104,13 +104,15 @@ def test_the_first_topic_that_an_older_release_would_misread_raises_the_version(
     assert broker.kmq("verify").stdout == "no damage\n"
 
 
-def test_a_repair_leaves_a_directory_of_a_later_release_alone(broker):
+@pytest.mark.parametrize("repair", [False, True])
+def test_verify_leaves_a_directory_of_a_later_release_alone_and_calls_it_no_damage(broker, repair):
     identity.open_data(str(broker.data))
     text = identity.format_text(1, 1, identity.FORMAT + 1)
     (broker.data / "format").write_text(f"{text}\n")
     before = sorted(path.name for path in broker.data.rglob("*"))
-    done = broker.kmq("verify", "--repair")
-    assert done.returncode == 78 and "of another release; repair it with that release" in done.stderr
+    done = broker.kmq("verify", *(["--repair"] if repair else []))
+    assert done.returncode == 78 and not done.stdout
+    assert f"of another release; {'repair' if repair else 'check'} it with that release" in done.stderr
     assert sorted(path.name for path in broker.data.rglob("*") if path.name != ".owner") == before
 
 
