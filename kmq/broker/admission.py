@@ -17,7 +17,8 @@ Inodes      A lack of inodes counts as a lack of bytes: messages are refused. Fi
             report 0, which means no limit.
 Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
 Not covered Until the next walk the bound lacks: a queue that is rebuilt, a topic declared with hundreds of partitions,
-            and what XFS allocates ahead of a growing file.
+            what XFS allocates ahead of a growing file, and what other programs write there. So a message that was accepted
+            may wait until there is room.
 """
 
 import os
