@@ -144,9 +144,7 @@ def assert_ready_again(broker):
 def test_a_reached_quota_is_said_by_all_who_are_asked_until_there_is_room(started):
     broker = started(KMQ_DATA_QUOTA=20 * MIB, **SMALL)
     broker.down()
-    ballast = (
-        broker.data / "ballast"
-    )  # there when the broker measures: until it does so again, it does not know what others write
+    ballast = broker.data / "ballast"  # it is there when the broker measures: what comes later is seen by the next walk
     ballast.write_bytes(b"x" * (8 * MIB))
     broker.up()
     wait_faces(broker, "")
