@@ -81,6 +81,18 @@ def test_a_token_that_only_reads_is_told_why_it_cannot_change_anything(tab, brok
     assert page.get_by_role("button", name="Reset…").is_disabled()
 
 
+def test_a_reset_waits_until_the_group_is_known(tab, broker):
+    page = enter(tab, broker.all_roles, "#/overview")
+    page.route("**/api/groups/ledger", lambda route: None)  # no answer
+    tab.open("#/groups/ledger")
+    button = page.get_by_role("button", name="Reset…")
+    button.wait_for()
+    assert button.is_disabled()
+    page.unroute("**/api/groups/ledger")
+    page.reload()
+    page.wait_for_selector("main button.danger:enabled")
+
+
 def test_a_reset_shows_its_dry_run_and_changes_only_after_a_yes(tab, broker):
     page = enter(tab, broker.all_roles, "#/groups/ledger")
     button = page.get_by_role("button", name="Reset…")

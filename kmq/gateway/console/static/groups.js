@@ -54,7 +54,7 @@ function resetForm(name, app) {
     h("label", null, "To ", h("select", { name: "to", onchange: () => { form.elements.time.closest("label").hidden = form.elements.to.value !== "time"; } },
       h("option", { value: "earliest" }, "the first message"), h("option", { value: "latest" }, "the end"), h("option", { value: "time" }, "a time"))),
     h("label", { hidden: true }, "Time (UTC) ", h("input", { name: "time", type: "datetime-local", step: "1" })),
-    h("button", { type: "submit", class: "danger" }, "Reset…"));
+    h("button", { type: "submit", class: "danger", disabled: true }, "Reset…"));
   const reset = () => {
     const { topic, to, time } = form.elements;
     const where = to.value === "time" ? { timestamp: Date.parse(`${time.value}Z`) || 0 } : to.value;
