@@ -7,7 +7,7 @@ Memory      At most _MOST_COMMITS commits are on their way; what is committed me
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kmq.client import egress_replies as replies
 from kmq.client.egress_lines import MAX_REPLY, MAX_REQUEST, Assign, BadLine, Commit, Fetch, Group, TopicPartition
@@ -83,18 +83,15 @@ def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]
 
 def opening_of(asked: Group | Assign) -> bytes:
     """Return the first lines of a connection: several where one would be over MAX_REQUEST bytes."""
-    parts: list[Group | Assign]
-    if isinstance(asked, Group):
-        parts = [
-            asked._replace(topics=some, more=True)
-            for some in fitting(asked.topics, lambda some: asked._replace(topics=some, more=True).encode())
-        ]
-    else:
-        parts = [
-            asked._replace(partitions=some, more=True)
-            for some in fitting(asked.partitions, lambda some: asked._replace(partitions=some, more=True).encode())
-        ]
-    return b"".join(part.encode() for part in [*parts[:-1], parts[-1]._replace(more=False)])
+
+    def line_of(some: tuple[Any, ...], more: bool = True) -> bytes:
+        if isinstance(asked, Group):
+            return asked._replace(topics=some, more=more).encode()
+        return asked._replace(partitions=some, more=more).encode()
+
+    names: tuple[Any, ...] = asked.topics if isinstance(asked, Group) else asked.partitions
+    *others, last = fitting(names, line_of)
+    return b"".join([*map(line_of, others), line_of(last, more=False)])
 
 
 def nameable(wanted: tuple[TopicPartition, ...], last: TopicPartition | None) -> tuple[TopicPartition, ...]:
