@@ -78,17 +78,18 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
     asyncio.run(main())
 
 
-def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ran(tmp_path, monkeypatch):
+def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ran(tmp_path, monkeypatch, capfd):
     """Its members would begin there with their option `start`, and skip what has come meanwhile. Others have no offset there."""
     groups_of = {"both": (0, 1), "one": (0,), "all": (0, 1, 2)}  # → partitions in which they have committed
     commits = [commit(group, 0, time.time(), number=n) for group, numbers in groups_of.items() for n in numbers]
     data = write_data(tmp_path / "d", [b"t|0||a", *commits], {"t": 4})
     path = tmp_path / "d/topics/t/topic.toml"
     path.write_text(topics.with_growth(path.read_text(), Topic("t", 4, 1, (), [(2, 2), (3, 3)])))
-    written, is_down = [], True
+    written, refused, is_down = [], [], True
 
     async def store(self, group, rows, *_):
         if is_down:
+            refused.append(group)
             raise RequestRefused("busy")
         written.append((group, {number: row.offset for (_, number), row in rows.items()}))
 
@@ -103,11 +104,16 @@ def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ra
             while not heard:
                 await asyncio.sleep(0.01)
             assert [place.partition for place in heard[-1].partitions] == [0, 1], "the broker takes no commits yet"
+            while len(refused) < 3:
+                await asyncio.sleep(0.01)
             is_down = False
             while len(heard[-1].partitions) < 4:
                 groups.sync("new", member)
                 await asyncio.sleep(0.01)
             assert written == [("all", {3: 0}), ("both", {2: 0, 3: 0})]
+            assert capfd.readouterr().err.count("event=beginning_not_committed") == 1, (
+                "said once, however often it is tried"
+            )
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 

@@ -162,20 +162,23 @@ class Groups:
         """Commit the beginning of groups in young partitions. Nobody is given those before that is on disk."""
         try:
             for group, offsets in rows.items():
-                while not await self._has_begun(group, offsets):
+                is_first = True
+                while not await self._has_begun(group, offsets, is_first):
+                    is_first = False
                     await asyncio.sleep(_LOOK_S)
         finally:
             self._beginning.remove(beginning)
         self._tell_topics()
 
-    async def _has_begun(self, group: str, rows: dict[Partition, Commit]) -> bool:
-        """Try to commit, and return False if that is to be tried again."""
+    async def _has_begun(self, group: str, rows: dict[Partition, Commit], is_first: bool) -> bool:
+        """Try to commit, and return False if that is to be tried again, which the log says at the first try alone."""
         try:
             await self.store.commit(group, rows)
         except RequestRefused as err:
             is_lasting = not err.refusal.is_retryable
             effect = "its members begin there at their own start" if is_lasting else "tried again"
-            self._log.warn("beginning_not_committed", group=group, reason=err, effect=effect)
+            if is_first or is_lasting:
+                self._log.warn("beginning_not_committed", group=group, reason=err, effect=effect)
             return is_lasting
         self.coordinator.committed(group, time.monotonic())
         return True
