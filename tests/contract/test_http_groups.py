@@ -279,6 +279,17 @@ def test_what_comes_again_in_an_answer_that_hangs_comes_once_more(broker, api, t
         assert again_of(api, topic, group) == ["a"]
 
 
+def test_the_last_message_read_comes_once_more_if_it_was_given_back_and_its_answer_hangs(broker, api, topic, group):
+    """Its member commits all that it had read before: the offset that whoever has the message again would commit."""
+    produce(api, topic, *"ab")
+    assert values(consume(api, topic, group)) == ["a", "b"]
+    nack(api, topic, group, 1)
+    with asked_without_reading(broker, topic, group):
+        assert values(consume(api, topic, group, timeoutMs=200)) == []
+        assert commit(api, topic, group, {0: 2}).status == 200
+        assert again_of(api, topic, group) == ["b"]
+
+
 def test_an_answer_that_is_read_after_all_does_not_come_again(broker, api, topic, group):
     """Two callers of one member: the quick one commits beyond what the slow one works on."""
     produce(api, topic, *"ab")

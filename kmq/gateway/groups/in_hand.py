@@ -302,8 +302,8 @@ class InHand:
         for offset, hand in self._hands.get((group, place), {}).items():
             is_just_this = hand.is_shown and committed == offset + 1
             if is_just_this or committed >= hand.position:
-                is_lost = self.answers.is_on_the_way(group, hand.member, place, offset)
-                found.append((offset, is_just_this or not is_lost))
+                # Who read up to this message before giving it back commits the same offset as who has it again.
+                found.append((offset, not self.answers.is_on_the_way(group, hand.member, place, offset)))
         return sorted(found)
 
 
