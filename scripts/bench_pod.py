@@ -26,7 +26,8 @@ from bench.report import Figure, Measure, run, say
 from bench.sending import Sending
 from kmq.broker.stats import peek
 from kmq.errors import KmqError
-from kmq.settings import MIB, STAGES
+from kmq.setting_values import MIB
+from kmq.settings import STAGES
 
 PARTS = ("idle", "steady", "most")
 # Messages of 100 bytes per second; those of one millisecond are sent together.

@@ -39,7 +39,8 @@ from kmq.client.lines import LineSender, format_message, read_port
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, BusyError, ConfigError, KmqError, RetryError
 from kmq.links.ownership import FileLock, describe
 from kmq.log import dropped, wal
-from kmq.settings import KIB, MIB, Settings, load
+from kmq.setting_values import KIB, MIB
+from kmq.settings import Settings, load
 
 STALLED_S = 10.0  # nothing moves for this long: say so and stop waiting
 READY_S = 60.0  # longest wait for a broker that is up but still recovering

@@ -29,7 +29,8 @@ from math import inf
 from kmq.links.fifo import CAPACITY
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
-from kmq.settings import KIB, MIB, Settings
+from kmq.setting_values import KIB, MIB
+from kmq.settings import Settings
 from kmq.states import InForce
 
 _COPIES = 2  # of each message: in the WAL and in its queue

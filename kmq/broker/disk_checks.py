@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from kmq.broker import findings
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check, size
 from kmq.broker.supervision import is_data
-from kmq.settings import FOREVER, GIB, Settings
+from kmq.setting_values import FOREVER, GIB
+from kmq.settings import Settings
 
 MOST_SYNCS, SPAN_S = 100, 1.5  # the measurement ends at whichever comes first
 WAIT_S = 30.0

@@ -21,7 +21,8 @@ from kmq.links import doorbell, layout
 from kmq.links.layout import BLOCKS
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
-from kmq.settings import MIB, SHM, Settings
+from kmq.setting_values import MIB
+from kmq.settings import SHM, Settings
 
 _OLDEST_PYTHON = (3, 11)
 _PROCESSES_BYTES = 192 * MIB  # what four stages, the gateway and the supervisor take beside the rings

@@ -14,7 +14,8 @@ from kmq.cli import config
 from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
 from kmq.errors import ConfigError
-from kmq.settings import Settings, load, parse_duration
+from kmq.setting_values import parse_duration
+from kmq.settings import Settings, load
 
 _MODE = 0o600
 

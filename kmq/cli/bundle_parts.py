@@ -26,7 +26,8 @@ from kmq import __version__
 from kmq.broker.stats import Row, peek
 from kmq.cli.redaction import HIDDEN, clean
 from kmq.errors import ConfigError, KmqError
-from kmq.settings import MIB, Settings
+from kmq.setting_values import MIB
+from kmq.settings import Settings
 
 MOST_BYTES = MIB  # of one file in the bundle
 _MOST_PARTS = 64  # files; together with MOST_BYTES the bound of the whole

@@ -13,18 +13,8 @@ from kmq import states, terminal
 from kmq.cli.helptext import examples
 from kmq.cli.redaction import HIDDEN, clean, shown
 from kmq.errors import EXIT_CONFIG, ConfigError
-from kmq.settings import (
-    FOREVER,
-    SETTINGS,
-    SHARED,
-    Setting,
-    load,
-    of_environment,
-    of_file,
-    retired,
-    service_links,
-    suggest,
-)
+from kmq.setting_values import FOREVER
+from kmq.settings import SETTINGS, SHARED, Setting, load, of_environment, of_file, retired, service_links, suggest
 
 config_app = typer.Typer(
     no_args_is_help=True,

@@ -16,7 +16,8 @@ from kmq.cli.helptext import examples
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topics import MAX_PARTITIONS
-from kmq.settings import SHARED, parse_duration
+from kmq.setting_values import parse_duration
+from kmq.settings import SHARED
 from kmq.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
 
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def seconds(option: str, text: str) -> float:
     """Return a duration in seconds. Raises ConfigError, which names the option."""
-    from kmq.settings import parse_duration
+    from kmq.setting_values import parse_duration
 
     try:
         return parse_duration(text)

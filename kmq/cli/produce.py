@@ -16,7 +16,8 @@ from kmq.cli.progress import counted
 from kmq.client.lines import LineSender, format_message, read_port
 from kmq.client.waiting import STALL_S, Patience, say
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.settings import KIB, Settings, load
+from kmq.setting_values import KIB
+from kmq.settings import Settings, load
 
 if TYPE_CHECKING:
     from kmq.client.delivery import Delivery

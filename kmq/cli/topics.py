@@ -23,7 +23,8 @@ from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topic_sizes import measure
 from kmq.logfmt import pairs
-from kmq.settings import FOREVER, SETTINGS, Settings, load
+from kmq.setting_values import FOREVER
+from kmq.settings import SETTINGS, Settings, load
 from kmq.states import InForce
 
 topics_app = typer.Typer(

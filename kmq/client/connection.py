@@ -13,7 +13,8 @@ from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
 from kmq.client.protocol import Core
 from kmq.errors import KmqError, RetryError
-from kmq.settings import KIB, Settings, load
+from kmq.setting_values import KIB
+from kmq.settings import Settings, load
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second

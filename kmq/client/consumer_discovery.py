@@ -14,7 +14,7 @@ from kmq.client.consumer_protocol import Core
 from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Consume, TopicPartition
 from kmq.client.egress_replies import Failed, Started, reply
 from kmq.client.failures import Refused
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})

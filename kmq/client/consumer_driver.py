@@ -23,7 +23,7 @@ from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
 from kmq.errors import KmqError
 from kmq.refusals import find
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _RECEIVE_BYTES = 256 * KIB
 _SLICE_S = 1.0  # longest wait without a look around

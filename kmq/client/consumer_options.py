@@ -13,7 +13,7 @@ from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, TopicPartitio
 from kmq.client.options import check_token
 from kmq.errors import ConfigError
 from kmq.record import NO_PARTITION, is_topic_name
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 PORT = 5674
 

@@ -29,7 +29,8 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from kmq.client.waiting import Patience
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.refusals import RETRYABLE
-from kmq.settings import MIB, Settings
+from kmq.setting_values import MIB
+from kmq.settings import Settings
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str | bytes | None]]  # pairs keep order and duplicates
 

@@ -10,7 +10,7 @@ from kmq.client.lines import request_line
 from kmq.errors import ConfigError
 from kmq.ids import NAME_PATTERN
 from kmq.refusals import RETRYABLE
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 _NAME = re.compile(NAME_PATTERN)
 

@@ -37,7 +37,7 @@ from kmq.client.window import Pacing, Window
 from kmq.client.wire import Greeting, Replies, format_hello
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.refusals import RETRYABLE
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
 

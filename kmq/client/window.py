@@ -8,7 +8,7 @@ from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import renumber
 from kmq.client.options import Options
 from kmq.errors import KmqError
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 

@@ -29,7 +29,7 @@ from kmq.framing.source import Source
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import CONTROL, LAST_ID, LINES, MESSAGES
 from kmq.routing import AnyTopic
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 Origin = tuple[bytes, bytes, bytes, bool]  # connection, `p`, `w` or nothing, producer or scope, may write reserved
 

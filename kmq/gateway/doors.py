@@ -31,7 +31,8 @@ from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
 from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
 from kmq.gateway.lines.connection import Connection
-from kmq.settings import MIB, Settings
+from kmq.setting_values import MIB
+from kmq.settings import Settings
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
 _MOST_HTTP = 1024  # calls that wait for messages among them

@@ -22,7 +22,8 @@ from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
 from kmq.gateway.http.exchange import HttpConnection
 from kmq.log.disk import replace_file
-from kmq.settings import KIB, Settings
+from kmq.setting_values import KIB
+from kmq.settings import Settings
 from kmq.tokens import Tokens
 
 _RPCS = 2048  # simultaneous calls, streams included

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from kmq.ingress.connection import Connection
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 UNREAD_BYTES = 32 * MIB  # of all replies that producers have not read

@@ -19,7 +19,7 @@ import socket
 
 from kmq.ingress.replies import Replies
 from kmq.links.raw import Sender
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # ssl would cost every stage some megabytes

@@ -25,7 +25,7 @@ from kmq.ingress.connection import GREETING, PLAIN, Connection
 from kmq.ingress.errs import Errs
 from kmq.links.handover import Handover, Part
 from kmq.links.raw import Sender
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 _LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)

@@ -14,7 +14,7 @@ import os
 import stat
 
 from kmq.errors import ConfigError
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
 

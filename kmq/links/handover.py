@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kmq.links import raw
 from kmq.links.raw import Sender
 from kmq.links.received import ReceivedWriter
-from kmq.settings import KIB, PIPE_BUF
+from kmq.setting_values import KIB, PIPE_BUF
 
 Part = bytes | bytearray | memoryview
 _CONTROL_LINE = -1

@@ -45,7 +45,7 @@ from kmq.links.layout import (
 from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.links.ringfile import RingFile
 from kmq.logfmt import Logger
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 NAME = "received"
 _HEAD = RECORD[0]

@@ -21,7 +21,7 @@ import os
 
 from kmq.links.layout import BLOCKS, Commit, Consumed, Framed, Received
 from kmq.links.ring import RingWriter
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _CHUNK = 64 * KIB  # searched or zeroed at once: small enough to leave no hole in the heap behind
 READ_BYTES = 256 * KIB  # read from the FIFO at once: fits the second-level cache, some blocks of short lines

@@ -22,7 +22,7 @@ from kmq.log.compaction import Sealed
 from kmq.log.disk import replace_file
 from kmq.log.replaced import Horizon, Tombstone
 from kmq.log.segment import COMPACT, Limits
-from kmq.settings import FOREVER
+from kmq.setting_values import FOREVER
 
 _LEAST_S = 60.0  # between two passes because of tombstones
 

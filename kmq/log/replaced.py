@@ -27,7 +27,7 @@ from kmq import record, routing
 from kmq.errors import CorruptError
 from kmq.log import compaction, reader
 from kmq.log.compaction import Sealed
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 MAX_KEYS = 100_000
 _FILTER_BITS = 1 << 27  # of the filter, at most, and a quarter more

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from kmq import record
 from kmq.log import topic_records
 from kmq.log.disk import replace_file, sync_directory
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record

@@ -16,7 +16,8 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.settings import FOREVER, GIB, SETTINGS, Settings, parse_duration
+from kmq.setting_values import FOREVER, GIB, parse_duration
+from kmq.settings import SETTINGS, Settings
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"

@@ -17,7 +17,7 @@ from kmq.log.disk import find_tail
 from kmq.log.lines import RECV_TS, SEQ, is_stored, last_line
 from kmq.log.reader import LogReader
 from kmq.log.segment_reader import SegmentReader
-from kmq.settings import parse_duration
+from kmq.setting_values import parse_duration
 
 
 def logs(data: str, what: str) -> list[tuple[str, LogReader]]:

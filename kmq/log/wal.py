@@ -47,7 +47,7 @@ from kmq.log.disk import (
 )
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 # (lines, first seq, count, recv_ts in µs of the last line).
 Stored = tuple[Buffer, int, int, int]

@@ -11,7 +11,7 @@ from kmq.links.handover import Handover
 from kmq.links.raw import Sender
 from kmq.links.received import ReceivedWriter
 from kmq.log.identity import open_data
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 
 def hand_over(pod: Pod, pieces: Iterable[tuple[Sender, bytes, int]]) -> None:

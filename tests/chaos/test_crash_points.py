@@ -47,7 +47,8 @@ from kmq.log.identity import open_data
 from kmq.log.partition import PartitionLog
 from kmq.log.wal import Wal
 from kmq.router.retention import Retention
-from kmq.settings import PIPE_BUF, Settings, load
+from kmq.setting_values import PIPE_BUF
+from kmq.settings import Settings, load
 from stages import durability, framer, router
 
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}

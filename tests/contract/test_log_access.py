@@ -14,9 +14,9 @@ from kmq import record
 from kmq.gateway.core import spans
 from kmq.log import index, reader, segment_reader, topics
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.spark.source import brokers, remote
 from kmq.spark.source.brokers import Directory
-from kmq.spark.source.options import WAL
 from kmq.spark.source.remote import Remote
 
 LINES = [b"%b.k%d|%d|%d|%b" % ((b"a", b"b", b"c")[n % 3], n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(3000)]

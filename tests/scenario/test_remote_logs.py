@@ -8,9 +8,9 @@ from certificates import Authority
 from kmq import record
 from kmq.errors import ConfigError, RetryError
 from kmq.log.lines import last_line
+from kmq.log.reader import WAL
 from kmq.spark.connections import Access, Tls
 from kmq.spark.source import remote
-from kmq.spark.source.options import WAL
 from kmq.spark.source.remote import Remote
 
 COUNT = 20_000

@@ -13,7 +13,8 @@ from kmq.framing.checkpointer import CHECKPOINT_BYTES
 from kmq.links import layout
 from kmq.links.staging import area_bytes
 from kmq.probe import LIVE_S
-from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
+from kmq.setting_values import MIB
+from kmq.settings import DRAIN_S, GRACE_S, SETTINGS, SHM, STAGES, Settings
 
 Document = dict[str, Any]
 Check = Callable[[list[Document]], Iterator[str]]

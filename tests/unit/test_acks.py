@@ -7,7 +7,7 @@ import pytest
 from kmq.links import acks
 from kmq.links.acks import AckReader, AckWriter
 from kmq.links.fifo import open_fifo
-from kmq.settings import PIPE_BUF
+from kmq.setting_values import PIPE_BUF
 
 
 @pytest.fixture

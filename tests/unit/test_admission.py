@@ -9,7 +9,8 @@ import pytest
 
 from kmq.broker import admission
 from kmq.broker.admission import Admission, Usage
-from kmq.settings import GIB, MIB, load
+from kmq.setting_values import GIB, MIB
+from kmq.settings import load
 
 
 class Broker:

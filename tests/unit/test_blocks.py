@@ -10,7 +10,7 @@ from kmq.framing.parser import Parser
 from kmq.links import raw
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import LAST_ID, LINES, MESSAGES, Sender
-from kmq.settings import PIPE_BUF
+from kmq.setting_values import PIPE_BUF
 
 LATER = 1 << 60  # µs: a recv_ts beyond every clock
 LIMITS = BlockLimits(7, 4000)

@@ -16,7 +16,8 @@ from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.cli import app
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
-from kmq.settings import GIB, MIB, STAGES, load, table
+from kmq.setting_values import GIB, MIB
+from kmq.settings import STAGES, load, table
 
 ROOT = Path(__file__).parents[2]
 S = 1_000_000_000

@@ -30,7 +30,8 @@ from kmq.fleet.applying import Applier
 from kmq.fleet.commands import KEPT, Commands
 from kmq.log import requests, topics
 from kmq.log.identity import open_data
-from kmq.settings import GIB, MIB, load
+from kmq.setting_values import GIB, MIB
+from kmq.settings import load
 from kmq.states import InForce, States
 
 

@@ -26,7 +26,7 @@ from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.service import kmq_handler
 from kmq.gateway.listeners import grpc_server, listen_grpc
 from kmq.logfmt import Logger
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 PATIENCE_S = 30.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"

@@ -16,7 +16,7 @@ from kmq.links.fifo import open_fifo, waiting_bytes
 from kmq.links.handover import Handover
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import LINES, MESSAGES, Sender
-from kmq.settings import KIB, PIPE_BUF
+from kmq.setting_values import KIB, PIPE_BUF
 
 MAX = 1 << 16
 

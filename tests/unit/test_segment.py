@@ -9,7 +9,8 @@ from made_up import stored
 from kmq.errors import ConfigError
 from kmq.log import segment
 from kmq.log.segment import Limits, Segment
-from kmq.settings import GIB, load
+from kmq.setting_values import GIB
+from kmq.settings import load
 
 NEVER = float("inf")
 S = 1_000_000  # µs

@@ -9,7 +9,7 @@ import pytest
 from kmq import settings
 from kmq.errors import ConfigError
 from kmq.links.fifo import CAPACITY
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 
 def load(tmp_path, toml="", **environ):

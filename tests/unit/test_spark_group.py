@@ -14,10 +14,11 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
+from kmq.log.reader import WAL
 from kmq.spark.connections import Access
 from kmq.spark.source import group, stream_reader
 from kmq.spark.source.group import GroupOffsets
-from kmq.spark.source.options import WAL, Options
+from kmq.spark.source.options import Options
 from kmq.spark.streaming import committing
 
 OTHERS = (409, {"code": "unknown_member", "message": "group g has members; only they may commit"})

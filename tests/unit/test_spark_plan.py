@@ -7,8 +7,8 @@ import pytest
 from kmq.errors import ConfigError
 from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import Directory
-from kmq.spark.source.ends import End
-from kmq.spark.source.options import EARLIEST, LATEST, Options
+from kmq.spark.source.ends import EARLIEST, LATEST, End
+from kmq.spark.source.options import Options
 from kmq.spark.source.plan import DataLossError, Position, Range
 
 A, B, WAL = ("b1", "a", 0), ("b1", "b", 0), ("b1", "__append", 0)

@@ -13,11 +13,11 @@ from made_data import write_data
 from kmq import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.spark.connections import Access
 from kmq.spark.source import remote
 from kmq.spark.source.broker import Layout
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import WAL
 from kmq.spark.source.remote import Remote as PatientRemote
 
 PATIENCE_S = 30.0

@@ -8,7 +8,7 @@ from ring_ends import put, taken
 
 from kmq.links.layout import Consumed, Framed, Received, Stamp
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.settings import KIB, MIB, PIPE_BUF
+from kmq.setting_values import KIB, MIB, PIPE_BUF
 
 AREA = 8192
 DONE = Received(1732190000, 12345)

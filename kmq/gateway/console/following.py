@@ -14,7 +14,7 @@ from kmq.gateway.console.messages import shown, told, weight
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 _LINES_S, _ROWS_S = 4, 200
 EVERY_S = 1 / _LINES_S

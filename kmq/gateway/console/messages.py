@@ -22,7 +22,7 @@ from kmq.gateway.core.partitions import Partition
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 MOST_SHOWN = 64 * KIB
 ANSWER_BYTES = 4 * MIB

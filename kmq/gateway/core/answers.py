@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from kmq.broker.incidents import Strangers
 from kmq.gateway.core.refused import RequestRefused
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 ANSWER_BYTES = 64 * MIB  # of all answers together
 COPIES = 4  # of a record on its way out: line, value, message, and its bytes in the answer

@@ -25,7 +25,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
 from kmq.log import identity
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once

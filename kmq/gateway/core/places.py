@@ -20,7 +20,7 @@ from kmq.gateway.core.bounds import Bounds
 from kmq.log import identity, reader
 from kmq.log.lines import SEQ
 from kmq.routing import Table
-from kmq.settings import KIB, MIB
+from kmq.setting_values import KIB, MIB
 
 _THREADS = 2
 _TAILS = 256

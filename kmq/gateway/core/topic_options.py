@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kmq.errors import ConfigError
 from kmq.gateway.core.refused import bad_field
 from kmq.log.segment import Limits
-from kmq.settings import FOREVER
+from kmq.setting_values import FOREVER
 
 UNLIMITED = -1
 Value = int | str | None

@@ -25,7 +25,8 @@ from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
-from kmq.settings import FOREVER, MIB, Settings
+from kmq.setting_values import FOREVER, MIB
+from kmq.settings import Settings
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, Row, decode_key, decode_payload, scan
 from kmq.log import reader
 from kmq.logfmt import Logger
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 _READ_BYTES = 4 * MIB
 _REMOVED = re.compile(rb"(?m)^\n+")  # the newlines of records that compaction removed

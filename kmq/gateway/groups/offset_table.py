@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.offset_records import Committed, Nack, Place, Row
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 MAX_GROUPS = 20_000
 MAX_BYTES = 64 * MIB

@@ -22,7 +22,8 @@ from kmq.client.options import Options
 from kmq.client.protocol import Core
 from kmq.errors import KmqError
 from kmq.gateway.core.refused import RequestRefused
-from kmq.settings import MIB, Settings
+from kmq.setting_values import MIB
+from kmq.settings import Settings
 
 PRODUCER = "__offsets"
 _PATIENCE_S = 15.0  # until a commit fails: a stage that is restarted takes a few seconds

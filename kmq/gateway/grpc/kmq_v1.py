@@ -22,7 +22,7 @@ from kmq.gateway.grpc.calls import Call, Calls, Streams
 from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.subscription import Subscription
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 _HELD_BYTES = 64 * MIB
 _MESSAGE, _HEADER = 600, 200  # bytes of memory that each takes beside its content

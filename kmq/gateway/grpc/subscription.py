@@ -30,7 +30,7 @@ from kmq.gateway.grpc.delivering import Deliveries, Out
 from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
 from kmq.refusals import known
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _MOST_REQUEST = 64 * KIB
 _Request = KMQ.request_of("Subscribe")

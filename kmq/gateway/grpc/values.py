@@ -16,7 +16,7 @@ from kmq.gateway.core.producing import NewMessage, Outcome, Stored
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.grpc.schema import KMQ
 from kmq.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 
 MOST_MESSAGES = 10_000  # in one ProduceRequest
 MOST_BYTES = MIB  # of stored lines in one answer

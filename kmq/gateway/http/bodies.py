@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from kmq.gateway.core.refused import RequestRefused
-from kmq.settings import KIB, MIB, Settings
+from kmq.setting_values import KIB, MIB
+from kmq.settings import Settings
 
 T = TypeVar("T")
 _MOST_BYTES = 8 * MIB  # of one body; more only if a single message may be longer

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from kmq.gateway.core.answers import READER, Budget
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
 _LINGER_S = 1.0  # how long a client that asked for the end of the connection may take to close it first

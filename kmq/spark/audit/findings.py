@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq.spark.source.options import WAL
+from kmq.log.reader import WAL
 
 if TYPE_CHECKING:
     from kmq.log.damage import DamageError

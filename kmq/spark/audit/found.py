@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kmq.log import segment
+from kmq.log.reader import WAL
 from kmq.spark.audit.findings import FINDINGS, NOTES, Row
 from kmq.spark.audit.snapshot import BUCKETS, Source
 from kmq.spark.source.brokers import Directory
-from kmq.spark.source.options import WAL
 
 
 class Found(NamedTuple):

@@ -4,10 +4,10 @@ import io
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from kmq.log.reader import WAL
 from kmq.spark.audit.findings import FINDINGS
 from kmq.spark.audit.found import Found, Moment, Result
 from kmq.spark.audit.report import as_time
-from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

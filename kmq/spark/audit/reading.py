@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from kmq import record
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.spark.audit.evidence import Evidence
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, Row
 from kmq.spark.source.blocks import Lines
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import Block
-from kmq.spark.source.options import WAL
 
 
 class Unreadable(NamedTuple):

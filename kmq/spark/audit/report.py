@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
+from kmq.log.reader import WAL
 from kmq.spark.audit.findings import FINDINGS, NOTES
 from kmq.spark.audit.found import Found, Moment, Result
-from kmq.spark.source.options import WAL
 
 _WIDTH = 240  # least columns of a terminal that tables are laid out for
 _HOURS = 100  # lines of topics and hours in a table

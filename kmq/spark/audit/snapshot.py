@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from kmq.log import identity, segment
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.repair import ledger as ledgers
 from kmq.routing import Table, Topic, lives, table
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import WAL, Options
+from kmq.spark.source.options import Options
 
 BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_000)  # µs; each divides an hour
 _MOMENTS, _MAX_MOMENTS = 240, 50_000  # about the points in a plot over time; points of all topics together

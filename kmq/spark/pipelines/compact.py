@@ -34,7 +34,7 @@ from kmq.broker.clock import GAP_S
 from kmq.errors import ConfigError
 from kmq.log import compaction, passes, reader, topics, wal
 from kmq.log.compaction import Sealed
-from kmq.settings import FOREVER
+from kmq.setting_values import FOREVER
 from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:

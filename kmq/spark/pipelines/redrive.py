@@ -38,6 +38,7 @@ from kmq.deadletters import redrive as rules
 from kmq.deadletters.pace import Pace
 from kmq.errors import ConfigError
 from kmq.log import topic_records
+from kmq.log.reader import WAL
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.pipelines.pods import Pods
@@ -45,7 +46,6 @@ from kmq.spark.pipelines.route import among, route
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
-from kmq.spark.source.options import WAL
 
 _EXACT = ("key", "routing_key")  # read as stored, not decoded
 SCHEMA = ", ".join(

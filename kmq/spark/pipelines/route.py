@@ -32,11 +32,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from kmq.errors import ConfigError
+from kmq.log.reader import WAL
 from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.pipelines.pods import Pods, Ranges
 from kmq.spark.pipelines.queue_files import QueueFiles
 from kmq.spark.sink.routing import Routing
-from kmq.spark.source.options import WAL
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import FORMATS, TableSpec

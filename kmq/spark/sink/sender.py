@@ -25,7 +25,7 @@ from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.producer import Delivery
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.ids import MAX_NAME, PRINTS
-from kmq.settings import MIB
+from kmq.setting_values import MIB
 from kmq.spark.sink.stored import Sent, Stored, says_the_same
 from kmq.spark.sink.targets import check, producer
 from kmq.spark.sink.write_options import AGAIN, TRUST, WriteOptions

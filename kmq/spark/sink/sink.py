@@ -83,7 +83,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.settings import KIB
+from kmq.setting_values import KIB
 from kmq.spark.sink.lines import RowError, block, pieces, to_lines
 from kmq.spark.sink.numbering import BATCH_ID, ORIGIN, ORIGIN_BROKER, QUERY_ID, Counted, Identity, numbering
 from kmq.spark.sink.sender import NoPartition, ReplayError, Senders, log

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kmq import record, routing
+from kmq.log.reader import WAL
 from kmq.routing import Topic
 from kmq.spark.source.broker import Broker
-from kmq.spark.source.options import WAL
 
 _GAP = 2000  # seqs: wanted records at most this far apart are read together, with what lies between
 _STEP = 1 << 16  # records: the first step of a search backwards

@@ -18,8 +18,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
+from kmq.log.reader import WAL
 from kmq.spark.source import ends, plan
-from kmq.spark.source.options import EARLIEST, LATEST, WAL, Options
+from kmq.spark.source.ends import EARLIEST, LATEST
+from kmq.spark.source.options import Options
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets
 from kmq.spark.source.planner import Logs
 from kmq.spark.source.reading import Reading

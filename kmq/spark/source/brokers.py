@@ -9,11 +9,11 @@ from kmq.broker import stats
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, topics
+from kmq.log.reader import WAL
 from kmq.repair import ledger
 from kmq.settings import SHM
 from kmq.spark.connections import PLAIN, Access
 from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
-from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must work without
     from kmq.spark.source.blocks import Lines

@@ -23,9 +23,9 @@ from typing import Any
 from urllib.parse import quote
 
 from kmq.errors import KmqError
+from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.spark.connections import Access
-from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Key, Offsets
 from kmq.spark.source.remote import Remote
 

@@ -18,9 +18,9 @@ Not covered  Damage: unreadable records are not compared, and reading them fails
 from kmq import record
 from kmq.errors import RetryError
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import Directory
-from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Stamp
 
 _LOOK_BACK = (1, 64, 4096)  # records: the bare newlines of compacted records have no stamp

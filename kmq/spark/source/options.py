@@ -44,7 +44,7 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL as WAL
 from kmq.logfmt import Logger
-from kmq.settings import parse_bytes, parse_duration
+from kmq.setting_values import parse_bytes, parse_duration
 from kmq.spark import connections
 from kmq.spark.connections import Access
 from kmq.spark.names import check_options

@@ -33,7 +33,7 @@ from typing import Any
 
 from kmq import record
 from kmq.errors import ConfigError, KmqError
-from kmq.spark.source.options import WAL
+from kmq.log.reader import WAL
 
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]

@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterable
 
 from kmq.errors import ConfigError
+from kmq.log.reader import WAL
 from kmq.spark.names import nearest
 from kmq.spark.source import cutting, ends, lineage, plan
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import LATEST, WAL, Options
+from kmq.spark.source.ends import LATEST
+from kmq.spark.source.options import Options
 from kmq.spark.source.plan import Bounds, Key, Offsets, Range, Stamp
 from kmq.spark.source.reading import Task
 

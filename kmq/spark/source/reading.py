@@ -7,12 +7,12 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
+from kmq.log.reader import WAL
 from kmq.spark.connections import Access
 from kmq.spark.source import columns
 from kmq.spark.source.blocks import Lines
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import DataLossError, Key, Range
 
 if TYPE_CHECKING:

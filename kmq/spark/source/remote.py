@@ -24,9 +24,9 @@ from urllib.parse import quote, urlencode
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import identity
 from kmq.log.damage import DamageError
+from kmq.log.reader import WAL
 from kmq.spark.connections import PLAIN, Access, Tls
 from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
-from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status must work without
     from kmq.spark.source.blocks import Lines

@@ -26,8 +26,9 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark.source import cutting, limits, plan
+from kmq.spark.source.ends import LATEST
 from kmq.spark.source.group import GroupOffsets
-from kmq.spark.source.options import LATEST, Options
+from kmq.spark.source.options import Options
 from kmq.spark.source.plan import Bounds, Offsets, Position, Range
 from kmq.spark.source.planner import Logs
 from kmq.spark.source.reading import Reading

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kmq.spark.source.options import WAL
+from kmq.log.reader import WAL
 from kmq.spark.source.plan import Key
 from kmq.spark.streaming import late
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from kmq import record
 from kmq.errors import KmqError
 from kmq.log import reader
+from kmq.log.reader import WAL
 from kmq.spark.connections import PLAIN, Access
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import Directory, open_broker
-from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Key, least
 from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of
 
