@@ -14,20 +14,20 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.aio import AsyncProducer as AsyncProducer
     from kmq.client.consumer import Consumer as Consumer
     from kmq.client.consumer_aio import AsyncConsumer as AsyncConsumer
-    from kmq.client.egress_lines import TopicPartition as TopicPartition
     from kmq.client.failures import Fenced as Fenced
     from kmq.client.failures import NotAnswered as NotAnswered
     from kmq.client.failures import Refused as Refused
     from kmq.client.handling import Backoff as Backoff
     from kmq.client.handling import Permanent as Permanent
-    from kmq.client.lines import decode_bytes as decode_bytes
-    from kmq.client.lines import decode_payload as decode_payload
-    from kmq.client.message import Message as Message
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
     from kmq.cluster.aio import AsyncBroadcastQueue as AsyncBroadcastQueue
     from kmq.cluster.queue import BroadcastQueue as BroadcastQueue
     from kmq.errors import KmqError as KmqError
+    from kmq.message.message import Message as Message
+    from kmq.message.text import decode_bytes as decode_bytes
+    from kmq.message.text import decode_payload as decode_payload
+    from kmq.wire.requests import TopicPartition as TopicPartition
 
 __version__ = "0.2.0"  # written here only: pyproject.toml reads it, a test compares the manifests
 
@@ -41,14 +41,14 @@ _EXPORTS = {
     "Delivery": "kmq.client.producer",
     "Fenced": "kmq.client.failures",
     "KmqError": "kmq.errors",
-    "Message": "kmq.client.message",
+    "Message": "kmq.message.message",
     "NotAnswered": "kmq.client.failures",
     "Permanent": "kmq.client.handling",
     "Producer": "kmq.client.producer",
     "Refused": "kmq.client.failures",
-    "TopicPartition": "kmq.client.egress_lines",
-    "decode_bytes": "kmq.client.lines",
-    "decode_payload": "kmq.client.lines",
+    "TopicPartition": "kmq.wire.requests",
+    "decode_bytes": "kmq.message.text",
+    "decode_payload": "kmq.message.text",
 }
 
 

@@ -14,8 +14,8 @@ import sys
 
 from kmq.broker.readiness import judge
 from kmq.broker.stats import FRESH_S, PROCESSES, Row, peek
+from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
-from kmq.settings import Settings, load
 
 _ANSWER_S = 2.0  # longest wait for the gateway, which is on this machine
 # Equal to the kubelet's period: then two failures in a row mean one silence of 20 to 30 s, never two short stalls.

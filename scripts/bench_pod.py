@@ -25,9 +25,9 @@ from bench.pod import wait_until
 from bench.report import Figure, Measure, run, say
 from bench.sending import Sending
 from kmq.broker.stats import peek
+from kmq.config.settings import STAGES
+from kmq.config.values import MIB
 from kmq.errors import KmqError
-from kmq.setting_values import MIB
-from kmq.settings import STAGES
 
 PARTS = ("idle", "steady", "most")
 # Messages of 100 bytes per second; those of one millisecond are sent together.

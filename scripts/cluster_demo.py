@@ -23,9 +23,10 @@ from rich.table import Table
 
 from kmq.cli.pipeline_options import On
 from kmq.cli.pipeline_session import running
-from kmq.client.lines import LineSender, format_message
+from kmq.client.lines import LineSender
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
 from kmq.links import layout
+from kmq.message.text import format_message
 from kmq.spark.sessions import find_java, require_spark
 from kmq.spark.standalone import Standalone
 

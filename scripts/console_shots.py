@@ -25,8 +25,9 @@ from typing import Annotated, Any
 import typer
 from playwright.sync_api import Page, sync_playwright
 
-from kmq.client.lines import LineSender, format_message
+from kmq.client.lines import LineSender
 from kmq.links import layout
+from kmq.message.text import format_message
 
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")

@@ -33,14 +33,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import record
 from kmq.broker import status
-from kmq.client.lines import LineSender, format_message, read_port
+from kmq.client.lines import LineSender, read_port
+from kmq.config.settings import Settings, load
+from kmq.config.values import KIB, MIB
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, BusyError, ConfigError, KmqError, RetryError
 from kmq.links.ownership import FileLock, describe
 from kmq.log import dropped, wal
-from kmq.setting_values import KIB, MIB
-from kmq.settings import Settings, load
+from kmq.message import record
+from kmq.message.text import format_message
 
 STALLED_S = 10.0  # nothing moves for this long: say so and stop waiting
 READY_S = 60.0  # longest wait for a broker that is up but still recovering

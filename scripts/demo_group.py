@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 import kmq
-from kmq import tokens
+from kmq.access import tokens
 from kmq.client.lines import read_port
+from kmq.config.settings import Settings
 from kmq.errors import KmqError, RetryError
-from kmq.settings import Settings
 
 MEMBERS = 3
 SESSION_S = 6.0  # the shortest that a group allows: as long is what the victim had read by nobody

@@ -18,9 +18,9 @@ from typing import IO, Any
 
 import psutil
 
-from kmq import record
-from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
+from kmq.message import record
+from kmq.message.text import percent_encode
 
 LOGS = Path("/var/log")
 ENOUGH = 5000  # lines; with fewer, live process events are shipped as well

@@ -139,7 +139,7 @@ come_back() {
 # another have only those that somebody has set.
 settings() {
     if [[ ${pod[*]} ]]; then
-        inside python -c 'from kmq.settings import load
+        inside python -c 'from kmq.config.settings import load
 for name, value in load().environment().items(): print(name, value, sep="=", end="\0")'
     else
         cat "/proc/$(seen framer pid)/environ"

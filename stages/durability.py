@@ -27,6 +27,7 @@ from kmq.broker.clock import AgeClock
 from kmq.broker.oom import OomKills
 from kmq.broker.stage import Stage, main
 from kmq.broker.waits import RoomWaits, SlowSyncs
+from kmq.config.states import InForce
 from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
 from kmq.links.acks import AckWriter
@@ -35,7 +36,6 @@ from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare
 from kmq.log.segment import Limits
 from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, torn_bytes
-from kmq.states import InForce
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 

@@ -24,7 +24,6 @@ import sys
 import time
 from functools import partial
 
-from kmq import record
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main
 from kmq.broker.waits import RoomWaits
@@ -42,6 +41,7 @@ from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import topic_records
+from kmq.message import record
 
 _IDLE_MS = 100  # longest wait on the FIFO: how often to look for changes of topics
 _DRAIN_POLL_S = 0.01  # while draining: how often to look whether ingress is gone

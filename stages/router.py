@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from kmq import descriptors
+from kmq import files
 from kmq.broker.admission import NEW_TOPIC, Admission
 from kmq.broker.clock import AgeClock
 from kmq.broker.damage import Damaged
 from kmq.broker.stage import Stage, main
+from kmq.config.states import InForce
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped, identity, wal
@@ -29,7 +30,6 @@ from kmq.log.dropped import without
 from kmq.log.segment import Limits
 from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
-from kmq.states import InForce
 
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
 
@@ -118,7 +118,7 @@ def run(stage: Stage) -> None:
         stage.log,
         Limits.of(in_force.settings),
         wal_is_synced=settings.fsync == 0,
-        most_open=stage.most_files - descriptors.OWN,
+        most_open=stage.most_files - files.OWN,
     )
     queues.context.damaged, queues.context.are_recorded = Damaged(stage.row).note, True
     queues.recover(ring.committed().next_seq - 1, stage.check)

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from kmq.broker import status
+from kmq.config.settings import load
 from kmq.links import layout
-from kmq.settings import load
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")

@@ -11,8 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kmq import refusals
-from kmq.client import egress_replies as replies
+from kmq.wire import refusals, replies
 
 LONGEST_S = {"egress": 0.3, "status": 0.3, "http": 0.05}  # a client that hears nothing for so long goes away
 SPICE = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from brokers import PATIENCE_S
 
-from kmq.client import egress_replies as replies
+from kmq.wire import replies
 
 
 class LineClient:

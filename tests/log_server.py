@@ -11,8 +11,10 @@ from pathlib import Path
 from aiohttp import web, web_app
 from aiohttp.test_utils import unused_port
 
+from kmq.access.tokens import open_tokens
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stats import STATES, StatsPage
+from kmq.config.settings import STAGES, load
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.events import Events
 from kmq.gateway.core import metrics
@@ -28,8 +30,6 @@ from kmq.gateway.http.api import Api
 from kmq.links.ownership import FileLock
 from kmq.log import identity
 from kmq.logfmt import Logger
-from kmq.settings import STAGES, load
-from kmq.tokens import open_tokens
 
 _number = count()
 

@@ -1,8 +1,8 @@
 """A disk that never fills, blocks of stored lines, WALs."""
 
-from kmq import record
 from kmq.links.layout import Block
 from kmq.log.wal import Wal
+from kmq.message import record
 
 FIRST_TS = 1_700_000_000_000_000  # µs: recv_ts of the first record of a made-up log
 

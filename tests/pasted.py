@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 
 from kmq.broker import status
-from kmq.settings import load
+from kmq.config.settings import load
 
 PATIENCE_S = 300.0  # for one command; reached only by a bug
 _BLOCK = re.compile(r"(?ms)(?:^<!-- not pasted: ([^\n]*) -->\n+)?^```(\w*)\n(.*?)^```$")

@@ -5,7 +5,7 @@ from pathlib import Path
 from brokers import Broker
 from certificates import Authority
 
-from kmq import tokens
+from kmq.access import tokens
 
 
 class Secured:

@@ -26,12 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from math import inf
 
+from kmq.config.settings import Settings
+from kmq.config.states import InForce
+from kmq.config.values import KIB, MIB
 from kmq.links.fifo import CAPACITY
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
-from kmq.setting_values import KIB, MIB
-from kmq.settings import Settings
-from kmq.states import InForce
 
 _COPIES = 2  # of each message: in the WAL and in its queue
 _LONGER = 2  # a stored line takes at most twice its bytes in the FIFO; must_wait covers short lines, which grow more

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from kmq.broker import clock, findings
 from kmq.broker.findings import WARNING, Finding
 from kmq.broker.stats import AGENT, PROCESSES, RESTARTED_S, StatsPage
-from kmq.setting_values import GIB
-from kmq.settings import STAGES, Settings
+from kmq.config.settings import STAGES, Settings
+from kmq.config.values import GIB
 
 CONCERNS = (  # in the order of importance: a cause comes before its consequences
     "damage_found",

@@ -3,8 +3,8 @@
 import contextlib
 
 from kmq.broker.stats import Row, peek
+from kmq.config.settings import Settings
 from kmq.log.damage import DamageError
-from kmq.settings import Settings
 
 _MOST = 1000  # places that are remembered; beyond it the number is too small, and the warning stays
 

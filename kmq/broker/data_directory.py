@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 from kmq.broker.stats import ENDED, FRESH_S, Row, StatsPage, peek
+from kmq.config.settings import Settings
 from kmq.errors import EXIT_OK, EXIT_RETRY, Stopped
 from kmq.links.ownership import field
 from kmq.log.identity import DataMissingError, open_data
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 

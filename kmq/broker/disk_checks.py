@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from kmq.broker import findings
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check, size
 from kmq.broker.supervision import is_data
-from kmq.setting_values import FOREVER, GIB
-from kmq.settings import Settings
+from kmq.config.settings import Settings
+from kmq.config.values import FOREVER, GIB
 
 MOST_SYNCS, SPAN_S = 100, 1.5  # the measurement ends at whichever comes first
 WAIT_S = 30.0

@@ -2,8 +2,8 @@
 
 import os
 
+from kmq.config.settings import Settings
 from kmq.links import fifo, layout, received
-from kmq.settings import Settings
 
 
 class Link:

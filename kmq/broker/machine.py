@@ -16,13 +16,13 @@ from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check, size
 from kmq.broker.ports import wrong_host
 from kmq.broker.readiness import LIFELESS, state_of
 from kmq.broker.stats import StatsPage, peek
-from kmq.descriptors import LEAST, OWN
+from kmq.config.settings import SHM, Settings
+from kmq.config.values import MIB
+from kmq.files import LEAST, OWN
 from kmq.links import doorbell, layout
 from kmq.links.layout import BLOCKS
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
-from kmq.setting_values import MIB
-from kmq.settings import SHM, Settings
 
 _OLDEST_PYTHON = (3, 11)
 _PROCESSES_BYTES = 192 * MIB  # what four stages, the gateway and the supervisor take beside the rings

@@ -11,14 +11,14 @@ Not covered If containers do not share process ids, a process that is only `sile
 
 import time
 
-from kmq import certificate
+from kmq.access import certificate
+from kmq.access.certificate import Validity
 from kmq.broker import findings
 from kmq.broker.concerns import CONCERNS, judge_concerns
 from kmq.broker.findings import WARNING, Finding
 from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, Row, StatsPage
-from kmq.certificate import Validity
+from kmq.config.settings import STAGES, Settings
 from kmq.errors import EXIT_NAMES, NO_RESTART
-from kmq.settings import STAGES, Settings
 
 NO_SPACE = ADMISSIONS[1:]
 LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets ready

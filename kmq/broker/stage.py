@@ -11,20 +11,20 @@ import sys
 import time
 from collections.abc import Callable
 
-from kmq import descriptors
+from kmq import files
 from kmq.broker.data_directory import open_page
 from kmq.broker.holdings import Holdings
 from kmq.broker.stats import ADMISSIONS, ENDED, STATES
+from kmq.config.settings import DRAIN_S, Settings, load
 from kmq.errors import EXIT_OK, BusyError, KmqError, Stopped, of_os_error
+from kmq.files import keep_others_out
 from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
-from kmq.log.disk import keep_others_out
 from kmq.logfmt import Logger
-from kmq.settings import DRAIN_S, Settings, load
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # each stage imports what it uses
@@ -57,7 +57,7 @@ class Stage:
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.log = Logger(name)
-        self.most_files = descriptors.claim()
+        self.most_files = files.claim()
         self.stopping = False
         self.deadline = 0.0  # monotonic; set once the stage is told to stop
         if settings.ignored:

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kmq.broker.histogram import WORDS, Histogram
+from kmq.config.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.errors import BusyError, ConfigError
-from kmq.settings import OWNER_WAIT_S, SHM, STAGES
-from kmq.watch import file_id
+from kmq.files import file_id
 
 TYPE_CHECKING = False
 

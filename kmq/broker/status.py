@@ -4,16 +4,16 @@ import os
 import time
 
 import kmq
+from kmq.access.certificate import utc
 from kmq.broker import clock, histogram, links
 from kmq.broker.findings import Finding
 from kmq.broker.links import Link
 from kmq.broker.readiness import Verdict, judge, state_of
 from kmq.broker.stats import AGENT, TIMED, Row, StatsPage, peek
 from kmq.broker.supervision import Supervision, taken
-from kmq.certificate import utc
+from kmq.config.settings import STAGES, Settings
 from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
-from kmq.settings import STAGES, Settings
 
 __all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
 Latency = dict[str, float]  # p50, p99 in seconds; count

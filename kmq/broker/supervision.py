@@ -16,9 +16,9 @@ from kmq.broker.data_directory import known_id
 from kmq.broker.findings import is_in_pod
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage, peek
+from kmq.config.settings import STAGES, Settings
 from kmq.errors import EXIT_OK
 from kmq.links.ownership import FileLock, describe, field, is_of_another_pod
-from kmq.settings import STAGES, Settings
 
 # A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
 _SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}

@@ -25,13 +25,13 @@ import time
 from kmq.broker.data_directory import known_id
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import AGENT, StatsPage
+from kmq.config.settings import GRACE_S, STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, RetryError, of_os_error
+from kmq.files import keep_others_out
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe
-from kmq.log.disk import keep_others_out
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
-from kmq.settings import GRACE_S, STAGES, Settings, load
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
 _PAUSE_S = (0.1, 5.0)  # first and longest wait

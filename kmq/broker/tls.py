@@ -13,14 +13,14 @@ import ssl
 import time
 from typing import Any
 
-from kmq import certificate
+from kmq.access import certificate
+from kmq.access.certificate import Validity
 from kmq.broker.readiness import certificate_reason, presented
 from kmq.broker.stats import Row
-from kmq.certificate import Validity
+from kmq.config.settings import Settings
 from kmq.errors import ConfigError
+from kmq.files import Watch
 from kmq.logfmt import Logger
-from kmq.settings import Settings
-from kmq.watch import Watch
 
 _WARN_AGAIN_S = 86_400.0
 RECORD_BYTES = 1 << 14  # a TLS record carries at most this much

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kmq import __version__, terminal
+from kmq import __version__
 from kmq.cli import (
     bq,
     bundle,
@@ -30,8 +30,9 @@ from kmq.cli import (
 )
 from kmq.cli.helptext import examples
 from kmq.cli.top import command as top
+from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
-from kmq.log.disk import keep_others_out
+from kmq.files import keep_others_out
 
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (

@@ -14,9 +14,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kmq import terminal
 from kmq.cli.cluster import open_queue
 from kmq.cli.helptext import examples
+from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 
-from kmq import terminal
 from kmq.cluster.message import SNAPSHOT, Message
 from kmq.cluster.subscriber import Item, Snapshot
+from kmq.config import terminal
+from kmq.config.settings import DRAIN_S
 from kmq.errors import KmqError
 from kmq.logfmt import pairs
-from kmq.settings import DRAIN_S
 
 _LOOK_S = 0.2  # so long a stop may go unnoticed by a running command
 _KILL_S = 2.0  # between SIGTERM and SIGKILL

@@ -13,9 +13,9 @@ from kmq.cli import bundle_parts as parts
 from kmq.cli import config
 from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
+from kmq.config.settings import Settings, load
+from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
-from kmq.setting_values import parse_duration
-from kmq.settings import Settings, load
 
 _MODE = 0o600
 

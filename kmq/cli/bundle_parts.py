@@ -25,9 +25,9 @@ from typing import IO
 from kmq import __version__
 from kmq.broker.stats import Row, peek
 from kmq.cli.redaction import HIDDEN, clean
+from kmq.config.settings import Settings
+from kmq.config.values import MIB
 from kmq.errors import ConfigError, KmqError
-from kmq.setting_values import MIB
-from kmq.settings import Settings
 
 MOST_BYTES = MIB  # of one file in the bundle
 _MOST_PARTS = 64  # files; together with MOST_BYTES the bound of the whole
@@ -271,7 +271,7 @@ def _fields() -> list[str]:
 
 def metrics(settings: Settings) -> bytes:
     """Return the metrics of the gateway. Raises OSError or ConfigError if it does not serve them in time."""
-    from kmq import tokens
+    from kmq.access import tokens
     from kmq.client.lines import read_port
 
     name, host, number = ("metrics", settings.metrics_host, settings.metrics_port)

@@ -61,9 +61,9 @@ def status(
 
     Without --path and --brokers, the brokers that each checkpoint names are asked.
     """
+    from kmq.config.terminal import console
     from kmq.spark.streaming import checkpoint
     from kmq.spark.streaming import status as report
-    from kmq.terminal import console
 
     limit = seconds("--alive", alive) if alive else 0.0
     sources = _sources(origin, not offline)

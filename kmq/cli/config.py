@@ -9,12 +9,22 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.table import Table
 
-from kmq import states, terminal
 from kmq.cli.helptext import examples
 from kmq.cli.redaction import HIDDEN, clean, shown
+from kmq.config import states, terminal
+from kmq.config.settings import (
+    SETTINGS,
+    SHARED,
+    Setting,
+    load,
+    of_environment,
+    of_file,
+    retired,
+    service_links,
+    suggest,
+)
+from kmq.config.values import FOREVER
 from kmq.errors import EXIT_CONFIG, ConfigError
-from kmq.setting_values import FOREVER
-from kmq.settings import SETTINGS, SHARED, Setting, load, of_environment, of_file, retired, service_links, suggest
 
 config_app = typer.Typer(
     no_args_is_help=True,

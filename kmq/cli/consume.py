@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kmq import terminal
 from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
 from kmq.client.consumer_options import logger, to_topic
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
+from kmq.config import terminal
+from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
-from kmq.refusals import RETRYABLE
-from kmq.settings import load
+from kmq.wire.refusals import RETRYABLE
 
 if TYPE_CHECKING:
     from kmq.client.consumer import Consumer
     from kmq.client.consumer_options import Start
-    from kmq.client.egress_lines import TopicPartition
-    from kmq.client.message import Message
+    from kmq.message.message import Message
+    from kmq.wire.requests import TopicPartition
 
 _POLL_S = 0.5  # longest wait between two looks at what the terminal should hear
 _BLOCK = 5000  # messages written at once

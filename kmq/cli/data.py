@@ -1,8 +1,8 @@
 """The data directory of a command that only reads."""
 
 from kmq.broker import supervision
+from kmq.config.settings import load
 from kmq.errors import ConfigError
-from kmq.settings import load
 
 
 def existing_data() -> str:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.table import Table
 
-from kmq import terminal
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
 from kmq.cli.progress import counted
+from kmq.config import terminal
 from kmq.errors import KmqError
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def ls(
 
 
 def _list_topics(data: str, as_json: bool) -> None:
-    from kmq.client.letters import is_dead_letters
     from kmq.log import topics
     from kmq.log.partition import end_offset
     from kmq.log.reader import partition
+    from kmq.message.letters import is_dead_letters
 
     rows = [
         (name, sum(end_offset(data, name, n)[0] - partition(data, name, n).first_offset for n in range(partitions)))
@@ -131,7 +131,7 @@ def _tell_more(rest: "Iterator[Found]") -> None:
 
 
 def _row(found: "Found") -> Iterator[str]:
-    from kmq.client.letters import why_dead
+    from kmq.message.letters import why_dead
 
     message, letter = found.message, found.letter
     yield f"{message.partition}@{message.offset}"

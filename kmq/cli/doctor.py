@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kmq import __version__, gateway, terminal
+from kmq import __version__, gateway
 from kmq.broker import checks, disk_checks, machine, supervision
 from kmq.broker import status as statuses
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check
@@ -16,8 +16,9 @@ from kmq.broker.readiness import LIFELESS, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
+from kmq.config import terminal
+from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError, pip_install
-from kmq.settings import STAGES, Settings, load
 
 _COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kmq import record
 from kmq.cli.cluster import open_queue
 from kmq.cli.fleet_status import print_results, status
 from kmq.cli.helptext import examples
+from kmq.config.settings import SHARED
+from kmq.config.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
+from kmq.config.values import parse_duration
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topics import MAX_PARTITIONS
-from kmq.setting_values import parse_duration
-from kmq.settings import SHARED
-from kmq.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
+from kmq.message import record
 
 if TYPE_CHECKING:
     from kmq.cluster.fleet import Result

@@ -8,10 +8,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kmq import terminal
 from kmq.cli.cluster import open_queue
+from kmq.config import terminal
+from kmq.config.states import SETTINGS, TOKENS, TOPICS
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.states import SETTINGS, TOKENS, TOPICS
 
 if TYPE_CHECKING:
     from kmq.cluster.fleet import Report, Result

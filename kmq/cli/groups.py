@@ -8,10 +8,11 @@ from urllib.parse import quote
 import typer
 from rich.table import Table
 
-from kmq import refusals, terminal
 from kmq.cli.helptext import examples
+from kmq.config import terminal
+from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.settings import Settings, load
+from kmq.wire import refusals
 
 groups_app = typer.Typer(
     no_args_is_help=True,
@@ -53,7 +54,7 @@ def _port(settings: Settings) -> int:
 
 
 def _authorization(settings: Settings) -> dict[str, str]:
-    from kmq import tokens
+    from kmq.access import tokens
 
     token = tokens.local(settings)
     return {"Authorization": f"Bearer {token}"} if token else {}

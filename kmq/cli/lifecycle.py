@@ -19,12 +19,12 @@ from kmq.broker.status import Status
 from kmq.cli.helptext import examples
 from kmq.cli.startup import Startup
 from kmq.client.lines import read_port
+from kmq.config.settings import GRACE_S, Settings, load
 from kmq.errors import BusyError, ConfigError, KmqError, pip_install
 from kmq.links import layout
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log.identity import open_data
-from kmq.settings import GRACE_S, Settings, load
 
 _DOWN_S = GRACE_S + 5.0
 _POLL_S = 0.02

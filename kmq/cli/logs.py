@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kmq import terminal
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
+from kmq.config import terminal
+from kmq.config.settings import load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.logfmt import pairs
-from kmq.settings import load
 
 if TYPE_CHECKING:
     from kmq.log.show import Stat

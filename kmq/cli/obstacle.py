@@ -2,11 +2,12 @@
 
 import socket
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker import status
-from kmq.client.lines import no_connection, read_port, request_line
+from kmq.client.lines import no_connection, read_port
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
-from kmq.settings import Settings
+from kmq.message.text import request_line
 
 _ASK_S = 1.0  # longest wait for the reply of ingress
 

@@ -29,7 +29,7 @@ class From(NamedTuple):
 
     def options(self) -> dict[str, str]:
         """Return the options of format("kmq"). Raises ConfigError if options contradict each other."""
-        from kmq.settings import load
+        from kmq.config.settings import load
 
         if self.path and self.brokers:
             raise ConfigError("give --path or --brokers, not both")
@@ -152,7 +152,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def seconds(option: str, text: str) -> float:
     """Return a duration in seconds. Raises ConfigError, which names the option."""
-    from kmq.setting_values import parse_duration
+    from kmq.config.values import parse_duration
 
     try:
         return parse_duration(text)

@@ -275,7 +275,7 @@ def metrics(
         else:
             table = metrics.as_table(metrics.summary(job.spark, where, windows.window))
             job.progress.stop()
-            from kmq.terminal import console
+            from kmq.config.terminal import console
 
             console().print(table)
 

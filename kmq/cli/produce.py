@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kmq import record, refusals
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
-from kmq.client.lines import LineSender, format_message, read_port
+from kmq.client.lines import LineSender, read_port
 from kmq.client.waiting import STALL_S, Patience, say
+from kmq.config.settings import Settings, load
+from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.setting_values import KIB
-from kmq.settings import Settings, load
+from kmq.message import record
+from kmq.message.text import format_message
+from kmq.wire import refusals
 
 if TYPE_CHECKING:
     from kmq.client.delivery import Delivery
@@ -83,7 +85,7 @@ def line_sender(settings: Settings, patience: Patience) -> LineSender:
     """Return a connection to the ingress of this broker, with a token if one is needed."""
     token = ""
     if settings.tokens:
-        from kmq import tokens
+        from kmq.access import tokens
 
         token = tokens.local(settings)
     return LineSender(settings.host, read_port(settings, "ingress", settings.port), token, patience)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from kmq.settings import KINDS, Setting
+from kmq.config.settings import KINDS, Setting
 
 HIDDEN = "(hidden)"
 _SHORT = 4  # characters; a shorter secret would be found in every second word

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kmq import record
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
@@ -14,8 +13,9 @@ from kmq.cli.options import grouped
 from kmq.cli.produce import line_sender
 from kmq.cli.progress import counted
 from kmq.client.waiting import Patience
+from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
-from kmq.settings import Settings, load
+from kmq.message import record
 
 if TYPE_CHECKING:
     from kmq.deadletters import redrive as rules

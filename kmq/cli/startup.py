@@ -16,8 +16,8 @@ import typer
 from kmq.broker import status as statuses
 from kmq.broker.readiness import LASTING, is_process
 from kmq.broker.status import StageStatus, Status
+from kmq.config.settings import STAGES, Settings
 from kmq.errors import EXIT_FAILED, EXIT_OK, NO_RESTART, KmqError, RetryError
-from kmq.settings import STAGES, Settings
 
 _READY_S = 60.0  # longest wait for a broker to be ready, including recovery of a long WAL
 _FULL_S = 1.0  # how long space must be lacking until a start is given up: a small volume may regain it in a moment

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kmq import terminal
 from kmq.broker import status as statuses
 from kmq.broker import supervision
 from kmq.broker.status import StageStatus, Status
 from kmq.cli.helptext import examples
+from kmq.config import terminal
+from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
-from kmq.settings import STAGES, Settings, load
 
 _COLOURS = {"ready": "green", "draining": "yellow", "recovering": "yellow"}  # by state; every other state is red
 _TEXT_COLUMNS = ("stage", "state", "waits before it")

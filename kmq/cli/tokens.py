@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from kmq.cli.helptext import examples
+from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.logfmt import pairs
-from kmq.settings import load
 
 token_app = typer.Typer(
     no_args_is_help=True,
@@ -38,7 +38,7 @@ def new_token(
     ] = None,
 ) -> None:
     """Make a token and print it. It is shown only once: the file keeps a hash. It is valid within a second or two."""
-    from kmq import tokens
+    from kmq.access import tokens
 
     print(tokens.new(_token_file(), name, role or ()))
 
@@ -53,7 +53,7 @@ def list_tokens(
 
     To revoke a token, delete its line in the file; in a whole fleet: kmq fleet token revoke.
     """
-    from kmq import roles, tokens
+    from kmq.access import roles, tokens
 
     found = tokens.read(_token_file())
     rows = [

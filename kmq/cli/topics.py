@@ -10,11 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kmq import terminal
 from kmq.broker import status as statuses
 from kmq.broker.data_directory import known_id
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
+from kmq.config import terminal
+from kmq.config.settings import SETTINGS, Settings, load
+from kmq.config.states import InForce
+from kmq.config.values import FOREVER
 from kmq.errors import ConfigError, KmqError
 from kmq.log import growth, requests, topics
 from kmq.log.identity import open_data
@@ -23,9 +26,6 @@ from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topic_sizes import measure
 from kmq.logfmt import pairs
-from kmq.setting_values import FOREVER
-from kmq.settings import SETTINGS, Settings, load
-from kmq.states import InForce
 
 topics_app = typer.Typer(
     no_args_is_help=True,

@@ -21,10 +21,10 @@ from kmq.client.aio_link import Link
 from kmq.client.connection import address_of, local_address
 from kmq.client.delivery import Delivery, in_parts
 from kmq.client.failures import NotAnswered
-from kmq.client.lines import Headers, make_routing_key
 from kmq.client.options import Choices, Options
 from kmq.client.protocol import Core, Outgoing, as_list
 from kmq.errors import KmqError
+from kmq.message.text import Headers, make_routing_key
 
 
 class AsyncProducer:

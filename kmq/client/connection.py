@@ -12,9 +12,9 @@ from collections.abc import Callable
 from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
 from kmq.client.protocol import Core
+from kmq.config.settings import Settings, load
+from kmq.config.values import KIB
 from kmq.errors import KmqError, RetryError
-from kmq.setting_values import KIB
-from kmq.settings import Settings, load
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
@@ -47,7 +47,7 @@ def local_consumer_address() -> tuple[str, int, str]:
 def _local_token(settings: Settings) -> str:
     if not settings.tokens:
         return ""
-    from kmq import tokens
+    from kmq.access import tokens
 
     return tokens.local(settings)
 

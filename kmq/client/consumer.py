@@ -29,13 +29,13 @@ from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import Core
 from kmq.client.consumer_state import Chunk, Event, Kind
 from kmq.client.consumer_waits import Waits
-from kmq.client.egress_lines import TopicPartition
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.letterbox import local_producer, makes_producers
-from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.client.runner import Runner, Stop, stopping
 from kmq.errors import KmqError
+from kmq.message.message import Message
+from kmq.wire.requests import TopicPartition
 
 _FOR_EVER_S = 3600.0  # one wait of an iteration
 

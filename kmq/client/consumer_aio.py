@@ -25,16 +25,16 @@ from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, 
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Event, Kind
 from kmq.client.consumer_waits import LAST_COMMIT_S
-from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import Nacked, PartitionOffsets
 from kmq.client.failures import NotAnswered
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.letterbox import local_producer, makes_producers
-from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, stopping
 from kmq.client.runner_aio import AsyncRunner
 from kmq.errors import KmqError
+from kmq.message.message import Message
+from kmq.wire.replies import Nacked, PartitionOffsets
+from kmq.wire.requests import TopicPartition
 
 _FOR_EVER_S = 3600.0
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from kmq.client.consumer_options import logger, to_place
 from kmq.client.consumer_places import Places
 from kmq.client.consumer_wire import Pending
-from kmq.client.egress_lines import MAX_DELAY_MS, MAX_REASON, Nack, TopicPartition
-from kmq.client.egress_replies import Nacked
 from kmq.client.failures import Fenced
-from kmq.client.lines import whole_number, wrong_type
-from kmq.client.message import Message
 from kmq.errors import KmqError
+from kmq.message.message import Message
+from kmq.message.text import whole_number, wrong_type
+from kmq.wire.replies import Nacked
+from kmq.wire.requests import MAX_DELAY_MS, MAX_REASON, Nack, TopicPartition
 
 _MOST_CALLBACKS = 10_000
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from kmq.client.connection import CONNECT_S, open_socket
 from kmq.client.consumer_protocol import Core
-from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Consume, TopicPartition
-from kmq.client.egress_replies import Failed, Started, reply
 from kmq.client.failures import Refused
-from kmq.setting_values import KIB
+from kmq.config.values import KIB
+from kmq.wire.replies import Failed, Started, reply
+from kmq.wire.requests import EARLIEST, LATEST, BadLine, Consume, TopicPartition
 
 DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})

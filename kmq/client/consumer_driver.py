@@ -21,9 +21,9 @@ from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Core
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
+from kmq.config.values import KIB
 from kmq.errors import KmqError
-from kmq.refusals import find
-from kmq.setting_values import KIB
+from kmq.wire.refusals import find
 
 _RECEIVE_BYTES = 256 * KIB
 _SLICE_S = 1.0  # longest wait without a look around

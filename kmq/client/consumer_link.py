@@ -12,7 +12,7 @@ from kmq.client.consumer_protocol import Core
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
 from kmq.errors import KmqError
-from kmq.refusals import find
+from kmq.wire.refusals import find
 
 _SLICE_S = 1.0  # longest wait without a look around
 _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests

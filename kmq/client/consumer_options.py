@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypedDict
 
-from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, TopicPartition, position_of
 from kmq.client.options import check_token
+from kmq.config.values import MIB
 from kmq.errors import ConfigError
-from kmq.record import NO_PARTITION, is_topic_name
-from kmq.setting_values import MIB
+from kmq.message.record import NO_PARTITION, is_topic_name
+from kmq.wire.requests import ASSIGNORS, MAX_NAME, Position, TopicPartition, position_of
 
 PORT = 5674
 

@@ -8,10 +8,10 @@ from kmq.client.consumer_options import ConsumerOptions, Start, to_place, to_pos
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Owned
 from kmq.client.consumer_wire import Pending
-from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import PartitionOffsets
 from kmq.client.failures import Refused
 from kmq.errors import ConfigError, KmqError
+from kmq.wire.replies import PartitionOffsets
+from kmq.wire.requests import TopicPartition
 
 
 class Mover(Protocol):

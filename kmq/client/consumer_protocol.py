@@ -2,7 +2,7 @@
 
     opening → connected → receive … take → lost            (kmq.Consumer and kmq.AsyncConsumer move the bytes)
 
-    egress_lines.py, egress_replies.py   the lines          consumer_state.py   partitions, and records that wait
+    kmq/wire/requests.py, kmq/wire/replies.py   the lines          consumer_state.py   partitions, and records that wait
     consumer_options.py                  the options        consumer_wire.py    replies cut out of a stream, requests
 
 Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the next one goes while the application works
@@ -32,8 +32,6 @@ from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 
-from kmq.client import egress_lines as lines
-from kmq.client import egress_replies as replies
 from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
 from kmq.client.consumer_state import Event, Holdings, Owned
 from kmq.client.consumer_wire import (
@@ -46,11 +44,13 @@ from kmq.client.consumer_wire import (
     opening_of,
     split,
 )
-from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Position, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.waiting import STALL_S
 from kmq.errors import KmqError
-from kmq.refusals import find
+from kmq.wire import replies
+from kmq.wire import requests as lines
+from kmq.wire.refusals import find
+from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartition
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
 # Shares of the session, which each request renews: the longest wait of one `!fetch`, and of silence without one. A consumer

@@ -11,8 +11,8 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from kmq.client.egress_lines import Position, TopicPartition
-from kmq.client.message import Message, RedeliveredMessage, each_message
+from kmq.message.message import Message, RedeliveredMessage, each_message
+from kmq.wire.requests import Position, TopicPartition
 
 
 class Owned:

@@ -7,11 +7,11 @@ from kmq.client.consumer_commits import Commits, Offsets
 from kmq.client.consumer_driver import Driver
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Phase
-from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import Nacked, PartitionOffsets
 from kmq.client.failures import NotAnswered
-from kmq.client.message import Message
 from kmq.errors import KmqError
+from kmq.message.message import Message
+from kmq.wire.replies import Nacked, PartitionOffsets
+from kmq.wire.requests import TopicPartition
 
 LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
 

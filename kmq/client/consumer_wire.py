@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
-from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import MAX_REPLY, MAX_REQUEST, Assign, BadLine, Commit, Fetch, Group, TopicPartition
 from kmq.client.failures import Fenced
 from kmq.errors import KmqError
+from kmq.wire import replies
+from kmq.wire.requests import MAX_REPLY, MAX_REQUEST, Assign, BadLine, Commit, Fetch, Group, TopicPartition
 
 Item = TypeVar("Item")
 

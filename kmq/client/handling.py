@@ -23,12 +23,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kmq import record
 from kmq.client.consumer_options import ConsumerOptions
-from kmq.client.egress_lines import TopicPartition
-from kmq.client.letters import DLQ, Failure
-from kmq.client.message import Message
 from kmq.errors import ConfigError
+from kmq.message import record
+from kmq.message.letters import DLQ, Failure
+from kmq.message.message import Message
+from kmq.wire.requests import TopicPartition
 
 POLL_S = 1.0  # longest wait for records
 OWN_TOPIC = f"<topic>{DLQ}"

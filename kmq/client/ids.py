@@ -2,9 +2,9 @@
 
 from secrets import token_hex
 
-from kmq.client.lines import Headers, format_headers, make_id, wrong_type
 from kmq.client.options import Options
-from kmq.ids import MADE_UP, MAX_ID_DIGITS
+from kmq.message.ids import MADE_UP, MAX_ID_DIGITS
+from kmq.message.text import Headers, format_headers, make_id, wrong_type
 
 
 class Ids:

@@ -1,4 +1,4 @@
-"""Stores dead letters (letters.py) for a consumer that runs a handler. Blocks until each is on disk."""
+"""Stores dead letters (kmq/message/letters.py) for a consumer that runs a handler. Blocks until each is on disk."""
 
 import re
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from hashlib import sha256
 
 from kmq.client.consumer_options import PORT, ConsumerOptions, logger
 from kmq.client.failures import Refused
-from kmq.client.letters import Failure, format_letter
-from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.errors import KmqError
-from kmq.ids import NAME_PATTERN
+from kmq.message.ids import NAME_PATTERN
+from kmq.message.letters import Failure, format_letter
+from kmq.message.message import Message
 
 _NAME = re.compile(NAME_PATTERN)
 PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers

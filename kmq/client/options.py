@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict
 
-from kmq.client.lines import request_line
+from kmq.config.values import KIB, MIB
 from kmq.errors import ConfigError
-from kmq.ids import NAME_PATTERN
-from kmq.refusals import RETRYABLE
-from kmq.setting_values import KIB, MIB
+from kmq.message.ids import NAME_PATTERN
+from kmq.message.text import request_line
+from kmq.wire.refusals import RETRYABLE
 
 _NAME = re.compile(NAME_PATTERN)
 

@@ -23,10 +23,10 @@ from kmq.client.delivery import Delivery as CoreDelivery
 from kmq.client.delivery import in_parts
 from kmq.client.driver import Driver
 from kmq.client.failures import NotAnswered
-from kmq.client.lines import Headers, as_bytes, make_routing_key
 from kmq.client.options import Choices, Options
 from kmq.client.protocol import Core, as_list
 from kmq.errors import KmqError
+from kmq.message.text import Headers, as_bytes, make_routing_key
 
 
 class Delivery(CoreDelivery):

@@ -22,7 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import Fenced, Refused, refused_message
 from kmq.client.ids import Ids
-from kmq.client.lines import (
+from kmq.client.options import Options
+from kmq.client.window import Pacing, Window
+from kmq.client.wire import Greeting, Replies, format_hello
+from kmq.config.values import MIB
+from kmq.errors import EXIT_CONFIG, KmqError
+from kmq.message.text import (
     Headers,
     RoutingKeys,
     as_bytes,
@@ -32,12 +37,7 @@ from kmq.client.lines import (
     seconds,
     wrong_type,
 )
-from kmq.client.options import Options
-from kmq.client.window import Pacing, Window
-from kmq.client.wire import Greeting, Replies, format_hello
-from kmq.errors import EXIT_CONFIG, KmqError
-from kmq.refusals import RETRYABLE
-from kmq.setting_values import MIB
+from kmq.wire.refusals import RETRYABLE
 
 Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
 

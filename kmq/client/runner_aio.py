@@ -13,14 +13,14 @@ from typing import Protocol
 
 from kmq.client.consumer_commits import Offsets, OnCommit
 from kmq.client.consumer_options import ConsumerOptions, Start
-from kmq.client.egress_lines import TopicPartition
-from kmq.client.egress_replies import Nacked
 from kmq.client.handling import Attempts, Held, Rules
 from kmq.client.letterbox import Letterbox, report
-from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, go_on, hold, not_given_back, put_back
 from kmq.errors import KmqError
+from kmq.message.message import Message
+from kmq.wire.replies import Nacked
+from kmq.wire.requests import TopicPartition
 
 
 class AsyncSource(Protocol):

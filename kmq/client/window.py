@@ -5,10 +5,10 @@ from time import monotonic
 
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import NotAnswered, Refused
-from kmq.client.lines import renumber
 from kmq.client.options import Options
+from kmq.config.values import KIB
 from kmq.errors import KmqError
-from kmq.setting_values import KIB
+from kmq.message.text import renumber
 
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 

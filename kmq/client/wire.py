@@ -10,7 +10,7 @@ kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
 
 from kmq.client.failures import Refused
 from kmq.client.ids import Ids
-from kmq.client.lines import request_line
+from kmq.message.text import request_line
 
 
 def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:

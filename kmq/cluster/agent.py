@@ -5,10 +5,10 @@ import sys
 
 from kmq.broker.stats import AGENT
 from kmq.broker.supervision import end_with
+from kmq.config.settings import load
 from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, of_os_error, pip_install
-from kmq.log.disk import keep_others_out
+from kmq.files import keep_others_out
 from kmq.logfmt import Logger
-from kmq.settings import load
 
 
 def _arguments() -> argparse.Namespace:

@@ -28,7 +28,7 @@ from kmq.cluster.status import Status, read_status
 from kmq.cluster.subscriber import Item, Subscriber
 from kmq.cluster.transport import AsyncTransport
 from kmq.cluster.trimming import Mark
-from kmq.settings import load
+from kmq.config.settings import load
 
 
 class Sending(NamedTuple):

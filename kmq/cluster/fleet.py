@@ -1,6 +1,6 @@
 """What a fleet says over the Broadcast Queue: states, which every broker reaches, and commands, which it does once.
 
-State       A key under topics/, tokens/ or settings/ (kmq/states.py). Its message has the type `state` and the payload
+State       A key under topics/, tokens/ or settings/ (kmq/config/states.py). Its message has the type `state` and the payload
             `<key> <value>`; key and message are written in one Txn, so a snapshot has what the messages have led to.
 Command     A message whose type is one of COMMANDS. It changes no key. Each broker does its id once, unless it expires
             before, and writes what came of it under `results/<id>/<broker>`.
@@ -23,8 +23,8 @@ from kmq.cluster.lock import GUARDS, Lock
 from kmq.cluster.message import Message
 from kmq.cluster.publisher import Change, Publisher, StateChanged
 from kmq.cluster.subscriber import Snapshot
+from kmq.config.states import KINDS, UNREADABLE
 from kmq.errors import ConfigError
-from kmq.states import KINDS, UNREADABLE
 
 STATE = "state"
 COMMANDS = ("verify", "compact", "retain")

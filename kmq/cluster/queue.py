@@ -29,8 +29,8 @@ from kmq.cluster.status import Status, read_status
 from kmq.cluster.subscriber import Item, Subscriber
 from kmq.cluster.transport import Address, Transport
 from kmq.cluster.trimming import Mark
+from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
-from kmq.settings import Settings, load
 
 MARK_S = 0.1  # at most so long after its processing a message is marked, while others are processed
 WAIT_S = 10.0  # longest watch: after it a lost connection is noticed

@@ -19,7 +19,7 @@ from kmq.cluster import consul
 from kmq.cluster.consul import MAX_OPERATIONS, Entry, Operation, Steps
 from kmq.cluster.keys import Keys, decode_fields, encode_fields
 from kmq.cluster.lock import GUARDS, Lock
-from kmq.setting_values import KIB
+from kmq.config.values import KIB
 
 KEPT = 100
 KEPT_BYTES = 256 * KIB

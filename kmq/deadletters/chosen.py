@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from kmq import record
-from kmq.client.letters import DLQ, Letter, is_dead_letters, parse_letter
-from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
 from kmq.errors import ConfigError
 from kmq.log import identity, topics
+from kmq.message import record
+from kmq.message.letters import DLQ, Letter, is_dead_letters, parse_letter
+from kmq.message.message import Message
 
 _REASONS = 100  # a letter names a number in its reason, and anybody can write a letter
 FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")

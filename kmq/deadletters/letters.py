@@ -1,4 +1,4 @@
-"""Dead letters on their way back to where they came from. What a letter says: kmq/client/letters.py.
+"""Dead letters on their way back to where they came from. What a letter says: kmq/message/letters.py.
 
 Back        Topic and key of the origin, time, payload and the user's headers as stored. `replays` counts how often the
             message has gone back. A consumer or pipeline that fails again keeps this header in its new letter.
@@ -22,13 +22,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq import ids, record
-from kmq.client.letters import Letter, parse_letter, stored_headers
-from kmq.client.lines import LETTER_HEADERS, REPLAYS, percent_encode
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import KmqError
 from kmq.log import dedupe_file, identity, reader
-from kmq.routing import exact, key_behind
+from kmq.message import ids, record
+from kmq.message.letters import Letter, parse_letter, stored_headers
+from kmq.message.routing import exact, key_behind
+from kmq.message.text import LETTER_HEADERS, REPLAYS, percent_encode
 
 if TYPE_CHECKING:
     from kmq.client.producer import Producer

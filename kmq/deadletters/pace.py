@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 
-from kmq.setting_values import KIB
+from kmq.config.values import KIB
 
 BLOCK_BYTES = 64 * KIB
 _BLOCKS_PER_S = 10  # under a rate: blocks are small enough for an even flow and rare enough to sleep in between

@@ -30,13 +30,14 @@ from operator import itemgetter
 from string import Formatter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq import record, refusals
-from kmq.client.letters import parse_letter
 from kmq.deadletters import letters
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, reader, topic_records, topics
-from kmq.routing import exact, key_behind, resolve
+from kmq.message import record
+from kmq.message.letters import parse_letter
+from kmq.message.routing import exact, key_behind, resolve
+from kmq.wire import refusals
 
 if TYPE_CHECKING:
     from kmq.client.producer import Producer

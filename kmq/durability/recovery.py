@@ -7,11 +7,11 @@ Crash       Recovery may be cut off anywhere and starts again.
 
 from kmq.broker.stage import Stage
 from kmq.errors import CorruptError
+from kmq.files import Buffer
 from kmq.links import layout
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped, wal
-from kmq.log.disk import Buffer
 from kmq.log.wal import Wal
 
 

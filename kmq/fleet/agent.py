@@ -29,12 +29,12 @@ from kmq.cluster.presence import holder_of
 from kmq.cluster.queue import BroadcastQueue, Heart, Place, who_we_are
 from kmq.cluster.subscriber import Item, Snapshot, Subscriber
 from kmq.cluster.trimming import Mark
+from kmq.config.settings import SHARED, Settings
 from kmq.errors import EXIT_OK, BusyError, KmqError, RetryError, exit_code_of
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import Commands
 from kmq.links.ownership import FileLock, describe
 from kmq.logfmt import Logger
-from kmq.settings import SHARED, Settings
 
 _BEAT_S = 0.25
 _REPORT_S = 0.5  # between two looks whether something else has to be said

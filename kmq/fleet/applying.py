@@ -1,6 +1,6 @@
 """States of the fleet take effect here: topics as `kmq topics create|set` does it, everything else by a file.
 
-Owner       KMQ_DATA/cluster/states (kmq/states.py). Topics stay the router's: they are declared, and requests submitted.
+Owner       KMQ_DATA/cluster/states (kmq/config/states.py). Topics stay the router's: they are declared, and requests submitted.
             If the file goes, or another text is in it, `keep` writes it again from memory.
 Invariant   `apply` returns only after everything that the item says is on disk. To apply an item twice, or to apply a
             Snapshot instead of the messages before it, leads to the same files.
@@ -16,13 +16,13 @@ from kmq.cluster import fleet
 from kmq.cluster.keys import decode_fields
 from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Item, Snapshot
+from kmq.config.settings import Settings
+from kmq.config.states import DEFAULT, SETTINGS, TOKENS, TOPICS, UNREADABLE, States, fault, path_of, read
 from kmq.errors import ConfigError
+from kmq.files import replace_file, sync_directory
 from kmq.log import requests, topics
-from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
 from kmq.logfmt import Logger
-from kmq.settings import Settings
-from kmq.states import DEFAULT, SETTINGS, TOKENS, TOPICS, UNREADABLE, States, fault, path_of, read
 
 
 class Applier:

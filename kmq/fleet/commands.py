@@ -22,10 +22,10 @@ from typing import Any
 from kmq.cluster.consul import ConsulError
 from kmq.cluster.fleet import COMMANDS, MAX_FINDINGS, Result
 from kmq.cluster.message import Message
+from kmq.config.settings import Settings
+from kmq.files import replace_file
 from kmq.log import requests
-from kmq.log.disk import replace_file
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 VERSION = 1
 KEPT, MOST = 200, 1000

@@ -9,11 +9,11 @@ Invariant   A message is accepted only if its id is new, and the dedupe table kn
 from operator import lt
 from zlib import crc32
 
-from kmq import record
 from kmq.framing.batch import Batch
 from kmq.framing.dedupe import DedupeTable
-from kmq.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD
-from kmq.routing import AnyTopic
+from kmq.message import record
+from kmq.message.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD
+from kmq.message.routing import AnyTopic
 
 
 class Acceptor:

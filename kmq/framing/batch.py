@@ -4,8 +4,8 @@ Every stage of a batch's way knows where the text it came from may be cut, so th
 exactly the bytes that it came from: bytes of the staged text, or of the ring `received`.
 """
 
-from kmq import record
-from kmq.routing import AnyTopic
+from kmq.message import record
+from kmq.message.routing import AnyTopic
 
 # The number of the cut that ends it, the lines of the batch before it, the connection, the first and the last n that
 # the reply is for, and its text, b"" for an ack. A plain tuple, because there is one for each piece or even each

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 from operator import itemgetter
 
-from kmq import record
 from kmq.framing.batch import Batch, Cut, Reply
 from kmq.links.layout import BlockLimits, Framed, Received, Stamp
+from kmq.message import record
 
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
 _REPLY_BYTES = 120  # most that a reply takes beside its text

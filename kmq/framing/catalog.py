@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 
-from kmq import record
 from kmq.broker.admission import TOPIC_INODES
 from kmq.log import deletions, topic_records, topics
-from kmq.record import Marked
-from kmq.routing import AnyTopic, Table, Topic, resolve
+from kmq.message import record
+from kmq.message.record import Marked
+from kmq.message.routing import AnyTopic, Table, Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
 _CHANGES = topic_records.TOPIC.encode()  # the framer's own topic does not count

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from kmq.config.values import MIB
 from kmq.errors import RetryError
+from kmq.files import FULL, replace_file
 from kmq.framing.dedupe import DedupeTable
 from kmq.log import dedupe_file, spare
 from kmq.log.dedupe_file import Snapshot
-from kmq.log.disk import FULL, replace_file
-from kmq.setting_values import MIB
 
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines between two saves: a start then reads for at most a third of a second
 CHECKPOINT_S = 30.0  # longest time between two saves: the WAL must keep what the file does not cover (retention)

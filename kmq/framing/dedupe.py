@@ -22,10 +22,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from kmq.ids import MADE_UP, Producer, Window
 from kmq.log import dedupe_file
 from kmq.log.dedupe_file import ROWS_PER_BEAT, Snapshot
-from kmq.record import Starts, fingerprint
+from kmq.message.ids import MADE_UP, Producer, Window
+from kmq.message.record import Starts, fingerprint
 
 _RUNS = 1024  # runs remembered per producer
 _FORGOTTEN_AT_ONCE = 1024  # idle names: a millisecond; 50,000 took 45

@@ -20,7 +20,7 @@ import re
 from collections import namedtuple
 from itertools import accumulate
 
-from kmq import record
+from kmq.config.values import KIB
 from kmq.framing.acceptor import Acceptor
 from kmq.framing.batch import ANY_TOPIC, Batch, Cut, well_formed
 from kmq.framing.blocks import ends_of_messages
@@ -28,8 +28,8 @@ from kmq.framing.dedupe import DedupeTable
 from kmq.framing.source import Source
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import CONTROL, LAST_ID, LINES, MESSAGES
-from kmq.routing import AnyTopic
-from kmq.setting_values import KIB
+from kmq.message import record
+from kmq.message.routing import AnyTopic
 
 Origin = tuple[bytes, bytes, bytes, bool]  # connection, `p`, `w` or nothing, producer or scope, may write reserved
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from kmq import record
 from kmq.broker.admission import spare_inodes
 from kmq.broker.stage import Stage
 from kmq.errors import CorruptError, RetryError
@@ -24,6 +23,7 @@ from kmq.log import checkpoint, dedupe_file, dropped, topic_records, wal
 from kmq.log import numbered as numbers
 from kmq.log.damage import DamageError
 from kmq.log.lines import last_line
+from kmq.message import record
 
 _UNROUTED = 1 << 20  # records searched for topics that are about to be made; more wait only if router.ckpt is missing
 

@@ -19,7 +19,7 @@
       feed.py         the records of a topic in order of seq, and how far the router has come
       compacting.py   starts compactor.py, a process that compacts topics
       metrics.py      every metric
-      refused.py      a refused request; kmq/refusals.py has the codes
+      refused.py      a refused request; kmq/wire/refusals.py has the codes
     groups/           consumer groups; knows the core, and no door
       offset_records.py  the records of topic __consumer_offsets
       store.py        committed offsets: read, written, forgotten

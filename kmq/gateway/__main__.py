@@ -9,15 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kmq import descriptors
+from kmq import files
 from kmq.broker.data_directory import open_page
 from kmq.broker.stats import Row
 from kmq.broker.supervision import end_with
+from kmq.config.settings import load
 from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, exit_code_of, of_os_error, pip_install
+from kmq.files import keep_others_out
 from kmq.links.ownership import FileLock, describe
-from kmq.log.disk import keep_others_out
 from kmq.logfmt import Logger
-from kmq.settings import load
 
 _BEAT_S = 0.25
 _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some connections
@@ -44,7 +44,7 @@ def _alive(row: Row) -> Iterator[None]:
 
 def run(log: Logger, supervisor: int) -> None:
     settings = load()
-    descriptors.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
+    files.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     page = open_page("gateway", settings, supervisor, log, lambda: bool(told))

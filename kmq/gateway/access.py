@@ -1,4 +1,4 @@
-"""Who may do what over HTTP: browsers (browsers.py), tokens and roles (kmq/roles.py), the console, and who changed what.
+"""Who may do what over HTTP: browsers (browsers.py), tokens and roles (kmq/access/roles.py), the console, and who changed what.
 
 Open        /healthz and /readyz, because kubelets send no token; the files of the console, because a browser sends none
             with the address that a user typed. They show nothing of what is stored.
@@ -15,8 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq import roles
+from kmq.access import roles
+from kmq.access.roles import ADMIN, Holder
+from kmq.access.tokens import Tokens
 from kmq.broker.incidents import Strangers
+from kmq.config.settings import Settings
 from kmq.gateway.browsers import Browsers
 from kmq.gateway.console.events import Events
 from kmq.gateway.core.refused import RequestRefused
@@ -26,9 +29,6 @@ from kmq.gateway.http.errors import response_of
 from kmq.gateway.http.operation import Operation
 from kmq.gateway.http.operations import OPERATIONS
 from kmq.logfmt import Logger
-from kmq.roles import ADMIN, Holder
-from kmq.settings import Settings
-from kmq.tokens import Tokens
 
 UNAUTHORIZED = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
 _BY_ROUTE = {(operation.method, operation.path): operation for operation in OPERATIONS}

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from multidict import CIMultiDictProxy
 
-from kmq.settings import Settings
+from kmq.config.settings import Settings
 
 _PAGES = ("/", "/pages", "/docs")  # what a link of another site may lead to
 _ORIGIN, _SITE = "Origin", "Sec-Fetch-Site"

@@ -26,13 +26,13 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq import descriptors
+from kmq import files
 from kmq.broker.incidents import Strangers
+from kmq.config.settings import Settings
+from kmq.config.values import MIB
 from kmq.gateway.grpc.front import Relay
 from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
 from kmq.gateway.lines.connection import Connection
-from kmq.setting_values import MIB
-from kmq.settings import Settings
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
 _MOST_HTTP = 1024  # calls that wait for messages among them
@@ -68,7 +68,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 def most_connections(settings: Settings, most: int = _MOST) -> int:
     """Return how many connections one port of the gateway may have at most."""
-    return max(1, min(most, settings.connections, descriptors.claim() // 8))
+    return max(1, min(most, settings.connections, files.claim() // 8))
 
 
 def most_over_http(settings: Settings) -> int:

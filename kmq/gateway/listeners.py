@@ -11,9 +11,13 @@ from typing import Any
 
 import grpc
 
+from kmq.access.tokens import Tokens
 from kmq.broker.incidents import Strangers
 from kmq.broker.ports import cannot_listen
 from kmq.broker.tls import Certificates
+from kmq.config.settings import Settings
+from kmq.config.values import KIB
+from kmq.files import replace_file
 from kmq.gateway.access import UNAUTHORIZED
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors, listening, most_consumers, most_over_http
@@ -21,10 +25,6 @@ from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
 from kmq.gateway.http.exchange import HttpConnection
-from kmq.log.disk import replace_file
-from kmq.setting_values import KIB
-from kmq.settings import Settings
-from kmq.tokens import Tokens
 
 _RPCS = 2048  # simultaneous calls, streams included
 _UNREAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them

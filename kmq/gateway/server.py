@@ -18,10 +18,12 @@ from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kmq.access.tokens import open_tokens
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.readiness import Verdict
 from kmq.broker.stats import STATES, StatsPage
 from kmq.broker.tls import certificates
+from kmq.config.settings import DRAIN_S, Settings
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.core.compacting import Compacting
@@ -48,8 +50,6 @@ from kmq.gateway.lines.service import Service as Consumers
 from kmq.gateway.lines.status import StatusPort
 from kmq.gateway.listeners import grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
 from kmq.logfmt import Logger
-from kmq.settings import DRAIN_S, Settings
-from kmq.tokens import open_tokens
 
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
 _REPORT_S = 1.0  # between two log lines of one event

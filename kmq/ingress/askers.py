@@ -21,7 +21,7 @@ from kmq.broker.stage import Stage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kmq.tokens import Tokens
+    from kmq.access.tokens import Tokens
 
 MAX_QUESTION = 256  # bytes of a line: a token is at most 108
 _RECEIVE_BYTES = 4096

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+from kmq.config.values import MIB
 from kmq.ingress.connection import Connection
-from kmq.setting_values import MIB
 
 PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 UNREAD_BYTES = 32 * MIB  # of all replies that producers have not read

@@ -17,9 +17,9 @@ Memory      A producer that leaves more than MAX_PENDING bytes of replies unread
 import select
 import socket
 
+from kmq.config.values import MIB
 from kmq.ingress.replies import Replies
 from kmq.links.raw import Sender
-from kmq.setting_values import MIB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # ssl would cost every stage some megabytes

@@ -8,9 +8,9 @@ Time        At most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the 
 
 import time
 
+from kmq.config.settings import DRAIN_S
 from kmq.ingress.loop import Loop
 from kmq.links.fifo import waiting_bytes
-from kmq.settings import DRAIN_S
 
 _TURN_S = 0.05
 _GRACE_S = 0.2  # how long connected producers may still send

@@ -3,7 +3,7 @@
 import select
 import socket
 
-from kmq import descriptors
+from kmq import files
 from kmq.broker.incidents import Strangers
 from kmq.broker.stage import Stage
 from kmq.ingress.askers import most_askers
@@ -11,7 +11,7 @@ from kmq.ingress.farewell import Farewells, reset_on_close
 from kmq.ingress.ports import Listener
 from kmq.ingress.table import ConnectionTable
 
-_OWN_DESCRIPTORS = descriptors.OWN + 8  # not for connections: our own, and some to refuse connections with
+_OWN_DESCRIPTORS = files.OWN + 8  # not for connections: our own, and some to refuse connections with
 
 
 class Entrance:

@@ -1,9 +1,9 @@
 """Whether messages are accepted now: ingress measures disk and quota itself, and reads what durability waits for."""
 
-from kmq import refusals
 from kmq.broker.admission import Admission
 from kmq.broker.stage import Stage
 from kmq.broker.stats import ADMISSIONS
+from kmq.wire import refusals
 
 
 class Gate:

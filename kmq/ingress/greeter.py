@@ -9,7 +9,8 @@ Invariant   With KMQ_TOKENS nothing is taken from a connection that has not show
 
 import time
 
-from kmq import refusals
+from kmq.access.local_token import LocalToken
+from kmq.access.roles import LINES_IN
 from kmq.broker.incidents import Strangers
 from kmq.broker.stage import Stage
 from kmq.ingress.connection import ACKED, Connection
@@ -17,12 +18,11 @@ from kmq.ingress.gate import Gate
 from kmq.ingress.hello import Refused, parse
 from kmq.ingress.table import ConnectionTable
 from kmq.links.raw import Sender
-from kmq.local_token import LocalToken
-from kmq.roles import LINES_IN
+from kmq.wire import refusals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kmq.tokens import Tokens
+    from kmq.access.tokens import Tokens
 
 UNAUTHORIZED = refusals.reason(
     "unauthorized", "say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"

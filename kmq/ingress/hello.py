@@ -17,7 +17,7 @@ as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as k
 
 import re
 
-from kmq.ids import NAME_PATTERN
+from kmq.message.ids import NAME_PATTERN
 
 MAX_BYTES = 4096  # of the line
 _NAME = re.compile(NAME_PATTERN.encode())

@@ -18,14 +18,14 @@ Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them
 import time
 from collections.abc import Callable
 
-from kmq import record
+from kmq.config.values import KIB
 from kmq.ingress import hello
 from kmq.ingress.budgets import PartialBudget
 from kmq.ingress.connection import GREETING, PLAIN, Connection
 from kmq.ingress.errs import Errs
 from kmq.links.handover import Handover, Part
 from kmq.links.raw import Sender
-from kmq.setting_values import KIB
+from kmq.message import record
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 _LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)

@@ -19,7 +19,7 @@ from kmq.links.handover import Handover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kmq.tokens import Tokens
+    from kmq.access.tokens import Tokens
 
 _GATE_S = 0.1  # while messages are refused: how often the gate is looked at
 
@@ -132,7 +132,7 @@ class Loop:
 
 
 def _tokens(stage: Stage) -> "Tokens":
-    from kmq.tokens import Tokens
+    from kmq.access.tokens import Tokens
 
     tokens, host = Tokens(stage.settings, stage.log.warn), stage.settings.host
     if not (host.startswith("127.") or host in ("::1", "localhost")):

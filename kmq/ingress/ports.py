@@ -7,8 +7,8 @@ from kmq.broker.incidents import Strangers
 from kmq.broker.ports import cannot_listen
 from kmq.broker.stage import Stage
 from kmq.errors import Stopped
+from kmq.files import replace_file, with_room
 from kmq.ingress.connection import Connection
-from kmq.log.disk import replace_file, with_room
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from kmq.links.handover import Handover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kmq.tokens import Tokens
+    from kmq.access.tokens import Tokens
 
 
 class Producers:

@@ -12,7 +12,7 @@ Memory      Refused messages are only counted; their replies are written REFUSAL
 
 import socket
 
-from kmq.setting_values import KIB
+from kmq.config.values import KIB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

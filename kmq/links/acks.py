@@ -16,7 +16,7 @@ import fcntl
 import os
 from collections import deque
 
-from kmq.setting_values import MIB, PIPE_BUF
+from kmq.config.values import MIB, PIPE_BUF
 
 KEEP_BYTES = 8 * MIB
 _CAPACITY = MIB  # what the two rings and the FIFO `raw` may hold unanswered fits

@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 
 import sysv_ipc
 
+from kmq.config.settings import SHM
 from kmq.errors import ConfigError, RetryError
 from kmq.links.ownership import field
-from kmq.settings import SHM
 
 WAIT_S = 0.05  # longest sleep on a bell: bounds what a lost wake-up can cost
 _SETS = 64  # keys of an instance: its rings need four, and crashes may leave some

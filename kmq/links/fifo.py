@@ -13,8 +13,8 @@ import fcntl
 import os
 import stat
 
+from kmq.config.values import MIB
 from kmq.errors import ConfigError
-from kmq.setting_values import MIB
 
 CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
 

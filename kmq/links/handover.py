@@ -9,10 +9,10 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
+from kmq.config.values import KIB, PIPE_BUF
 from kmq.links import raw
 from kmq.links.raw import Sender
 from kmq.links.received import ReceivedWriter
-from kmq.setting_values import KIB, PIPE_BUF
 
 Part = bytes | bytearray | memoryview
 _CONTROL_LINE = -1

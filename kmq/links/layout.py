@@ -52,11 +52,11 @@ from collections.abc import Iterator
 
 import posix_ipc
 
+from kmq.config.settings import SHM
 from kmq.errors import BusyError, ConfigError
 from kmq.links import doorbell
 from kmq.links.doorbell import Bells, fence
 from kmq.links.ownership import RingLock, field, is_same_file
-from kmq.settings import SHM
 
 LAYOUT = 4  # version of the layout on this page
 RINGS = ("framed", "durable")  # of blocks, which are counted in messages; each has two bells

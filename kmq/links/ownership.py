@@ -22,9 +22,9 @@ import socket
 import struct
 import time
 
+from kmq.config.settings import OWNER_WAIT_S, SHM
 from kmq.errors import BusyError
-from kmq.settings import OWNER_WAIT_S, SHM
-from kmq.watch import file_id
+from kmq.files import file_id
 
 LOOK_S = 0.25  # how often a holder looks whether its lock file is still there
 NOTICE_S = 4 * LOOK_S  # by then a holder has noticed, unless it is stopped

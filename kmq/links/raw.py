@@ -18,7 +18,7 @@ Invariant   A control line is written at once and is shorter than PIPE_BUF, so i
 
 import re
 
-from kmq.ids import NAME_PATTERN
+from kmq.message.ids import NAME_PATTERN
 
 CONTROL = b"!"
 _CONNECTION, _NAME, _NUMBER = rb"\d{1,20}\.\d{1,20}", NAME_PATTERN.encode(), rb"\d{1,19}"

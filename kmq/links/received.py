@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from kmq.config.values import KIB, MIB
 from kmq.links import layout
 from kmq.links.doorbell import fence
 from kmq.links.layout import (
@@ -45,7 +46,6 @@ from kmq.links.layout import (
 from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.links.ringfile import RingFile
 from kmq.logfmt import Logger
-from kmq.setting_values import KIB, MIB
 
 NAME = "received"
 _HEAD = RECORD[0]

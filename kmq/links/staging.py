@@ -19,9 +19,9 @@ one.
 import mmap
 import os
 
+from kmq.config.values import KIB
 from kmq.links.layout import BLOCKS, Commit, Consumed, Framed, Received
 from kmq.links.ring import RingWriter
-from kmq.setting_values import KIB
 
 _CHUNK = 64 * KIB  # searched or zeroed at once: small enough to leave no hole in the heap behind
 READ_BYTES = 256 * KIB  # read from the FIFO at once: fits the second-level cache, some blocks of short lines

@@ -29,15 +29,14 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kmq.errors import RetryError
+from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log import dedupe_file, growth, remnant, segment, spare
 from kmq.log.deletions import Deleted
-from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.growth import Since
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
 from kmq.logfmt import Logger
-from kmq.partitioners import PARTITIONERS
-from kmq.routing import Topic
+from kmq.message.routing import PARTITIONERS, Topic
 
 Rows = dict[tuple[str, int], State]
 

@@ -43,9 +43,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from kmq.errors import BusyError, CorruptError, KmqError
+from kmq.files import make_directory, sync_directory
 from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, segment, topics
-from kmq.log.disk import make_directory, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
 from kmq.log.segment import COMPACT

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from zlib import crc32
 
-from kmq.ids import PRINTS, Producer, WindowSnapshot, pack, unpack
+from kmq.message.ids import PRINTS, Producer, WindowSnapshot, pack, unpack
 
 _VERSION = 2
 _ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005

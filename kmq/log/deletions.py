@@ -18,10 +18,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from kmq import record
 from kmq.errors import CorruptError
-from kmq.log.disk import replace_file, sync_directory
-from kmq.routing import Topic, lives
+from kmq.files import replace_file, sync_directory
+from kmq.message import record
+from kmq.message.routing import Topic, lives
 
 NAME = "deletions"
 COPY = "topics/.deletions"

@@ -13,9 +13,9 @@ import time
 from collections import namedtuple
 from collections.abc import Sequence
 
-from kmq import record
 from kmq.errors import CorruptError
-from kmq.log.disk import QUARANTINE, AppendFile, WaitForRoom, sync_directory
+from kmq.files import QUARANTINE, AppendFile, WaitForRoom, sync_directory
+from kmq.message import record
 
 _LINE_BYTES = 256  # a line is shorter
 _LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")

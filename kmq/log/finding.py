@@ -6,10 +6,10 @@ Invariant   Every hit from an index line is checked against the data: a damaged 
 
 from collections.abc import Iterator
 
-from kmq import record
 from kmq.log.index import Entry
 from kmq.log.lines import first_at
 from kmq.log.segment_reader import SegmentReader, Segments
+from kmq.message import record
 
 
 class FoundRecord:

@@ -10,10 +10,10 @@ import zlib
 from collections import namedtuple
 from itertools import pairwise
 
-from kmq import record
 from kmq.log import reader
 from kmq.log.damage import DamageError
-from kmq.routing import Growth, key_behind
+from kmq.message import record
+from kmq.message.routing import Growth, key_behind
 
 KEYED = "its records have keys, and new records of a key would go to another partition than its stored ones"
 _SAMPLE = 1000  # records that are looked at, from each end of a partition

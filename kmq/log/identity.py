@@ -25,7 +25,7 @@ import re
 import zlib
 
 from kmq.errors import WRONG_KIND, ConfigError, CorruptError, RetryError
-from kmq.log.disk import FULL, replace_file, sync_directory
+from kmq.files import FULL, replace_file, sync_directory
 
 LABELLED = 2  # indexes have labels, and keys may have marks
 FORMAT = 3

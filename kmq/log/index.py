@@ -22,9 +22,9 @@ import re
 import zlib
 from collections.abc import Callable
 
-from kmq import record
+from kmq.files import AppendFile, Buffer, WaitForRoom, with_room
 from kmq.log import identity
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, with_room
+from kmq.message import record
 
 BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 64  # a seq and a time are shorter

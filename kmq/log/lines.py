@@ -8,7 +8,7 @@ import re
 from bisect import bisect_left
 from itertools import pairwise
 
-from kmq import record
+from kmq.message import record
 
 SEQ, RECV_TS = 0, 1  # the fields of a stamp, (seq, recv_ts in µs), by which a record is looked up
 _CHUNK = 1 << 20

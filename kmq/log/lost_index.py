@@ -16,15 +16,15 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from kmq import record
+from kmq.files import WaitForRoom, find_tail
 from kmq.log import dropped, reader, segment, topics
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.log.disk import WaitForRoom, find_tail
 from kmq.log.index import MAX_LABEL, IndexWriter, must_have_label, read_entries, read_label
 from kmq.log.lines import SEQ, is_stored
 from kmq.log.segment import Segment
 from kmq.log.segment_reader import SegmentReader
-from kmq.routing import Table, resolve
+from kmq.message import record
+from kmq.message.routing import Table, resolve
 
 # Returns how the other copy contradicts a stored line, without its newline; "" if it does not.
 Contradiction = Callable[[bytes], str]

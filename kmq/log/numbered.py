@@ -11,12 +11,12 @@ Cost        A few reads, and for each partition the sizes of its files: if they 
 
 import os
 
-from kmq import record
 from kmq.errors import CorruptError
+from kmq.files import find_tail
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, segment, topics, wal
-from kmq.log.disk import find_tail
 from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY, directory_of
+from kmq.message import record
 
 
 def end(data: str) -> tuple[int, int]:

@@ -17,9 +17,9 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 from kmq.errors import RetryError
+from kmq.files import AppendFile, Buffer, WaitForRoom, make_directory, point_symlink, with_room
 from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, make_directory, point_symlink, with_room
 from kmq.log.index import IndexWriter, last_before, line_end
 from kmq.log.lines import count_lines
 from kmq.log.segment import Limits, Segment

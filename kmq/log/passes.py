@@ -17,12 +17,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from kmq.config.values import FOREVER
+from kmq.files import replace_file
 from kmq.log import compaction, reader, topics, wal
 from kmq.log.compaction import Sealed
-from kmq.log.disk import replace_file
 from kmq.log.replaced import Horizon, Tombstone
 from kmq.log.segment import COMPACT, Limits
-from kmq.setting_values import FOREVER
 
 _LEAST_S = 60.0  # between two passes because of tombstones
 

@@ -16,15 +16,15 @@ import os
 from collections import namedtuple
 from collections.abc import Iterator
 
-from kmq import record
+from kmq.files import find_tail
 from kmq.log import cutting, finding, segment
 from kmq.log.damage import DamageError
-from kmq.log.disk import find_tail
 from kmq.log.extents import Extent, read_extents
 from kmq.log.finding import FoundRecord
 from kmq.log.index import read_entries
 from kmq.log.lines import RECV_TS, SEQ, CheckedLines, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
+from kmq.message import record
 
 WAL = "__append"  # the name of the WAL among topics; no topic can have it
 _TAIL = 1 << 12  # bytes read before the end of a record to find its start

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from kmq.log import checkpoint, reader, requests, topic_records, topics
 from kmq.log.damage import DamageError
 from kmq.log.growth import Since
-from kmq.partitioners import CRC32, PARTITIONERS
-from kmq.routing import Table
+from kmq.message.routing import CRC32, PARTITIONERS, Table
 
 
 class Recorded:

@@ -16,12 +16,12 @@ import contextlib
 import os
 import zlib
 
-from kmq import record
+from kmq.files import FULL, find_tail, sync_directory
 from kmq.log import index, reader, segment, spare
 from kmq.log.damage import DamageError
-from kmq.log.disk import FULL, find_tail, sync_directory
 from kmq.log.lines import is_stored
 from kmq.log.segment import Segment
+from kmq.message import record
 
 _SUFFIX = ".kept"
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kmq import record, routing
+from kmq.config.values import MIB
 from kmq.errors import CorruptError
 from kmq.log import compaction, reader
 from kmq.log.compaction import Sealed
-from kmq.setting_values import MIB
+from kmq.message import record, routing
 
 MAX_KEYS = 100_000
 _FILTER_BITS = 1 << 27  # of the filter, at most, and a quarter more

@@ -26,10 +26,10 @@ import stat
 import time
 from collections.abc import Sequence
 
-from kmq import record
+from kmq.config.values import KIB
+from kmq.files import replace_file, sync_directory
 from kmq.log import topic_records
-from kmq.log.disk import replace_file, sync_directory
-from kmq.setting_values import KIB
+from kmq.message import record
 
 _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record

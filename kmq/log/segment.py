@@ -12,12 +12,12 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from kmq import record
+from kmq.config.settings import SETTINGS, Settings
+from kmq.config.values import FOREVER, GIB, parse_duration
 from kmq.errors import ConfigError
-from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
+from kmq.files import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.setting_values import FOREVER, GIB, parse_duration
-from kmq.settings import SETTINGS, Settings
+from kmq.message import record
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"

@@ -15,13 +15,13 @@ import zlib
 from collections import namedtuple
 from collections.abc import Iterator
 
-from kmq import record
 from kmq.log import belonging, segment
 from kmq.log.belonging import FirstRecord
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.index import BLOCK_BYTES, Entry
 from kmq.log.index_reader import IndexLine, IndexReader
 from kmq.log.lines import CheckedLines, bad_line, last_line, seqs_of
+from kmq.message import record
 
 READ_BYTES = 1 << 20  # returned at once, unless one line is longer
 

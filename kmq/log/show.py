@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from kmq import record
+from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
+from kmq.files import find_tail
 from kmq.log import reader, segment, topics
-from kmq.log.disk import find_tail
 from kmq.log.lines import RECV_TS, SEQ, is_stored, last_line
 from kmq.log.reader import LogReader
 from kmq.log.segment_reader import SegmentReader
-from kmq.setting_values import parse_duration
+from kmq.message import record
 
 
 def logs(data: str, what: str) -> list[tuple[str, LogReader]]:

@@ -11,7 +11,7 @@ Owner       durability claims the reserve while the disk has plenty of room. Any
 import contextlib
 import os
 
-from kmq.setting_values import MIB
+from kmq.config.values import MIB
 
 BYTES = 1 * MIB  # checkpoints of thousands of topics, or new segments of hundreds
 _PLENTY = 16 * BYTES

@@ -17,7 +17,7 @@ import re
 from collections import namedtuple
 from collections.abc import Iterator
 
-from kmq import record
+from kmq.message import record
 
 TOPIC = "__kmq"  # the topic of these records; nobody may declare it or write to it
 KEY = b"__kmq.topic"

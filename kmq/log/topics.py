@@ -1,7 +1,7 @@
 """topics/<topic>/topic.toml: the declaration of a topic, and the seq from which on it is in force.
 
     partitions = 4
-    partitioner = "murmur2"          for life (kmq/partitioners.py); a file without this line says crc32
+    partitioner = "murmur2"          for life (kmq/message/routing.py); a file without this line says crc32
     from_seq = 17                    written by the router
     grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition (growth.py)
     grown_crc32 = 123                of the three lines above
@@ -22,14 +22,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from kmq import partitioners, record, routing
 from kmq.errors import ConfigError, CorruptError
+from kmq.files import replace_file, sync_directory
 from kmq.log import growth, identity, requests
 from kmq.log.deletions import Deleted
-from kmq.log.disk import replace_file, sync_directory
 from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, Limits
-from kmq.routing import Growth, Table, Topic
+from kmq.message import record, routing
+from kmq.message import routing as partitioners
+from kmq.message.routing import Growth, Table, Topic
 
 MAX_PARTITIONS = 1024
 _IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
@@ -272,7 +273,7 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
 
 
 def table(data: str) -> Table:
-    """Return the routing table for `kmq.routing.resolve`: topics in force, and deleted topics."""
+    """Return the routing table for `kmq.message.routing.resolve`: topics in force, and deleted topics."""
     declared = ((name, read(data, name)) for name in names(data))
     in_force = [each.topic(name) for name, each in declared if each.from_seq is not None]
     return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))

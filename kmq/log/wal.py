@@ -28,11 +28,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kmq import record
+from kmq.config.values import MIB
 from kmq.errors import CorruptError, RetryError
-from kmq.log import dropped, lines, lost_index, reader, remnant, segment, spare
-from kmq.log.damage import DamageError
-from kmq.log.disk import (
+from kmq.files import (
     FULL,
     AppendFile,
     Buffer,
@@ -45,9 +43,11 @@ from kmq.log.disk import (
     sync_directory,
     with_room,
 )
+from kmq.log import dropped, lines, lost_index, reader, remnant, segment, spare
+from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
-from kmq.setting_values import MIB
+from kmq.message import record
 
 # (lines, first seq, count, recv_ts in µs of the last line).
 Stored = tuple[Buffer, int, int, int]

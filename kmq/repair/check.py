@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
+from kmq.files import QUARANTINE
 from kmq.links.ownership import FileLock, describe
 from kmq.log import identity, topics
-from kmq.log.disk import QUARANTINE
 from kmq.repair import rebuild, verify
 
 

@@ -26,11 +26,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kmq import record, routing
+from kmq.files import QUARANTINE
 from kmq.log import checkpoint, dropped, reader, segment, topics, wal
-from kmq.log.disk import QUARANTINE
 from kmq.log.lines import SEQ
 from kmq.log.partition import directory_of
+from kmq.message import record, routing
 from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At, Directory
 from kmq.repair.rewriting import Line, Patch, Rewriter, ranges

@@ -18,13 +18,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kmq import record, routing
 from kmq.log import compaction, dropped, reader, recorded, topics
 from kmq.log.damage import DamageError
 from kmq.log.lines import last_line
 from kmq.log.reader import LogReader
+from kmq.message import record, routing
+from kmq.message.routing import Topic
 from kmq.repair.directory import At, queues
-from kmq.routing import Topic
 
 WINDOW_BYTES = 32 << 20  # of the WAL
 _READ = 1 << 20

@@ -3,9 +3,9 @@
 import zlib
 from collections.abc import Iterable
 
-from kmq import record
 from kmq.log.index import Entry
 from kmq.log.lines import bad_line
+from kmq.message import record
 from kmq.repair.scan import Block, Scan
 
 Lines = dict[int, bytes]  # seq → line with its newline

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kmq.log import checkpoint, deletions, dropped, identity, topics
-from kmq.partitioners import CRC32, PARTITIONERS, Partitioner
-from kmq.routing import Topic
+from kmq.message.routing import CRC32, PARTITIONERS, Partitioner, Topic
 
 SeqRange = tuple[int, int]
 

@@ -10,8 +10,8 @@ log                        lost records: path|byte|first_seq|last_seq|count|ts
 import os
 import time
 
-from kmq import record
-from kmq.log.disk import QUARANTINE, replace_file, sync_directory
+from kmq.files import QUARANTINE, replace_file, sync_directory
+from kmq.message import record
 from kmq.repair.directory import read_text
 
 SeqRange = tuple[int, int]  # first, last

@@ -10,16 +10,16 @@ import os
 import zlib
 from collections.abc import Iterator
 
-from kmq import record, routing
+from kmq.files import replace_file
 from kmq.log import compaction, deletions, dropped, reader, segment, topics
-from kmq.log.disk import replace_file
 from kmq.log.partition import EMPTY, State, directory_of
+from kmq.message import record, routing
+from kmq.message.routing import Topic
 from kmq.repair.directory import Directory
 from kmq.repair.evidence import Evidence, confirmed_lines
 from kmq.repair.evidence import Lines as Records
 from kmq.repair.rewriting import Line, Patch, Rewriter
 from kmq.repair.scan import Block, Scan
-from kmq.routing import Topic
 
 
 class QueueHealer:

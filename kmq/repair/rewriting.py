@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
+from kmq.files import replace_file, sync_directory
 from kmq.log import reader, segment
-from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.repair.quarantine import Quarantine, SeqRange
 from kmq.repair.scan import Block, Scan, scan_segment

@@ -6,20 +6,19 @@ import time
 from collections import Counter
 from itertools import product
 
-from kmq import record
 from kmq.errors import CorruptError
+from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, recorded, topics
 from kmq.log.damage import DamageError
-from kmq.log.disk import QUARANTINE, replace_file
 from kmq.log.growth import Since
 from kmq.log.lines import SEQ
 from kmq.log.segment import LIMITS
-from kmq.partitioners import PARTITIONERS, Partitioner
+from kmq.message import record
+from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
 from kmq.repair.quarantine import Quarantine
 from kmq.repair.rewriting import Report
-from kmq.routing import Growth, Table, Topic, resolve
 
 _EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its topic has
 

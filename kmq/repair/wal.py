@@ -8,9 +8,9 @@ record by record. If the queues lack the records, the bytes are kept as they are
 import heapq
 from collections.abc import Iterator
 
-from kmq import record
+from kmq.files import replace_file
 from kmq.log import dropped, reader, segment
-from kmq.log.disk import replace_file
+from kmq.message import record
 from kmq.repair.directory import Directory
 from kmq.repair.evidence import Evidence, confirmed_lines
 from kmq.repair.rewriting import Line, Patch, Rewriter

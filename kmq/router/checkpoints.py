@@ -10,14 +10,14 @@ import os
 import time
 from collections.abc import Sequence
 
+from kmq.config.values import MIB
 from kmq.log import checkpoint
 from kmq.log.segment import Segment
+from kmq.message.routing import Topic
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
 from kmq.router.sorting import Sorter
-from kmq.routing import Topic
-from kmq.setting_values import MIB
 
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay, so that it is ready in a second even after a kill

@@ -10,10 +10,10 @@ from itertools import pairwise
 from kmq.log import compaction
 from kmq.log.partition import State
 from kmq.log.segment import COMPACT, Segment
+from kmq.message.routing import Topic
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
-from kmq.routing import Topic
 
 
 class Compacted:

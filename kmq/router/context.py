@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kmq.files import WaitForRoom, replace_file, with_room
 from kmq.log import spare
 from kmq.log.damage import DamageError
-from kmq.log.disk import WaitForRoom, replace_file, with_room
 from kmq.logfmt import Logger
 
 

@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from kmq.errors import CorruptError
+from kmq.files import make_directory, with_room
 from kmq.log import checkpoint, recorded, requests, topics
-from kmq.log.disk import make_directory, with_room
 from kmq.log.growth import Since
-from kmq.partitioners import CRC32
+from kmq.message.routing import CRC32, Topic
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
-from kmq.routing import Topic
 
 
 class Declarations:

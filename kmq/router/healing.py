@@ -12,17 +12,17 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kmq import record
+from kmq.files import find_tail, replace_file
 from kmq.log import segment, wal
 from kmq.log.damage import DamageError
-from kmq.log.disk import find_tail, replace_file
 from kmq.log.dropped import SeqRange
 from kmq.log.index import Entry, read_entries
 from kmq.log.lines import is_stored
 from kmq.log.partition import PartitionLog, State
+from kmq.message import record
+from kmq.message.routing import Table
 from kmq.router.context import Context
 from kmq.router.wal_records import WalRecords
-from kmq.routing import Table
 
 
 class GoodEnd:

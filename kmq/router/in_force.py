@@ -10,12 +10,12 @@ Crash       In memory only. A start loads it from topic.toml, router.ckpt and de
 from collections.abc import Callable, Iterable, Sequence
 
 from kmq.errors import ConfigError
+from kmq.files import with_room
 from kmq.log import deletions, identity, topic_records, topics
-from kmq.log.disk import with_room
 from kmq.log.partition import State
 from kmq.log.segment import Limits
+from kmq.message.routing import Table, Topic
 from kmq.router.context import Context
-from kmq.routing import Table, Topic
 
 
 class TopicsInForce:

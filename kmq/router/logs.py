@@ -8,13 +8,13 @@ Memory      A cold partition is one small object, its State.
 """
 
 from kmq.errors import RetryError
+from kmq.files import Buffer
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.log.disk import Buffer
 from kmq.log.partition import PartitionLog, PartitionPlace, State
+from kmq.message.routing import Topic
 from kmq.router.context import Context
 from kmq.router.healing import EndHealer
 from kmq.router.in_force import TopicsInForce
-from kmq.routing import Topic
 
 MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
 

@@ -8,7 +8,6 @@ Crash       What was mended is not synced yet, so after a kill or a power cut th
 
 from collections.abc import Iterator, Sequence
 
-from kmq import record
 from kmq.log import lost_index, reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
@@ -16,10 +15,11 @@ from kmq.log.index import IndexWriter
 from kmq.log.partition import PartitionLog, PartitionPlace, State, directory_of
 from kmq.log.partition_recovery import Gap, Remains, WalRange, recover
 from kmq.log.segment import Segment
+from kmq.message import record
+from kmq.message.routing import Topic, resolve
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.wal_records import WalRecords
-from kmq.routing import Topic, resolve
 
 
 class Row:

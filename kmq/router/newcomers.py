@@ -10,7 +10,7 @@ Crash       Waiting lines are in memory only. The next start reads them from the
 Memory      At most MOST_BYTES of waiting lines; beyond that, all topics are made before anything else is routed.
 """
 
-from kmq.setting_values import MIB
+from kmq.config.values import MIB
 
 AT_ONCE = 16  # topics made between two reads of the ring
 MOST_BYTES = 8 * MIB

@@ -17,13 +17,13 @@ Memory      A cold partition is one small object, its State. At most `most_open`
 
 from collections.abc import Callable
 
-from kmq import record
+from kmq.files import WaitForRoom
 from kmq.links.layout import Block
 from kmq.log import topic_records
-from kmq.log.disk import WaitForRoom
 from kmq.log.dropped import SeqRange
 from kmq.log.segment import Limits
 from kmq.logfmt import Logger
+from kmq.message import record
 from kmq.router.checkpoints import Checkpoints
 from kmq.router.compacted import Compacted
 from kmq.router.context import Context

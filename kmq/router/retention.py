@@ -12,9 +12,9 @@ import os
 import time
 from functools import partial
 
+from kmq.files import FULL, give_up
 from kmq.log import remnant, segment, spare
 from kmq.log.damage import DamageError
-from kmq.log.disk import FULL, give_up
 from kmq.log.partition import PartitionLog, State, directory_of
 from kmq.log.segment import Segment
 from kmq.router.checkpoints import Checkpoints

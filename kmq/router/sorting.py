@@ -13,19 +13,19 @@ Memory      At most _MAX_ROUTES cached routing keys of at most _MAX_ROUTE bytes.
 from collections import defaultdict
 from collections.abc import Callable
 
-from kmq import record
 from kmq.links.layout import Block
 from kmq.log import topic_records, wal
 from kmq.log.dropped import SeqRange
 from kmq.log.lines import start_of
 from kmq.log.partition import PartitionLog
+from kmq.message import record
+from kmq.message.routing import DELETED, Topic, resolve
 from kmq.router.context import Context
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
 from kmq.router.newcomers import Newcomer, Newcomers
 from kmq.router.wal_records import WalRecords
-from kmq.routing import DELETED, Topic, resolve
 
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory

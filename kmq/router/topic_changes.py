@@ -18,19 +18,19 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from kmq import record
 from kmq.errors import ConfigError
+from kmq.files import sync_file
 from kmq.log import deletions, requests, topic_records, topics
-from kmq.log.disk import sync_file
 from kmq.log.segment import LIMITS
 from kmq.log.topic_records import Change
+from kmq.message import record
+from kmq.message.routing import Topic
 from kmq.router.checkpoints import Checkpoints
 from kmq.router.context import Context
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
 from kmq.router.sorting import Sorter
-from kmq.routing import Topic
 
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
 _SWEPT_AT_ONCE = 16  # files of deleted topics between two batches of lines: eight segments, as many as the WAL deletes

@@ -8,11 +8,11 @@ Invariant   A record that dropped.log names is never returned. The ranges end wh
 from collections.abc import Iterator
 from itertools import pairwise
 
-from kmq import record
 from kmq.log import dropped, wal
 from kmq.log.dropped import SeqRange
+from kmq.message import record
+from kmq.message.routing import Table, Topic, resolve
 from kmq.router.context import Context
-from kmq.routing import Table, Topic, resolve
 
 
 class WalRecords:

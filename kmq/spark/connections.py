@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kmq.client.options import check_token
+from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
-from kmq.setting_values import parse_duration
 
 TIMEOUT_S = PATIENCE_S = 30.0
 CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certificate", "key"))

@@ -30,7 +30,7 @@ from bench.scale import Scale
 from bench.startup import startup, startup_topics
 from bench.syscalls import syscalls
 from bench.throughput import acked, sustained
-from kmq.settings import STAGES
+from kmq.config.settings import STAGES
 
 POLL_S = 0.0002  # between two looks at a queue file
 

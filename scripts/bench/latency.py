@@ -12,7 +12,7 @@ from bench.pod import Pod, pod
 from bench.report import Figure, say
 from bench.scale import Scale
 from bench.sending import WAIT_S
-from kmq.setting_values import MIB
+from kmq.config.values import MIB
 
 
 def latency(directory: Path, scale: Scale) -> Iterator[Figure]:

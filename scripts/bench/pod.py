@@ -18,8 +18,8 @@ from bench.sending import COMMAND, WAIT_S, Sending
 from kmq.broker import status
 from kmq.broker.stats import StatsPage, peek
 from kmq.client.lines import read_port
+from kmq.config.settings import Settings, load
 from kmq.log import wal
-from kmq.settings import Settings, load
 
 PRIVATE = (
     "KMQ_INSTANCE",

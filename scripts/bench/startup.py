@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.pod import Pod, pod_in
 from bench.report import Figure, say
 from bench.scale import Scale
-from kmq.settings import STAGES
+from kmq.config.settings import STAGES
 
 
 def startup(directory: Path, scale: Scale) -> Iterator[Figure]:

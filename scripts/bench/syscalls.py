@@ -13,7 +13,7 @@ from bench.pod import Pod, pod
 from bench.report import Figure, say
 from bench.requests import IN_FLIGHT, Requests
 from bench.scale import Scale
-from kmq.settings import STAGES
+from kmq.config.settings import STAGES
 
 TRACER = "strace"
 MISSING = f"{TRACER} not installed"

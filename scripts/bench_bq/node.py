@@ -14,7 +14,7 @@ from kmq.cluster import consul
 from kmq.cluster.keys import Keys
 from kmq.cluster.queue import WAIT_S, BroadcastQueue, Place
 from kmq.cluster.transport import Transport
-from kmq.settings import load
+from kmq.config.settings import load
 
 
 def receive(broker: str) -> None:

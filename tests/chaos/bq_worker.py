@@ -35,8 +35,8 @@ from kmq.cluster.message import Message
 from kmq.cluster.publisher import Deposed
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.subscriber import Snapshot
+from kmq.config.settings import load
 from kmq.errors import BusyError, KmqError
-from kmq.settings import load
 
 _AGAIN_S = 0.05  # after an error
 # What a Txn with such an operation is called, the first that fits.

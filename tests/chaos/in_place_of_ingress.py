@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from fake_logger import FakeLogger
 
 from chaos.pod import Pod
+from kmq.config.values import MIB
 from kmq.links import received
 from kmq.links.handover import Handover
 from kmq.links.raw import Sender
 from kmq.links.received import ReceivedWriter
 from kmq.log.identity import open_data
-from kmq.setting_values import MIB
 
 
 def hand_over(pod: Pod, pieces: Iterable[tuple[Sender, bytes, int]]) -> None:

@@ -29,7 +29,7 @@ from line_client import LineClient
 import kmq
 from chaos.diary import At, Diary, Row
 from chaos.history import Offsets, Place
-from kmq.client import egress_replies as replies
+from kmq.wire import replies
 
 PATIENCE_S = 60.0
 _FETCH, _COMMIT, _NACK = 1, 2, 3  # ids of requests over gRPC

@@ -19,7 +19,7 @@ COPIED = ("kmq", "stages", "tests", "pyproject.toml")
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
-ROUTING, UNIT_GROWTH = "kmq/routing.py", "tests/unit/test_topic_growth.py"
+ROUTING, UNIT_GROWTH = "kmq/message/routing.py", "tests/unit/test_topic_growth.py"
 CHANGES, RECORDS = "kmq/router/topic_changes.py", "tests/unit/test_topic_records.py"
 FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
 FORMATS = "tests/scenario/test_formats.py"
@@ -63,7 +63,7 @@ SOURCE, UNIT_SOURCE = "kmq/framing/source.py", "tests/unit/test_source.py"
 DURABILITY_START = "kmq/durability/recovery.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
-IDS = "kmq/ids.py"
+IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
 
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: anybody may say whose message it is",
-        [("kmq/record.py", '    return b";" in text and (', '    return False and b";" in text and (')],
+        [("kmq/message/record.py", '    return b";" in text and (', '    return False and b";" in text and (')],
         [UNIT_FRAMING],
     ),
     Mutant(
@@ -496,7 +496,7 @@ MUTANTS = [
     ),
     Mutant(
         "a write that the full disk cut short stays",
-        [("kmq/log/disk.py", FULL_CUT, "                self._wait_for_room(self.path)\n")],
+        [("kmq/files.py", FULL_CUT, "                self._wait_for_room(self.path)\n")],
         [DISK],
     ),
     Mutant(
@@ -759,7 +759,7 @@ MUTANTS = [
     ),
     Mutant(
         "a connection of the pod may write changes of topics",
-        [("kmq/record.py", "|kmq[.|]", "")],
+        [("kmq/message/record.py", "|kmq[.|]", "")],
         ["tests/unit/test_reserved_topics.py"],
     ),
     Mutant(

@@ -31,8 +31,12 @@ from fake_logger import FakeLogger
 from chaos.checker import Stream, check
 from chaos.load import Lines
 from chaos.traces import TRACED, Point, few, read_all, traced
+from kmq import files
 from kmq.broker import stage as stage_module
 from kmq.broker.stage import Stage
+from kmq.config.settings import Settings, load
+from kmq.config.values import PIPE_BUF
+from kmq.files import point_symlink, replace_file
 from kmq.framing import catalog, declarations, parser, recovery
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
@@ -40,15 +44,12 @@ from kmq.links.handover import Handover
 from kmq.links.raw import Sender
 from kmq.links.received import ReceivedWriter
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import disk, remnant, segment
+from kmq.log import remnant, segment
 from kmq.log.checkpoint import Checkpointer
-from kmq.log.disk import point_symlink, replace_file
 from kmq.log.identity import open_data
 from kmq.log.partition import PartitionLog
 from kmq.log.wal import Wal
 from kmq.router.retention import Retention
-from kmq.setting_values import PIPE_BUF
-from kmq.settings import Settings, load
 from stages import durability, framer, router
 
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
@@ -428,7 +429,7 @@ def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]
     """Die in the nth append to a file, when this part of it is written."""
 
     def run(bench: Bench) -> None:
-        write, count = disk.write_some, iter(range(1 << 30))
+        write, count = files.write_some, iter(range(1 << 30))
 
         def tear(fd: int, buffers: Any) -> int:
             if next(count) == nth:
@@ -437,7 +438,7 @@ def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(fd, buffers)
 
-        disk.write_some = tear
+        files.write_some = tear
         bench.generation()
 
     return lambda bench: lambda: run(bench)
@@ -448,14 +449,14 @@ def appends(policy: str) -> int:
     bench = make_bench(policy)
 
     def record() -> None:
-        write, count = disk.write_some, 0
+        write, count = files.write_some, 0
 
         def counted(fd: int, buffers: Any) -> int:
             nonlocal count
             count += 1
             return write(fd, buffers)
 
-        disk.write_some = counted
+        files.write_some = counted
         bench.generation()
         (bench.root / "count").write_text(str(count))
 

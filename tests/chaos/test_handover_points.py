@@ -27,6 +27,7 @@ from fake_logger import FakeLogger
 from chaos.load import Lines
 from chaos.traces import Point, few, read_all, traced
 from kmq.broker.stage import Stage
+from kmq.config.settings import load
 from kmq.framing import parser
 from kmq.links import handover, layout
 from kmq.links.doorbell import Doorbell
@@ -34,7 +35,6 @@ from kmq.links.handover import Handover
 from kmq.links.raw import LINES, MESSAGES, Sender
 from kmq.links.received import ReceivedReader, ReceivedWriter
 from kmq.log.identity import open_data
-from kmq.settings import load
 from stages import durability, framer
 
 RING_BYTES = 1 << 13

@@ -13,7 +13,7 @@ from chaos.checker import Stream
 from chaos.load import FifoLoad, Lines, Load
 from chaos.pod import STAGES, Pod
 from kmq.broker import links
-from kmq.settings import Settings, load
+from kmq.config.settings import Settings, load
 
 ORDERS = list(itertools.permutations(STAGES))
 PEER = {"durability": "framer", "router": "durability"}  # who makes the ring that it reads

@@ -13,12 +13,12 @@ from fake_logger import FakeLogger
 from chaos.loopfs import LoopFs, disk_of
 from chaos.pod import PATIENCE_S, RINGS, Pod
 from kmq.broker.stats import StatsPage
+from kmq.config.settings import load
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.links import layout
 from kmq.log import identity
-from kmq.settings import load
 
 MEMBERS = 8
 

@@ -12,7 +12,7 @@ from certificates import Authority
 
 from chaos import attacks_ports as attacks
 from chaos.pod import STAGES, Pod
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker import stats
 
 Make = Callable[..., Pod]

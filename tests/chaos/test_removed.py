@@ -20,12 +20,12 @@ from brokers import PATIENCE_S, Broker
 from chaos.acked import AckedLoad, account
 from chaos.load import FifoLoad, Load, TcpLoad
 from chaos.pod import RINGS, SHM, STAGES, Pod, remove_bells, remove_shared_memory
-from kmq import record
+from kmq.config.settings import load
 from kmq.links import doorbell, layout
 from kmq.links.ring import RingWriter
 from kmq.links.staging import area_bytes
 from kmq.logfmt import Logger
-from kmq.settings import load
+from kmq.message import record
 
 EX_CORRUPT, EX_BUSY, EX_TEMPFAIL = 65, 69, 75
 Make = Callable[..., Pod]

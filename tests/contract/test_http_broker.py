@@ -21,15 +21,15 @@ from fake_logger import FakeLogger
 
 from kmq.broker.stats import peek
 from kmq.client.failures import Fenced
-from kmq.client.message import Message
 from kmq.client.producer import Producer
+from kmq.config.settings import load
 from kmq.errors import BusyError
 from kmq.gateway.core import producing
 from kmq.gateway.core.compactor import Compactor, Pace
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import NewMessage
 from kmq.log import compaction, passes, reader
-from kmq.settings import load
+from kmq.message.message import Message
 
 TOPICS = "/api/admin/topics"
 SMALL = {

@@ -12,7 +12,7 @@ from grpc_client import MESSAGES, Client, status_of, values
 from line_client import LineClient
 from waiting import wait_until
 
-from kmq.client.egress_replies import Batch
+from kmq.wire.replies import Batch
 
 _names = count()
 

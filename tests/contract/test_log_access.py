@@ -10,11 +10,11 @@ import pytest
 from log_server import up
 from made_data import FIRST_TS, append, write_data
 
-from kmq import record
 from kmq.gateway.core import spans
 from kmq.log import index, reader, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.spark.source import brokers, remote
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.remote import Remote

@@ -9,9 +9,9 @@ import pytest
 from waiting import wait_until
 
 from kmq.broker import stats
+from kmq.config.settings import STAGES
 from kmq.errors import EXIT_BUSY
 from kmq.links import layout
-from kmq.settings import STAGES
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from chaos.producer_load import judge as judge_producers
 from play import Pod
 
 from kmq.broker import stats
+from kmq.config.settings import SHM, STAGES
 from kmq.links import fifo, layout
-from kmq.settings import SHM, STAGES
 
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 PORT = 5673  # lines in

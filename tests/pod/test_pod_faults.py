@@ -26,9 +26,9 @@ from load import KEEP_ALL, Traffic, connect, instance, judge_files, rows, settle
 from play import Kubelet, Pod
 
 import kmq
+from kmq.config.settings import STAGES
 from kmq.errors import EXIT_BUSY
 from kmq.links import layout
-from kmq.settings import STAGES
 
 DEV = "k8s/overlays/dev"
 Play = Callable[..., Pod]

@@ -21,11 +21,11 @@ from load import PORT, rows, wait
 from play import ROOT, Kubelet, Pod, Pods
 
 import kmq
-from kmq import tokens
+from kmq.access import tokens
 from kmq.cli import fleet_status
 from kmq.cluster.consul import ConsulError
 from kmq.cluster.queue import BroadcastQueue, Place
-from kmq.settings import load
+from kmq.config.settings import load
 
 NAMES = ("kmq-0", "kmq-1", "kmq-2")
 

@@ -18,7 +18,7 @@ import pytest
 from load import connect, judge_files, wait
 from play import ROOT, Pod, podman
 
-from kmq.settings import STAGES
+from kmq.config.settings import STAGES
 
 SIDECAR = "k8s/overlays/sidecar"
 OURS = [f"kmq-{name}" for name in STAGES]

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from play import ROOT, Pod
 
 import kmq
-from kmq import tokens
+from kmq.access import tokens
 
 LINES, HTTPS, GRPCS = 5443, 8443, 8444
 PLAIN = (5673, 5675, 8080, 8082)

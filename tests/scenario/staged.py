@@ -26,7 +26,7 @@ from certificates import Authority
 from chaos.loopfs import LoopFs, disk_of
 from chaos.wall_clock import WallClock
 
-from kmq import tokens
+from kmq.access import tokens
 
 MIB = 1 << 20
 SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}  # little is on the way, and kept room for

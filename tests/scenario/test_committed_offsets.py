@@ -11,8 +11,9 @@ import pytest
 from brokers import STAGES, Broker
 from fake_logger import FakeLogger
 
-from kmq import local_token
+from kmq.access import local_token
 from kmq.broker.stats import StatsPage
+from kmq.config.settings import load
 from kmq.gateway.core.compacting import Compacting
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
@@ -22,7 +23,6 @@ from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, decode_payload, routing_key, scan
 from kmq.gateway.groups.store import LIMITS, Commit, OffsetStore
 from kmq.log import identity, topic_records
-from kmq.settings import load
 
 PATIENCE_S = 60.0
 DUE = float(int(time.time()))

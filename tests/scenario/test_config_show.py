@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kmq import states
 from kmq.cli.app import app
 from kmq.cli.redaction import HIDDEN, clean
-from kmq.settings import KINDS, SETTINGS
+from kmq.config import states
+from kmq.config.settings import KINDS, SETTINGS
 
 CONFIG = 78
 TOKEN = "orders.Zk3vY8wq1nR5tB7mC0xL2pS6dF9gH4jK-aQ_eWrTyUi"  # as kmq token new prints one

@@ -11,7 +11,7 @@ import pytest
 from brokers import Broker
 from browsers import Watched, chromium, http_base
 
-from kmq import tokens
+from kmq.access import tokens
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from brokers import ROOT
 
-from kmq.setting_values import MIB
-from kmq.settings import load
+from kmq.config.settings import load
+from kmq.config.values import MIB
 
 PARTITIONS = 12  # busy at once, as k8s/base/settings.env promises
 LINE, BATCH = 2000, 2000  # so many bytes, so many lines of a partition at once

@@ -11,8 +11,8 @@ import pytest
 
 from kmq.broker import disk_checks, machine
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING
+from kmq.config.settings import load
 from kmq.links import doorbell
-from kmq.settings import load
 
 
 def doctor(broker, code=0, **settings):

@@ -20,9 +20,9 @@ from kmq.cli.topics import describe
 from kmq.cluster import consul as consul_api
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.trimming import KEPT, Mark
+from kmq.config.settings import load
 from kmq.errors import EXIT_RETRY
 from kmq.log import topics
-from kmq.settings import load
 
 NAMES = ("a", "b", "c")
 PATIENCE_S = 60.0

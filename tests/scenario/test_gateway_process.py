@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker.readiness import is_process
 from kmq.gateway.grpc.schema import PODBUS
 

@@ -7,8 +7,8 @@ import pytest
 from brokers import Broker
 from line_client import LineClient, ask
 
-from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import TopicPartition
+from kmq.wire import replies
+from kmq.wire.requests import TopicPartition
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from brokers import PATIENCE_S, Broker
 from line_client import LineClient, ask
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker import stats
 
 SEGMENT = 64 << 10

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import kmq
-from kmq.client import lines
+from kmq.message import text
 
 DECLARED = (("orders.eu", 1), ("wide", 4))
 BEFORE = len(DECLARED)  # each declaration takes a seq before the first message does
@@ -56,7 +56,7 @@ def test_a_typed_clients_key_does_not_change_the_topic(up):
         (b"orders.@.eu", b"six"),
         (b"orders.@.eu", b"seven"),
     ]
-    assert lines.decode_bytes(b"eu%2E%FF") == b"eu.\xff"
+    assert text.decode_bytes(b"eu%2E%FF") == b"eu.\xff"
     assert held(up, "orders.eu") == [(b"orders.eu.@", b"three"), (b"orders.eu", b"plain")]
     assert held(up, "orders.us") == [(b"orders.us.@.", b"four"), (b"orders.us.x", b"plain too")]
 

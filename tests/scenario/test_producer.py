@@ -14,8 +14,8 @@ import time
 import pytest
 
 import kmq
-from kmq.client import lines
 from kmq.errors import ConfigError
+from kmq.message import text as message_text
 
 CODE_RETRY, CODE_CONFIG = 75, 78
 
@@ -162,7 +162,7 @@ def test_the_seq_of_a_message_is_where_it_is_stored(up, connect):
         many = producer.send_many("orders", [b"two", b"three\n", b"four"])
         seqs = many.results()
         assert many.result() == seqs[0]
-        assert [lines.decode_payload(*stored(up)[seq][1:]) for seq in seqs] == [b"two", b"three\n", b"four"]
+        assert [message_text.decode_payload(*stored(up)[seq][1:]) for seq in seqs] == [b"two", b"three\n", b"four"]
 
 
 def test_any_bytes_come_back_identical(up, connect):
@@ -170,8 +170,8 @@ def test_any_bytes_come_back_identical(up, connect):
     with connect() as producer:
         seqs = [producer.send("t", payload, key="k|;.ü").result() for payload in payloads]
     found = [stored(up)[seq] for seq in seqs]
-    assert [lines.decode_payload(id, payload) for _, id, payload in found] == payloads
-    assert {lines.decode(key.removeprefix(b"t.@.")) for key, _, _ in found} == {"k|;.ü"}
+    assert [message_text.decode_payload(id, payload) for _, id, payload in found] == payloads
+    assert {message_text.decode(key.removeprefix(b"t.@.")) for key, _, _ in found} == {"k|;.ü"}
 
 
 def test_callbacks_come_in_order_with_the_seqs(up, connect):

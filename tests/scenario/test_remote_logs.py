@@ -5,10 +5,10 @@ import pytest
 from brokers import is_alive
 from certificates import Authority
 
-from kmq import record
 from kmq.errors import ConfigError, RetryError
 from kmq.log.lines import last_line
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.spark.connections import Access, Tls
 from kmq.spark.source import remote
 from kmq.spark.source.remote import Remote

@@ -395,7 +395,7 @@ def test_half_of_what_tls_needs_stops_the_start(broker, files, given):
 
 def token_file(tmp_path):
     """Settings of a broker that asks for tokens; there is one, for `orders`."""
-    from kmq import tokens
+    from kmq.access import tokens
 
     (tmp_path / "token").write_text(tokens.new(str(tmp_path / "tokens"), "orders"))
     return {"KMQ_TOKENS": tmp_path / "tokens"}

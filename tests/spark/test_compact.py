@@ -12,9 +12,9 @@ from made_data import append, write_data
 
 from kmq.errors import ConfigError
 from kmq.log import compaction, identity, reader, segment, topics
+from kmq.message.routing import key_behind
 from kmq.repair import verify
 from kmq.router.queues import Queues
-from kmq.routing import key_behind
 from kmq.spark.pipelines import compact
 
 SMALL = 4000  # bytes of a segment: some 60 records

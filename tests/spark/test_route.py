@@ -12,8 +12,8 @@ from kmq.errors import ConfigError
 from kmq.log import dropped, identity, requests, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.message.routing import key_behind, resolve
 from kmq.repair import verify
-from kmq.routing import key_behind, resolve
 from kmq.spark.pipelines import route
 
 DECLARED = {"orders": 4, "orders.eu": 2, "jobs": 1}

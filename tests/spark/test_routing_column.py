@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from kmq import record
-from kmq.partitioners import MURMUR2
-from kmq.routing import Route, Table, Topic, resolve
+from kmq.message import record
+from kmq.message.routing import MURMUR2, Route, Table, Topic, resolve
 from kmq.spark.sink.routing import Routing
 
 ALPHABET = [bytes([byte]) for byte in b"ab-_9"]

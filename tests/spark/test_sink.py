@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 from writing import finish, stream, writer
 
-from kmq.client import lines as client
+from kmq.message import text
 
 
 def files_of(tmp_path, *contents):
@@ -72,7 +72,7 @@ def test_the_lines_are_those_of_a_client(spark, up):
     )
     writer(df, up, kmq_producer="one").save()
     routed(up, 10)
-    key = [client.make_routing_key("a.b", f"x.{n}") for n in range(10)]
+    key = [text.make_routing_key("a.b", f"x.{n}") for n in range(10)]
     stored = [line.split(b"|", 2)[2] for line in up.lines("a.b")]
     assert stored == [b"%b|7|%d;p=one-0|%d" % (key[n], n, n) for n in range(10)]
 

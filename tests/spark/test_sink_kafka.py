@@ -6,7 +6,7 @@ from fixed_port import routed
 from heard import Heard
 from pyspark.errors import PySparkException
 
-from kmq.partitioners import murmur2
+from kmq.message.routing import murmur2
 
 ROWS = "topic string, partition int, key binary, value binary, headers array<struct<key:string,value:binary>>"
 

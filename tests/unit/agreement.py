@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kmq import settings
+from kmq.config import settings, values
+from kmq.config.settings import DRAIN_S, GRACE_S, SETTINGS, SHM, STAGES, Settings
+from kmq.config.values import MIB
 from kmq.errors import ConfigError
 from kmq.framing.checkpointer import CHECKPOINT_BYTES
 from kmq.links import layout
 from kmq.links.staging import area_bytes
 from kmq.probe import LIVE_S
-from kmq.setting_values import MIB
-from kmq.settings import DRAIN_S, GRACE_S, SETTINGS, SHM, STAGES, Settings
 
 Document = dict[str, Any]
 Check = Callable[[list[Document]], Iterator[str]]
@@ -120,7 +120,7 @@ def ports_of(pod: Document) -> dict[str, tuple[str, int]]:
 
 def bytes_of(quantity: str) -> int:
     """Of `64Mi` or a plain number, the only kinds used here."""
-    return settings.parse_bytes(f"{quantity}B")
+    return values.parse_bytes(f"{quantity}B")
 
 
 def probes(container: Document) -> dict[str, Document]:

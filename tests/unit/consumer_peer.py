@@ -7,9 +7,9 @@ import contextlib
 import socket
 import threading
 
-from kmq.client import egress_lines as lines
-from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import TopicPartition
+from kmq.wire import replies
+from kmq.wire import requests as lines
+from kmq.wire.requests import TopicPartition
 
 EU, US = TopicPartition("orders", 0), TopicPartition("orders", 1)
 

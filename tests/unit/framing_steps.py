@@ -7,13 +7,13 @@ from typing import Any
 
 from received_ends import Lines, Messages, Way, messages, plain
 
-from kmq import record
 from kmq.framing import parser
 from kmq.framing.batch import Batch, Cut
 from kmq.framing.blocks import encode_replies
 from kmq.framing.dedupe import DedupeTable
 from kmq.framing.source import Source
 from kmq.links.layout import BlockLimits, Received
+from kmq.message import record
 
 Part = bytes | Messages | Lines
 MAX = 8192

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from kmq.config.values import PIPE_BUF
 from kmq.links import acks
 from kmq.links.acks import AckReader, AckWriter
 from kmq.links.fifo import open_fifo
-from kmq.setting_values import PIPE_BUF
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from kmq.broker import admission
 from kmq.broker.admission import Admission, Usage
-from kmq.setting_values import GIB, MIB
-from kmq.settings import load
+from kmq.config.settings import load
+from kmq.config.values import GIB, MIB
 
 
 class Broker:

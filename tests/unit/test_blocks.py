@@ -4,13 +4,13 @@ import pytest
 from framing_steps import MAX, cuts_in, mine, source_of, table
 from received_ends import Way, joined, messages, plain
 
-from kmq import record
+from kmq.config.values import PIPE_BUF
 from kmq.framing.blocks import ends_of_messages, frame
 from kmq.framing.parser import Parser
 from kmq.links import raw
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import LAST_ID, LINES, MESSAGES, Sender
-from kmq.setting_values import PIPE_BUF
+from kmq.message import record
 
 LATER = 1 << 60  # µs: a recv_ts beyond every clock
 LIMITS = BlockLimits(7, 4000)

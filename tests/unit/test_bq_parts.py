@@ -18,8 +18,8 @@ from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Snapshot, Subscriber
 from kmq.cluster.transport import Address
 from kmq.cluster.trimming import KEPT, KEPT_BYTES, Mark, superfluous
+from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
-from kmq.settings import load
 
 KEYS = Keys("dev")
 

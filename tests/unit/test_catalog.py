@@ -7,11 +7,11 @@ import pytest
 from framing_steps import SMALL, source_of
 from received_ends import Way, messages
 
-from kmq import record
 from kmq.framing import blocks, parser
 from kmq.framing.catalog import Catalog
 from kmq.framing.dedupe import DedupeTable
 from kmq.log import topics
+from kmq.message import record
 
 TEXT = b"%b|0|1|x\n"
 PATIENCE_S = 10

@@ -10,8 +10,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kmq import certificate
-from kmq.certificate import SOON_S, Validity
+from kmq.access import certificate
+from kmq.access.certificate import SOON_S, Validity
 
 DAY = 86_400
 FAR = 40 * 365  # beyond 2050 dates are GeneralizedTime

@@ -13,7 +13,7 @@ from kmq.log.checkpoint import Checkpointer
 from kmq.log.dropped import SeqRange, without
 from kmq.log.growth import Since
 from kmq.log.partition import State
-from kmq.routing import Topic
+from kmq.message.routing import Topic
 
 
 def test_without_a_checkpoint_everything_is_replayed(data):

@@ -14,10 +14,10 @@ from kmq.broker import concerns, damage, readiness, stats, waits
 from kmq.broker.clock import STEADY_S
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.cli import app
+from kmq.config.settings import STAGES, load, table
+from kmq.config.values import GIB, MIB
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
-from kmq.setting_values import GIB, MIB
-from kmq.settings import STAGES, load, table
 
 ROOT = Path(__file__).parents[2]
 S = 1_000_000_000

@@ -12,8 +12,8 @@ from consumer_peer import EU, US, Peer, Server
 
 import kmq
 from kmq.client import consumer_protocol
-from kmq.client import egress_lines as lines
 from kmq.errors import ConfigError
+from kmq.wire import requests as lines
 
 PATIENCE_S = 20.0
 

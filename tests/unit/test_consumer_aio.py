@@ -7,7 +7,7 @@ import pytest
 from consumer_peer import EU, US, Peer, Server
 
 import kmq
-from kmq.client import egress_lines as lines
+from kmq.wire import requests as lines
 
 PATIENCE_S = 20.0
 ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]

@@ -6,14 +6,14 @@ import time
 import pytest
 from consumer_peer import EU, US, Peer, Session
 
-from kmq.client import egress_lines as lines
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Kind
-from kmq.client.egress_lines import MAX_REQUEST, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
 from kmq.gateway.groups.terms import Limits
+from kmq.wire import requests as lines
+from kmq.wire.requests import MAX_REQUEST, TopicPartition
 
 
 class Pair:

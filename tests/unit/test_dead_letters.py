@@ -6,13 +6,13 @@ import pytest
 from made_data import write_data
 from typer.testing import CliRunner
 
-from kmq import record
 from kmq.cli.app import app
-from kmq.client.letters import Failure, format_letter, parse_letter
-from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
 from kmq.deadletters.chosen import Filter, Found
 from kmq.errors import ConfigError, KmqError
+from kmq.message import record
+from kmq.message.letters import Failure, format_letter, parse_letter
+from kmq.message.message import Message
 
 FAILURE = Failure("bil.ling", ValueError("no; such|price\n"), 4, 1712345678.25, 1712345699.5)
 BY_SPARK = (
@@ -94,7 +94,7 @@ def test_a_letter_whose_payload_was_cut_stays():
 
 
 def test_a_users_header_named_replays_is_not_counted():
-    from kmq.client.lines import make_id
+    from kmq.message.text import make_id
 
     letter = parse_letter(by_consumer(stored(make_id("9", [("replays", b"7")]))))
     assert letter is not None and letter.replays == 0

@@ -6,10 +6,10 @@ import os
 import pytest
 from made_up import no_room
 
-from kmq import record
+from kmq import files
 from kmq.errors import RetryError
-from kmq.log import disk
-from kmq.log.disk import AppendFile, find_nul, find_tail, point_symlink, replace_file, with_room
+from kmq.files import AppendFile, find_nul, find_tail, point_symlink, replace_file, with_room
+from kmq.message import record
 
 GOOD = [b"%d|1700000000.000001|t|||x" % n for n in range(1, 4)]
 TEXT = b"\n".join(GOOD) + b"\n"
@@ -46,7 +46,7 @@ def is_good(line):
 )
 def test_find_tail_ends_at_the_last_whole_good_line(tmp_path, monkeypatch, content, survivors):
     if len(content) < 1000:
-        monkeypatch.setattr(disk, "_CHUNK", 7)  # many steps back also in a short file
+        monkeypatch.setattr(files, "_CHUNK", 7)  # many steps back also in a short file
     path = tmp_path / "log"
     path.write_bytes(content)
     good = content.split(b"\n")[:survivors]
@@ -66,7 +66,7 @@ def test_find_tail_does_not_look_below_its_floor(tmp_path):
 
 
 def test_find_nul(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_CHUNK", 4)
+    monkeypatch.setattr(files, "_CHUNK", 4)
     path = tmp_path / "log"
     path.write_bytes(b"0123456789\0b\0")
     with path.open("rb") as file:
@@ -81,9 +81,9 @@ class FaultyDisk:
     def __init__(self, monkeypatch, room, error=errno.ENOSPC):
         self.room, self.error = room, error
         self._write, self._ftruncate = os.write, os.ftruncate
-        monkeypatch.setattr(disk.os, "write", self.write)
-        monkeypatch.setattr(disk.os, "writev", lambda fd, buffers: self.write(fd, b"".join(buffers)))
-        monkeypatch.setattr(disk.os, "ftruncate", self.ftruncate)
+        monkeypatch.setattr(files.os, "write", self.write)
+        monkeypatch.setattr(files.os, "writev", lambda fd, buffers: self.write(fd, b"".join(buffers)))
+        monkeypatch.setattr(files.os, "ftruncate", self.ftruncate)
 
     def write(self, fd, data):
         taken = min(self.room, len(data))
@@ -133,8 +133,8 @@ def test_a_disk_that_cannot_even_cut_a_failed_append_off_is_named_all_the_same(t
     def fail(*args):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(disk.os, "write", fail)
-    monkeypatch.setattr(disk.os, "ftruncate", fail)
+    monkeypatch.setattr(files.os, "write", fail)
+    monkeypatch.setattr(files.os, "ftruncate", fail)
     with pytest.raises(RetryError, match="log: write failed: Input/output error"):
         file.append([b"first\n"], 6)
 
@@ -153,7 +153,7 @@ def test_a_failed_sync_is_never_tried_again(tmp_path, monkeypatch):
         calls.append(fd)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(disk.os, "fdatasync", fdatasync)
+    monkeypatch.setattr(files.os, "fdatasync", fdatasync)
     file = AppendFile(str(tmp_path / "log"), no_room)
     with pytest.raises(RetryError, match="fdatasync failed"):
         file.sync()
@@ -185,7 +185,7 @@ def test_replace_file_on_a_full_disk_keeps_the_old_content_until_there_is_room(t
         assert path.read_bytes() == b"old"
         waits.append(making)
 
-    monkeypatch.setattr(disk.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with_room(str(path), wait, lambda: replace_file(str(path), b"new"))
     assert path.read_bytes() == b"new" and waits == [str(path)] * 2
     assert os.listdir(tmp_path) == ["file"]

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from kmq import errors, record, refusals, settings
+from kmq import errors
 from kmq.broker import readiness
 from kmq.cli import app
+from kmq.config import settings
 from kmq.gateway.core import metrics
+from kmq.message import record
+from kmq.wire import refusals
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/README.md", ROOT / "pipes/README.md"]
@@ -171,7 +174,9 @@ def test_every_metric_is_in_operations_with_its_description():
 
 def test_the_settings_table_is_the_one_the_code_has():
     block = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", (ROOT / "docs/settings.md").read_text(), re.S)
-    assert block and block[1] == settings.table(), "paste: python -c 'from kmq.settings import table; print(table())'"
+    assert block and block[1] == settings.table(), (
+        "paste: python -c 'from kmq.config.settings import table; print(table())'"
+    )
 
 
 def test_the_scan_for_log_events_sees_calls_of_loggers_and_no_other_text():

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from kmq.client import egress_lines as lines
-from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import BadLine, Position, TopicPartition
+from kmq.wire import replies
+from kmq.wire import requests as lines
+from kmq.wire.requests import BadLine, Position, TopicPartition
 
 ORDERS, OTHER = TopicPartition("orders", 0), TopicPartition("a.b-c_d", 1023)
 NOON = Position("time", 1_795_435_200_000_000)

@@ -9,17 +9,18 @@ import pytest
 from fake_logger import FakeLogger
 from fleet_given import said
 
-from kmq import states, tokens
+from kmq.access import tokens
 from kmq.cluster import fleet
 from kmq.cluster.fleet import Report, Result
 from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Snapshot
+from kmq.config import states
+from kmq.config.settings import load
+from kmq.config.states import InForce, States
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import CHILD, MOST, Commands, damage
 from kmq.log import requests, topics
 from kmq.log.identity import open_data
-from kmq.settings import load
-from kmq.states import InForce, States
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def settings(data, tmp_path):
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch):
     """Files are looked at on each use instead of once a second."""
-    monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
+    monkeypatch.setattr("kmq.files._LOOK_S", 0.0)
 
 
 def write(settings, text):

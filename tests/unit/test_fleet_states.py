@@ -14,7 +14,7 @@ import pytest
 from fake_logger import FakeLogger
 from fleet_given import said, wait
 
-from kmq import states, tokens
+from kmq.access import tokens
 from kmq.broker.admission import Admission
 from kmq.cluster import consul as consul_api
 from kmq.cluster import fleet
@@ -24,15 +24,16 @@ from kmq.cluster.message import Message
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.subscriber import Snapshot
 from kmq.cluster.transport import Address
+from kmq.config import states
+from kmq.config.settings import load
+from kmq.config.states import InForce, States
+from kmq.config.values import GIB, MIB
 from kmq.errors import ConfigError
 from kmq.fleet.agent import is_left_over
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import KEPT, Commands
 from kmq.log import requests, topics
 from kmq.log.identity import open_data
-from kmq.setting_values import GIB, MIB
-from kmq.settings import load
-from kmq.states import InForce, States
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def settings(environ):
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch):
     """Files are looked at on each use instead of once a second."""
-    monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
+    monkeypatch.setattr("kmq.files._LOOK_S", 0.0)
 
 
 def told(settings, epoch=1, **values):

@@ -6,13 +6,13 @@ import pytest
 from framing_steps import MAX, P, Steps, W, cuts_in, mine, one_by_one, random_traffic, randomly, source_of, table
 from received_ends import ME, Way, joined, messages, plain
 
-from kmq import record
 from kmq.framing import parser
 from kmq.framing.batch import Batch, endless, well_formed
 from kmq.framing.blocks import cuts_of, encode_replies
 from kmq.framing.source import Source
 from kmq.links import layout
 from kmq.links.layout import BlockLimits, Received
+from kmq.message import record
 
 SMALLEST = 64 << 10  # RB_BYTES
 ROOMY = BlockLimits(2048, SMALLEST // 2 - layout.HEADER)

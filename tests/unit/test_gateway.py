@@ -20,11 +20,13 @@ from log_server import groups_of, up
 from made_data import write_data
 from made_up import stored
 
-from kmq import gateway, refusals
+from kmq import gateway
 from kmq.broker import stats
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
+from kmq.config.settings import STAGES, load
 from kmq.errors import ConfigError
+from kmq.files import replace_file
 from kmq.gateway import listeners
 from kmq.gateway.core import feed, metric_files, metrics, topic_rates
 from kmq.gateway.core.broker import Broker
@@ -39,11 +41,10 @@ from kmq.gateway.http import web
 from kmq.gateway.server import Changes, Gateway
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError
-from kmq.log.disk import replace_file
 from kmq.log.identity import open_data
-from kmq.refusals import RETRYABLE
-from kmq.routing import Topic
-from kmq.settings import STAGES, load
+from kmq.message.routing import Topic
+from kmq.wire import refusals
+from kmq.wire.refusals import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

@@ -11,7 +11,7 @@ import pytest
 from log_server import up
 from made_data import write_data
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import spans
 from kmq.gateway.http import logs

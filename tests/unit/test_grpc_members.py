@@ -12,6 +12,7 @@ from log_server import up
 from made_data import write_data
 
 from kmq.broker.incidents import Incidents, Strangers
+from kmq.config.values import KIB, MIB
 from kmq.gateway.core import core, producing
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
@@ -26,7 +27,6 @@ from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.service import kmq_handler
 from kmq.gateway.listeners import grpc_server, listen_grpc
 from kmq.logfmt import Logger
-from kmq.setting_values import KIB, MIB
 
 PATIENCE_S = 30.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"

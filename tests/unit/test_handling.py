@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from kmq.client.consumer_options import ConsumerOptions
-from kmq.client.egress_lines import TopicPartition
 from kmq.client.handling import Attempts, Backoff, Held, Permanent, Rules
-from kmq.client.letters import Failure
-from kmq.client.message import Message
 from kmq.client.runner import stopping
 from kmq.errors import ConfigError
+from kmq.message.letters import Failure
+from kmq.message.message import Message
+from kmq.wire.requests import TopicPartition
 
 PLACE, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1)
 LATER = OSError("later")

@@ -10,13 +10,13 @@ from fifo_reading import read_all
 from framing_steps import Steps, one_by_one, table
 from received_ends import Way, joined
 
+from kmq.config.values import KIB, PIPE_BUF
 from kmq.errors import ConfigError
 from kmq.links import fifo, handover
 from kmq.links.fifo import open_fifo, waiting_bytes
 from kmq.links.handover import Handover
 from kmq.links.layout import BlockLimits
 from kmq.links.raw import LINES, MESSAGES, Sender
-from kmq.setting_values import KIB, PIPE_BUF
 
 MAX = 1 << 16
 

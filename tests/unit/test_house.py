@@ -10,13 +10,16 @@ import pytest
 
 import kmq
 import stages
-from kmq import errors, record, settings
+from kmq import errors
 from kmq.client import lines
+from kmq.config import settings, values
+from kmq.config.settings import STAGES
 from kmq.deadletters import redrive
 from kmq.errors import ConfigError
 from kmq.ingress.askers import answer
 from kmq.links import layout, raw
-from kmq.settings import STAGES
+from kmq.message import record
+from kmq.message import text as message_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Everything here would cost a stage start-up time or memory that no message needs.
@@ -74,8 +77,8 @@ def test_the_names_of_a_topic_fit_the_file_system():
 
 def test_the_longest_stored_line_fits_a_block():
     """Also as dead.malformed with its header, at the smallest ring that the settings allow."""
-    smallest = max(64 * settings.KIB, 3 * settings.PIPE_BUF)
-    for max_line, ring_bytes in ((settings.PIPE_BUF, smallest), (settings.MIB, 3 * settings.MIB)):
+    smallest = max(64 * values.KIB, 3 * values.PIPE_BUF)
+    for max_line, ring_bytes in ((values.PIPE_BUF, smallest), (values.MIB, 3 * values.MIB)):
         assert max_line + record.MALFORMED_OVERHEAD + 64 <= ring_bytes // 2 - layout.HEADER
 
 
@@ -140,7 +143,7 @@ def test_redrive_refuses_what_gives_no_routing_key(template):
     "payload", [b"", b"plain", b"a|b", b"\r", b"\xff\xfe", b"new\nline", b"nul\0", bytes(range(256))]
 )
 def test_a_formatted_message_is_one_well_formed_line(payload):
-    line = lines.format_message(b"t.k", payload, b"7", ts=1.5)
+    line = message_text.format_message(b"t.k", payload, b"7", ts=1.5)
     assert record.good_prefix(line) == len(line) and line.count(b"\n") == 1
     encoded = b"\0" in payload or b"\n" in payload
     assert line.startswith(b"t.k|1.500000|7;enc=b64|" if encoded else b"t.k|1.500000|7|" + payload)
@@ -148,9 +151,9 @@ def test_a_formatted_message_is_one_well_formed_line(payload):
 
 def test_percent_encode_leaves_nothing_that_would_break_a_line():
     text = "".join(map(chr, range(256))) + "日本"
-    encoded = lines.percent_encode(text)
+    encoded = message_text.percent_encode(text)
     assert encoded.isascii() and encoded.isprintable() and not set(encoded) & set("|; \n")
-    assert lines.percent_encode("order-7_x.y") == "order-7_x.y"
+    assert message_text.percent_encode("order-7_x.y") == "order-7_x.y"
 
 
 def test_read_port_says_where_it_looked(tmp_path):

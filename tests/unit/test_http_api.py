@@ -12,7 +12,7 @@ from api_client import NDJSON, Api
 from log_server import up
 from made_data import write_data
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import partitions
 from kmq.gateway.http import bodies, schema

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from made_up import no_room, stored
 
-from kmq.log.disk import AppendFile
+from kmq.files import AppendFile
 from kmq.log.index import Entry, IndexWriter, last_before, parse_line, read_entries
 
 BLOCK = BLOCK_BYTES = 512  # of the index, see small_blocks

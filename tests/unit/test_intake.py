@@ -11,7 +11,6 @@ from fifo_reading import read_all
 from framing_steps import Steps, one_by_one, table
 from received_ends import Way
 
-from kmq import record
 from kmq.ingress import budgets, hello
 from kmq.ingress import connection as connection_module
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection
@@ -20,6 +19,7 @@ from kmq.ingress.replies import REFUSALS_BYTES
 from kmq.links.fifo import open_fifo
 from kmq.links.handover import Handover
 from kmq.links.raw import Sender
+from kmq.message import record
 
 MAX = 8192
 

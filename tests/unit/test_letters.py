@@ -1,10 +1,9 @@
 """Dead letters of consumers, as lines: everything of the message is in them, and where it came from."""
 
-from kmq import record
-from kmq.client import lines
 from kmq.client.handling import Backoff
-from kmq.client.letters import Failure, format_letter
-from kmq.client.message import Message
+from kmq.message import record, text
+from kmq.message.letters import Failure, format_letter
+from kmq.message.message import Message
 
 FAILURE = Failure("bil.ling", ValueError("no; such|price\n"), 4, 1712345678.25, 1712345699.5)
 
@@ -45,7 +44,7 @@ def test_nulls_and_missing_keys_stay_what_they_are():
 
 
 def test_a_users_header_of_the_same_name_is_not_taken_for_ours():
-    field = lines.make_id("9", [("error", b"mine"), ("attempts", None)])
+    field = text.make_id("9", [("error", b"mine"), ("attempts", None)])
     letter = read(format_letter(stored(field, b"x"), "orders.dlq", FAILURE))
     assert [value for name, value in letter.headers if name == "error"] == [b"mine", b"ValueError: no; such|price\n"]
 

@@ -23,9 +23,10 @@ import schemas
 import yaml
 from agreement import containers, named, of_kind, pods, selects
 
-from kmq import __version__, probe, settings
+from kmq import __version__, probe
+from kmq.config import settings
+from kmq.config.settings import STAGES
 from kmq.links import layout
-from kmq.settings import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"

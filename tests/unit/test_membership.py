@@ -28,7 +28,7 @@ from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics
 from kmq.logfmt import Logger
-from kmq.routing import Topic
+from kmq.message.routing import Topic
 
 PATIENCE_S = 30.0
 ME = Client("test", "127.0.0.1")

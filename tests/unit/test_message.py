@@ -5,9 +5,9 @@ from base64 import b64decode
 
 import pytest
 
-from kmq import record
-from kmq.client import lines
-from kmq.client.message import Message, messages
+from kmq.message import record
+from kmq.message import text as message_text
+from kmq.message.message import Message, messages
 
 
 def read(line: bytes, topic: str = "orders", **more) -> Message:
@@ -20,7 +20,9 @@ def stored(routing_key: bytes, id: bytes = b"7", payload: bytes = b"x", ts: byte
 
 def sent(topic, value, key=None, id="7", headers=(), partition=None) -> Message:
     """What a typed client sends, numbered by the broker, read by a consumer."""
-    line = lines.format_text(lines.make_routing_key(topic, key, partition), value, lines.make_id(id, headers), 1.5)
+    line = message_text.format_text(
+        message_text.make_routing_key(topic, key, partition), value, message_text.make_id(id, headers), 1.5
+    )
     block, _ = record.number([line[:-1]], 42, b"1712345678.000250")
     assert record.parse_stored(block[:-1]) is not None
     return read(block[:-1], topic)

@@ -6,11 +6,11 @@ from base64 import b64encode
 
 import pytest
 
-from kmq.client.lines import format_headers, format_text, make_id, make_routing_key
-from kmq.client.message import Message
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.http.message_json import Writer, dump, load
 from kmq.gateway.http.schema import SCHEMAS, check
+from kmq.message.message import Message
+from kmq.message.text import format_headers, format_text, make_id, make_routing_key
 
 BYTES = [None, b"", b"a", b"\0", b"\xff\xfe", "ü|;=%\n".encode(), b"enc=b64", bytes(range(256))]
 NAMES = ["a", "p", "enc", "reason", "x-y", "ä", "a=b", "a;b", "%41", " "]

@@ -5,7 +5,6 @@ import random
 import pytest
 from fake_logger import FakeLogger
 
-from kmq import record
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import offset_records, offset_table
 from kmq.gateway.groups.offset_records import (
@@ -18,7 +17,8 @@ from kmq.gateway.groups.offset_records import (
     encode_payload,
 )
 from kmq.gateway.groups.offset_table import OffsetTable
-from kmq.routing import Table, resolve
+from kmq.message import record
+from kmq.message.routing import Table, resolve
 
 ODD = "a.b|c;d%e f\n\x00é/~-_@!+𝄞"
 PLACES = [

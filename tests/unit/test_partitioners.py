@@ -9,13 +9,12 @@ from urllib.parse import unquote_to_bytes
 import pytest
 from traced_broker import Broker
 
-from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import checkpoint, requests, topics
 from kmq.log.lines import start_of
-from kmq.partitioners import CRC32, MURMUR2, RUN, decoded, murmur2
+from kmq.message import record
+from kmq.message.routing import CRC32, MURMUR2, RUN, Table, Topic, decoded, murmur2, resolve
 from kmq.repair import rebuild
-from kmq.routing import Table, Topic, resolve
 
 # From the tests of Kafka's Java client: signed numbers.
 VECTORS = {

@@ -9,13 +9,13 @@ from log_server import up
 from made_data import FIRST_TS, append, write_data
 from made_up import block
 
-from kmq.client.egress_lines import EARLIEST, LATEST, Position
 from kmq.gateway.core.locating import Locator, Place
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.lines import bad_line
+from kmq.wire.requests import EARLIEST, LATEST, Position
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n % 90)) for n in range(1, 2001)]
 BLOCK_BYTES = 4096  # of the index, see small_blocks

@@ -13,9 +13,9 @@ import pytest
 
 from kmq import probe
 from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, STATES, StatsPage
+from kmq.config.settings import load
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
 from kmq.log.identity import open_data
-from kmq.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
 # Beside what a stage must not import (test_house.py): what a look at one page of shared memory has no need of.

@@ -10,15 +10,15 @@ import pytest
 from framing_steps import P, Steps, W, mine, one_by_one, random_traffic, randomly, table
 from received_ends import messages
 
-import kmq.ids
+import kmq.message.ids
 from kmq.errors import RetryError
 from kmq.framing import checkpointer as saver
 from kmq.framing import dedupe
 from kmq.framing.checkpointer import Checkpointer
 from kmq.framing.dedupe import DedupeTable
-from kmq.ids import NEW, PRINTS, TOO_OLD, Producer
 from kmq.log import dedupe_file
-from kmq.record import fingerprint
+from kmq.message.ids import NEW, PRINTS, TOO_OLD, Producer
+from kmq.message.record import fingerprint
 
 NOW = 1_700_000_000
 FORGOTTEN = 0  # stored, but nobody knows as which seq
@@ -102,7 +102,7 @@ def test_ids_that_follow_one_another_stay_known_however_many_runs_are_forgotten(
         producer.trim(8)
     assert (len(producer.ids), list(producer.firsts), list(producer.lasts)) == (8, [0], [4991])
     assert [producer.find(id) for id in (0, 2500, 4991, 4992, 5000)] == [0, 0, 0, 3 * 4992 + 1, NEW]
-    monkeypatch.setattr(kmq.ids, "_RANGES", 1000)
+    monkeypatch.setattr(kmq.message.ids, "_RANGES", 1000)
     for id in range(5001, 15_000, 2):
         producer.add(id, 3 * id + 1, 1)
         producer.trim(8)

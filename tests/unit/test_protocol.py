@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from kmq import record
-from kmq.client import lines
 from kmq.client.delivery import Delivery
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.options import Options
 from kmq.client.protocol import Core
 from kmq.errors import ConfigError
 from kmq.ingress import hello
+from kmq.message import record
+from kmq.message import text as message_text
 
 
 def make(**options):
@@ -461,19 +461,19 @@ ENCODED = [b"nul\0", b"two\nlines", b"\x1b[31mred", b"\x7f", b"\xff\xfe", b"\xc3
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_plain_text_stays_plain(payload):
-    line = lines.format_text(b"t", payload, b"7", 1.5)
+    line = message_text.format_text(b"t", payload, b"7", 1.5)
     assert line == b"t|1.500000|7|" + payload + b"\n"
 
 
 @pytest.mark.parametrize("payload", PAYLOADS + ENCODED)
 @pytest.mark.parametrize("id", [b"", b"7", b"7;trace=a%3B"])
 def test_any_bytes_come_back_identical(payload, id):
-    line = lines.format_text(b"t", payload, id, 1.5)
+    line = message_text.format_text(b"t", payload, id, 1.5)
     assert record.good_prefix(line) == len(line) and line.count(b"\n") == 1
     _, _, stored_id, stored = line[:-1].split(b"|", 3)
     assert stored_id == id + (b";enc=b64" if payload in ENCODED else b"")
     assert stored == payload or stored.isascii()
-    assert lines.decode_payload(stored_id, stored) == payload
+    assert message_text.decode_payload(stored_id, stored) == payload
 
 
 @pytest.mark.parametrize("first_id", [None, 1, 998, 999, 1000, 17_000_000_000_000_999])
@@ -482,8 +482,8 @@ def test_a_list_is_formatted_like_one_message_after_the_other(first_id, odd):
     payloads = [b"payload %d" % n for n in range(2500)]
     payloads[1234] = odd
     numbers = itertools.repeat(b"") if first_id is None else (b"%d" % n for n in itertools.count(first_id))
-    one_by_one = [lines.format_text(b"t.k", p, id, 1.5) for p, id in zip(payloads, numbers, strict=False)]
-    assert lines.format_many(b"t.k", payloads, 1.5, first_id) == b"".join(one_by_one)
+    one_by_one = [message_text.format_text(b"t.k", p, id, 1.5) for p, id in zip(payloads, numbers, strict=False)]
+    assert message_text.format_many(b"t.k", payloads, 1.5, first_id) == b"".join(one_by_one)
 
 
 def test_an_empty_list_is_delivered_at_once():
@@ -493,51 +493,53 @@ def test_an_empty_list_is_delivered_at_once():
 
 
 def test_a_dot_in_a_key_cannot_make_it_another_topics_message():
-    assert lines.make_routing_key("jobs", "eu.1") == b"jobs.@.eu%2E1"
-    assert lines.make_routing_key("jobs.eu") == b"jobs.eu.@"
-    assert lines.make_routing_key("jobs") == b"jobs"
-    assert lines.make_routing_key("jobs", "") == b"jobs.@."
-    assert lines.make_routing_key("jobs", partition=3) == b"jobs.@3"
-    assert lines.make_routing_key("jobs", b"\xff@3", 0) == b"jobs.@0.%FF@3"
+    assert message_text.make_routing_key("jobs", "eu.1") == b"jobs.@.eu%2E1"
+    assert message_text.make_routing_key("jobs.eu") == b"jobs.eu.@"
+    assert message_text.make_routing_key("jobs") == b"jobs"
+    assert message_text.make_routing_key("jobs", "") == b"jobs.@."
+    assert message_text.make_routing_key("jobs", partition=3) == b"jobs.@3"
+    assert message_text.make_routing_key("jobs", b"\xff@3", 0) == b"jobs.@0.%FF@3"
     for key in ("eu.1", "a|b", "größe", "%2E", "a b\n", "", "@3", "@", b"\xff\0|", b"%"):
         for topic, partition in (("jobs", None), ("jobs.eu", 7)):
-            routing_key = lines.make_routing_key(topic, key, partition)
+            routing_key = message_text.make_routing_key(topic, key, partition)
             assert record.good_prefix(routing_key + b"|0||x\n") and record.refusal(routing_key + b"|0||x") == ""
             mark = record.marked(routing_key)
             assert (mark.topic, mark.partition) == (topic.encode(), partition)
-            assert lines.decode_bytes(mark.key) == (key if isinstance(key, bytes) else key.encode())
-            assert isinstance(key, bytes) or lines.decode(mark.key) == key
+            assert message_text.decode_bytes(mark.key) == (key if isinstance(key, bytes) else key.encode())
+            assert isinstance(key, bytes) or message_text.decode(mark.key) == key
 
 
 def test_no_value_is_not_an_empty_one():
-    assert lines.format_text(b"t", None, b"7", 1.5) == b"t|1.500000|7|\n"
-    assert lines.format_text(b"t", b"", b"7", 1.5) == b"t|1.500000|7;enc=b64|\n"
-    assert (lines.decode_payload(b"7", b""), lines.decode_payload(b"7;enc=b64", b"")) == (None, b"")
+    assert message_text.format_text(b"t", None, b"7", 1.5) == b"t|1.500000|7|\n"
+    assert message_text.format_text(b"t", b"", b"7", 1.5) == b"t|1.500000|7;enc=b64|\n"
+    assert (message_text.decode_payload(b"7", b""), message_text.decode_payload(b"7;enc=b64", b"")) == (None, b"")
 
 
 def test_a_negative_partition_is_refused_here():
     with pytest.raises(ValueError, match="partition -1: must be 0 or more"):
-        lines.make_routing_key("jobs", "k", -1)
+        message_text.make_routing_key("jobs", "k", -1)
 
 
 @pytest.mark.parametrize("topic", ["", ".a", "-a", "a|b", "a\n", "a b", "../x", "größe", "!hello"])
 def test_a_topic_that_cannot_be_one_is_refused_here(topic):
     with pytest.raises(ValueError, match="topic"):
-        lines.make_routing_key(topic)
+        message_text.make_routing_key(topic)
 
 
 def test_headers_follow_the_id_and_any_name_can_be_sent():
-    assert lines.make_id("7", {"trace": "a;b=c|d"}) == b"7;trace=a%3Bb=c%7Cd"
-    assert lines.make_id("7", [("a", b"\xff"), ("a", None), ("enc", ""), ("", "x")]) == b"7;%61=%FF;%61;%65nc=;=x"
+    assert message_text.make_id("7", {"trace": "a;b=c|d"}) == b"7;trace=a%3Bb=c%7Cd"
+    assert (
+        message_text.make_id("7", [("a", b"\xff"), ("a", None), ("enc", ""), ("", "x")]) == b"7;%61=%FF;%61;%65nc=;=x"
+    )
     for name in ("p", "w", "enc", "reason", "len", "", "a;b", "a=b", "a b", "é"):
-        field = lines.make_id("7", {name: "x", "other": "y"})
+        field = message_text.make_id("7", {name: "x", "other": "y"})
         assert record.user_headers(field[1:]) == field[1:] and not record.claims(b"t|0|" + field + b"|x\n")
-        assert lines.decode(field.split(b";")[1].partition(b"=")[0]) == name
+        assert message_text.decode(field.split(b";")[1].partition(b"=")[0]) == name
 
 
 def test_a_payload_that_is_no_base64_in_spite_of_its_header_is_kept():
-    assert lines.decode_payload(b"7;enc=b64", b"a") == b"a"
-    assert lines.decode_payload(b"7;enc=b64", b"YQ==") == b"a"
+    assert message_text.decode_payload(b"7;enc=b64", b"a") == b"a"
+    assert message_text.decode_payload(b"7;enc=b64", b"YQ==") == b"a"
 
 
 # --- a whole history -------------------------------------------------------------------------

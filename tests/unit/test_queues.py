@@ -10,17 +10,17 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored, write_wal
 
-from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import checkpoint, dropped, identity, index, partition, requests, segment, topics
 from kmq.log.partition import State
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.message import record
+from kmq.message.routing import Topic
 from kmq.router import logs, queues
 from kmq.router.mending import Mender
 from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
-from kmq.routing import Topic
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

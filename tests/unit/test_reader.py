@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from made_up import FIRST_TS, no_room, stored
 
+from kmq.files import AppendFile
 from kmq.log import reader, segment, segment_reader
 from kmq.log.damage import DamageError
-from kmq.log.disk import AppendFile
 from kmq.log.index import IndexWriter
 from kmq.log.lines import seqs_of, within
 

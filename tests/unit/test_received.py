@@ -7,11 +7,11 @@ import pytest
 from fake_logger import FakeLogger
 from received_ends import DATA_ID, Way, identity, joined
 
+from kmq.config.values import KIB, MIB
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, received
 from kmq.links.layout import READER_SLEEPS, TAIL, WRITER_SLEEPS
 from kmq.links.received import NAME, ReceivedReader, ReceivedWriter, ring_bytes
-from kmq.setting_values import KIB, MIB
 
 SIZE = 8192
 

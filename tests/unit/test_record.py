@@ -5,7 +5,7 @@ from base64 import b64encode
 
 import pytest
 
-from kmq import record
+from kmq.message import record
 
 MAX = 8192
 LONG_TOPIC = b"A" * record.MAX_TOPIC

@@ -3,10 +3,10 @@
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
-from kmq import record
 from kmq.deadletters import pace, redrive
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics
+from kmq.message import record
 
 LINE = b"7|1700000000.000007|dead.k|12.5|m-1;a=b;p=me;enc=b64|a|b"
 

@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 
-from kmq import errors, refusals
+from kmq import errors
 from kmq.broker.stats import ADMISSIONS
+from kmq.wire import refusals
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [*(ROOT / "kmq").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
-MODULES.remove(ROOT / "kmq" / "refusals.py")
+MODULES.remove(ROOT / "kmq" / "wire" / "refusals.py")
 # What is called with a code, and where: alone, or before its text.
 CALLS = {
     "RequestRefused": 0,

@@ -10,7 +10,7 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
-from kmq.client.egress_lines import Consume
+from kmq.config.settings import load
 from kmq.errors import BusyError
 from kmq.gateway.core.compactor import Compactor, Pace
 from kmq.gateway.core.metrics import Requests
@@ -24,7 +24,7 @@ from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
 from kmq.router.queues import Queues
-from kmq.settings import load
+from kmq.wire.requests import Consume
 
 TOPIC = "__t"
 LIMITS = Limits(segment_bytes=4000)

@@ -7,17 +7,18 @@ import pytest
 from framing_steps import MAX, P, mine, source_of, table
 from received_ends import Way, messages, plain
 
-from kmq import local_token, record
+from kmq.access import local_token
+from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.framing import parser
 from kmq.framing.blocks import encode_replies
 from kmq.framing.catalog import Catalog
-from kmq.ids import Producer
 from kmq.ingress import hello
 from kmq.links.layout import BlockLimits
 from kmq.log import topics
-from kmq.routing import Table, resolve
-from kmq.settings import load
+from kmq.message import record
+from kmq.message.ids import Producer
+from kmq.message.routing import Table, resolve
 
 ROOMY = BlockLimits(100_000, 1 << 24)
 OFFSETS = b"__consumer_offsets.@.g.t.0|1|%d|offset=7"

@@ -10,12 +10,13 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import no_room, stored, write_wal
 
-from kmq import record
+from kmq import files
 from kmq.framing.dedupe import DedupeTable
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dedupe_file, disk, dropped, index, partition, remnant, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, dropped, index, partition, remnant, segment, topics, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.message import record
 from kmq.repair import verify
 from kmq.router import checkpoints, retention
 from kmq.router.queues import Queues
@@ -272,7 +273,7 @@ def test_a_log_that_has_no_room_to_be_sealed_goes_on_as_it_is_and_is_sealed_late
             return open(path, *args)
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    for module, name in ((segment, "AppendFile"), (index, "AppendFile"), (disk.os, "symlink"), (remnant, "open")):
+    for module, name in ((segment, "AppendFile"), (index, "AppendFile"), (files.os, "symlink"), (remnant, "open")):
         before = made.logs.states["t", 0].values()
         with monkeypatch.context() as patched:
             patched.setattr(module, name, full, raising=False)
@@ -294,7 +295,7 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
     made.close()
     made = open_queues(data, 300, KEEP)
     assert segments_of(data)[0].first == 0
-    image, real, refusals = str(tmp_path / "image"), disk.write_some, iter([False, True])
+    image, real, refusals = str(tmp_path / "image"), files.write_some, iter([False, True])
 
     def full_once(fd, buffers):
         path = os.readlink(f"/proc/self/fd/{fd}")
@@ -309,7 +310,7 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
 
     made.context.wait_outside = waited
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "write_some", full_once)
+        patched.setattr(files, "write_some", full_once)
         route(made, lines[300:], 301)
     made.close()
     made = open_queues(image, len(lines), KEEP)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kmq import roles, tokens
+from kmq.access import roles, tokens
+from kmq.access.roles import ADMIN, ALL, CONSUME, PRODUCE, Holder
 from kmq.errors import ConfigError
 from kmq.gateway.grpc.schema import KMQ, PODBUS
 from kmq.gateway.http.operations import OPERATIONS
-from kmq.roles import ADMIN, ALL, CONSUME, PRODUCE, Holder
 
 
 def test_every_act_of_every_door_has_a_row_and_no_other():

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from kmq.routing import DELETED, Route, Table, Topic, exact, key_behind, resolve
+from kmq.message.routing import DELETED, Route, Table, Topic, exact, key_behind, resolve
 
 TABLE = Table(
     {name.encode(): Topic(name, 1, at) for name, at in {"a": 1, "a.b": 10, "a.b.c": 20, "x.y.z": 1}.items()},

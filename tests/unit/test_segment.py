@@ -6,11 +6,11 @@ import time
 import pytest
 from made_up import stored
 
+from kmq.config.settings import load
+from kmq.config.values import GIB
 from kmq.errors import ConfigError
 from kmq.log import segment
 from kmq.log.segment import Limits, Segment
-from kmq.setting_values import GIB
-from kmq.settings import load
 
 NEVER = float("inf")
 S = 1_000_000  # µs

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from kmq import settings
+from kmq.config import settings, values
+from kmq.config.values import KIB, MIB
 from kmq.errors import ConfigError
 from kmq.links.fifo import CAPACITY
-from kmq.setting_values import KIB, MIB
 
 
 def load(tmp_path, toml="", **environ):
@@ -86,7 +86,7 @@ def test_the_file_is_checked_like_the_environment(tmp_path, toml, said):
     [("1", 1), ("64k", 64 * KIB), ("4 MiB", 4 * MIB), ("4MB", 4 * MIB), (" 2 g ", 2 << 30), ("10 b", 10)],
 )
 def test_units_of_bytes(text, value):
-    assert settings.parse_bytes(text) == value
+    assert values.parse_bytes(text) == value
 
 
 def test_a_ring_must_hold_three_of_the_longest_line(tmp_path):
@@ -123,9 +123,7 @@ def test_a_port_with_a_number_is_a_setting_also_beside_service_links(tmp_path):
 
 
 def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_path):
-    code = (
-        "from kmq import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_page'] = None; "
-    )
+    code = "from kmq.config import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_page'] = None; "
     code += "stage.Stage('ingress', settings.load())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     done = subprocess.run([sys.executable, "-c", code], env=kept | LINKS, cwd=tmp_path, capture_output=True, text=True)
@@ -135,7 +133,7 @@ def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_pat
 
 
 def test_a_stage_says_which_settings_of_an_earlier_kmq_it_ignores(tmp_path):
-    code = "from kmq import settings; from kmq.broker import stage; stage.open_page = None; "
+    code = "from kmq.config import settings; from kmq.broker import stage; stage.open_page = None; "
     code += "stage.Stage('ingress', settings.load())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     given = kept | {"SLEEP_SHORT": "0.01"}
@@ -165,8 +163,8 @@ def test_every_setting_is_declared_once_with_a_default_that_is_legal():
 
 def test_pipe_buf_is_the_one_of_this_machine(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    assert os.pathconf(tmp_path / "fifo", "PC_PIPE_BUF") == settings.PIPE_BUF
-    assert CAPACITY % settings.PIPE_BUF == 0
+    assert os.pathconf(tmp_path / "fifo", "PC_PIPE_BUF") == values.PIPE_BUF
+    assert CAPACITY % values.PIPE_BUF == 0
 
 
 @pytest.mark.parametrize(

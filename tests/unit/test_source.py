@@ -7,7 +7,6 @@ import pytest
 from framing_steps import MAX, P, Steps, W, mine, one_by_one, random_traffic, randomly, source_of, table
 from received_ends import ME, Way, joined, messages, plain
 
-from kmq import record
 from kmq.errors import RetryError
 from kmq.framing import parser
 from kmq.framing.blocks import frame
@@ -15,6 +14,7 @@ from kmq.framing.parser import Parser
 from kmq.framing.source import Source
 from kmq.links import raw
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
+from kmq.message import record
 
 ROOMY = BlockLimits(2048, 1 << 16)
 

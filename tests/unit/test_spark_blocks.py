@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from made_data import write_data
 
-from kmq import record
 from kmq.log import index, reader
 from kmq.log.damage import DamageError
+from kmq.message import record
 
 np = pytest.importorskip("numpy")
 blocks = pytest.importorskip("kmq.spark.source.blocks")

@@ -6,10 +6,10 @@ from urllib.parse import unquote_to_bytes
 
 import pytest
 
-from kmq import record
-from kmq.client.lines import decode_payload
 from kmq.errors import ConfigError
-from kmq.routing import key_behind
+from kmq.message import record
+from kmq.message.routing import key_behind
+from kmq.message.text import decode_payload
 
 columns = pytest.importorskip("kmq.spark.source.columns")
 types = pytest.importorskip("pyspark.sql.types")

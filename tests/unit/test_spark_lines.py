@@ -10,7 +10,7 @@ pa = pytest.importorskip("pyarrow")
 
 from made_batches import batch, random_, some_bytes, some_text, written  # noqa: E402
 
-from kmq.client import lines as client  # noqa: E402
+from kmq.message import text as message_text  # noqa: E402
 from kmq.spark.sink.lines import RowError, block, numbers, pieces, to_lines  # noqa: E402
 
 HEADERS = pa.map_(pa.string(), pa.string())
@@ -24,7 +24,9 @@ def some_headers():
 def expected(topic, key, id, headers, value):
     """What a Python client makes of a message."""
     kept = {name: text for name, text in headers or () if name not in ("reason", "len")}
-    line = client.format_text(client.make_routing_key(topic, key), value, client.make_id(str(id), kept), 1.5)
+    line = message_text.format_text(
+        message_text.make_routing_key(topic, key), value, message_text.make_id(str(id), kept), 1.5
+    )
     return line[:-1]
 
 
@@ -52,7 +54,7 @@ def test_any_value_comes_back_as_it_was(round):
     values = [some_bytes(40) for _ in range(100)]
     for line, value in zip(written(batch(value=(values, pa.binary())), topic="t"), values, strict=True):
         *_, id, payload = line.split(b"|", 3)
-        assert client.decode_payload(id, payload) == value
+        assert message_text.decode_payload(id, payload) == value
 
 
 def test_a_character_cut_by_the_end_of_a_row_is_no_text_though_the_whole_column_is():

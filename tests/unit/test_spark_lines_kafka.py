@@ -6,7 +6,7 @@ pa = pytest.importorskip("pyarrow")
 
 from made_batches import batch, random_, some_bytes, some_text, written  # noqa: E402
 
-from kmq.client import lines as client  # noqa: E402
+from kmq.message import text  # noqa: E402
 from kmq.spark.sink.lines import RowError  # noqa: E402
 from kmq.spark.source import columns  # noqa: E402
 
@@ -41,9 +41,9 @@ def test_headers_of_any_bytes_and_order_are_those_of_a_client(round):
     for line, row in zip(made, rows, strict=True):
         kept = [(name, value) for name, value in row or () if value is not None]
         assert headers_of(line) == b";".join(
-            b"%b=%b" % (name.encode(), client.percent_encode(value).encode()) for name, value in kept
+            b"%b=%b" % (name.encode(), text.percent_encode(value).encode()) for name, value in kept
         )
-        assert [client.decode_bytes(each.partition(b"=")[2]) for each in headers_of(line).split(b";") if each] == [
+        assert [text.decode_bytes(each.partition(b"=")[2]) for each in headers_of(line).split(b";") if each] == [
             value for _, value in kept
         ]
     low = random_.randrange(len(rows))
@@ -88,12 +88,12 @@ def test_a_partition_and_any_key_make_the_routing_key_that_a_client_makes(round)
     keys = [random_.choice((None, "", some_text())) for _ in range(count)]
     asked = [random_.choice((None, 0, 3, 12)) for _ in range(count)]
     given = {"key": (keys, pa.string()), "partition": (asked, pa.int32()), "value": ["x"] * count}
-    wanted = [client.make_routing_key(*row) for row in zip(topics, keys, asked, strict=True)]
+    wanted = [text.make_routing_key(*row) for row in zip(topics, keys, asked, strict=True)]
     assert keys_of(written(batch(topic=topics, **given), use_partition=True)) == wanted
-    wanted = [client.make_routing_key("a.b", *row) for row in zip(keys, asked, strict=True)]
+    wanted = [text.make_routing_key("a.b", *row) for row in zip(keys, asked, strict=True)]
     assert keys_of(written(batch(**given), topic="a.b", use_partition=True)) == wanted
     given.pop("key")
-    wanted = [client.make_routing_key(topic, None, number) for topic, number in zip(topics, asked, strict=True)]
+    wanted = [text.make_routing_key(topic, None, number) for topic, number in zip(topics, asked, strict=True)]
     assert keys_of(written(batch(topic=topics, **given), use_partition=True)) == wanted
 
 
@@ -143,4 +143,4 @@ def test_headers_of_any_bytes_come_back_to_the_byte():
     lines = written(with_headers([("a1", value) for value in values]), topic="t")
     block = columns.Block(b"1|1.000000|" + lines[0] + b"\n", 0, "t", False)
     field = block.field(4)[0].as_py()
-    assert [client.decode_bytes(each.partition(b"=")[2]) for each in field.split(b";")[1:]] == values
+    assert [text.decode_bytes(each.partition(b"=")[2]) for each in field.split(b";")[1:]] == values

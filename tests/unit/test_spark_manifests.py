@@ -17,7 +17,7 @@ import yaml
 from agreement import selects
 from brokers import ROOT
 
-from kmq.settings import load
+from kmq.config.settings import load
 
 sys.path.append(str(ROOT / "tests" / "spark"))
 

@@ -10,7 +10,7 @@ import pytest
 from log_server import up
 from made_data import write_data
 
-from kmq import tokens
+from kmq.access import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL

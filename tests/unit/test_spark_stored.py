@@ -2,7 +2,7 @@
 
 import pytest
 
-from kmq.record import fingerprint
+from kmq.message.record import fingerprint
 from kmq.spark.sink.stored import ranges, says_the_same
 
 SENT = b"orders.@.k|1.5|7;host=a|pay|load"

@@ -6,9 +6,9 @@ import random
 import pytest
 from ring_ends import put, taken
 
+from kmq.config.values import KIB, MIB, PIPE_BUF
 from kmq.links.layout import Consumed, Framed, Received, Stamp
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.setting_values import KIB, MIB, PIPE_BUF
 
 AREA = 8192
 DONE = Received(1732190000, 12345)

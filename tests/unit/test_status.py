@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 import kmq
-from kmq import terminal
 from kmq.broker import status
 from kmq.broker.stats import STATES, StatsPage
 from kmq.cli import status as shown_status
+from kmq.config import terminal
+from kmq.config.settings import STAGES, load
 from kmq.links import layout
 from kmq.links.fifo import open_fifo
 from kmq.log.identity import open_data
-from kmq.settings import STAGES, load
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from fifo_reading import read_all
 from framing_steps import Steps, table
 from received_ends import Way
 
-from kmq import record
 from kmq.broker import stats, tls
+from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.ingress.connection import Connection
 from kmq.ingress.intake import Intake
@@ -25,7 +25,7 @@ from kmq.ingress.producers import Producers
 from kmq.links.fifo import open_fifo
 from kmq.links.handover import Handover
 from kmq.links.raw import LINES
-from kmq.settings import load
+from kmq.message import record
 
 MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long
 
@@ -36,7 +36,7 @@ def settings_of(**files):
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch):
-    monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
+    monkeypatch.setattr("kmq.files._LOOK_S", 0.0)
 
 
 @pytest.fixture

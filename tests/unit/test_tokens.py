@@ -6,10 +6,10 @@ import stat
 import pytest
 from fake_logger import FakeLogger
 
-from kmq import tokens
+from kmq.access import tokens
+from kmq.config.settings import load
 from kmq.errors import ConfigError
-from kmq.settings import load
-from kmq.watch import Watch
+from kmq.files import Watch
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def settings(tmp_path):
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch):
     """Files are looked at on each use instead of once a second."""
-    monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
+    monkeypatch.setattr("kmq.files._LOOK_S", 0.0)
 
 
 def opened(settings):
@@ -159,9 +159,9 @@ def test_a_watch_sees_each_kind_of_change_and_no_other(tmp_path):
 
 
 def test_a_watch_looks_once_a_second_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr("kmq.watch._LOOK_S", 1.0)
+    monkeypatch.setattr("kmq.files._LOOK_S", 1.0)
     now = [100.0]
-    monkeypatch.setattr("kmq.watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kmq.files.time.monotonic", lambda: now[0])
     path = tmp_path / "file"
     path.write_text("one")
     watch = Watch(str(path))

@@ -8,9 +8,9 @@ import pytest
 from traced_broker import Broker, kill_at
 
 from kmq.log import checkpoint, growth, requests, topics
+from kmq.message.routing import Route, Topic
 from kmq.repair import rebuild
 from kmq.router.queues import Queues
-from kmq.routing import Route, Topic
 
 TRACED = {"_carry_out", "_grow", "_sync_wal", "replace_file", "relink", "use", "open", "drop_single_link", "remove"}
 

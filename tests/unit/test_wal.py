@@ -10,8 +10,9 @@ import time
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
+from kmq import files
 from kmq.errors import CorruptError
-from kmq.log import disk, index, reader, remnant, segment, wal
+from kmq.log import index, reader, remnant, segment, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 
@@ -378,14 +379,14 @@ def test_what_waits_for_room_lets_retention_make_it(data, monkeypatch):
     waited = []
     log = Wal(data, waited.append, 1 << 20, Limits(retention_bytes=1))
     log.while_full = lambda: log.retain(lambda: 1000, time.time())
-    real, refusals = disk.write_some, iter([True])
+    real, refusals = files.write_some, iter([True])
 
     def full_once(fd, buffers):
         if next(refusals, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, buffers)
 
-    monkeypatch.setattr(disk, "write_some", full_once)
+    monkeypatch.setattr(files, "write_some", full_once)
     log.append([(b"".join(stored(LINES[:9], 301)), 301, 9, FIRST_TS + 310)])
     log.close()
     assert waited == [path_of(data, 301)] and firsts(data) == [300, 301]

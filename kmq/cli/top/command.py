@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kmq.cli.helptext import examples
+from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
-from kmq.settings import Settings, load
 
 if TYPE_CHECKING:
     from kmq.cli.top.readers import Reader
@@ -70,10 +70,10 @@ def _token(given: str) -> str:
 
 
 def _print_once(reader: "Reader", as_json: bool) -> None:
-    from kmq import terminal
     from kmq.cli.top import screen
     from kmq.cli.top import terminal as screens
     from kmq.cli.top.snapshot import parse
+    from kmq.config import terminal
 
     try:
         document = reader.measured(_ONCE_S)

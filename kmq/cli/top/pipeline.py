@@ -2,7 +2,7 @@
 
 from kmq.cli.top.canvas import Line, bar, count, duration, per_second, percent, size
 from kmq.cli.top.snapshot import Link, Snapshot, Stage
-from kmq.settings import STAGES
+from kmq.config.settings import STAGES
 
 _LEAST = 80  # columns for the drawing; fewer: one line per stage and link
 _STAGE, _LINK, _MOST_LINK = 11, 10, 24  # columns of a stage and of a link

@@ -17,7 +17,7 @@ from kmq.cli.top.overview import Asker, Gateway
 from kmq.cli.top.rates import Meters
 from kmq.cli.top.snapshot import Document, Snapshot, parse
 from kmq.cli.top.topic_rates import TopicRates
-from kmq.settings import Settings
+from kmq.config.settings import Settings
 
 _ASK_S = 1.0  # between two questions to a gateway
 _SWEEP_S = 0.003  # of processor time, in each look
@@ -99,7 +99,7 @@ class LocalReader:
         return own | {name: told[name] for name in names if name in told} | {"notes": notes}
 
     def _gateway(self) -> Gateway:
-        from kmq import tokens
+        from kmq.access import tokens
         from kmq.client.lines import read_port
 
         settings = self._settings

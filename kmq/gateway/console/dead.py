@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from kmq.client.letters import DLQ, is_dead_letters, parse_letter, why_dead
-from kmq.client.message import messages
 from kmq.client.producer import Producer
 from kmq.deadletters import letters, redrive
 from kmq.deadletters.chosen import Filter, Replay
@@ -24,6 +22,8 @@ from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
 from kmq.log.damage import DamageError
+from kmq.message.letters import DLQ, is_dead_letters, parse_letter, why_dead
+from kmq.message.message import messages
 
 _SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
 _EXAMPLES, _REASONS, _REASON = 5, 200, 200

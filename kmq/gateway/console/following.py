@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kmq.client.message import messages
+from kmq.config.values import KIB, MIB
 from kmq.gateway.console.messages import shown, told, weight
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.setting_values import KIB, MIB
+from kmq.message.message import messages
 
 _LINES_S, _ROWS_S = 4, 200
 EVERY_S = 1 / _LINES_S

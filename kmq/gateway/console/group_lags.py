@@ -10,11 +10,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
-from kmq.client.message import Message
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
 from kmq.log.damage import DamageError
+from kmq.message.message import Message
 
 _GROUPS, _PLACES = 200, 2000
 _SHOWN = 20

@@ -14,15 +14,15 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kmq.client.egress_lines import Position
-from kmq.client.message import Message, messages
+from kmq.config.values import KIB, MIB
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.partitions import Partition
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.setting_values import KIB, MIB
+from kmq.message.message import Message, messages
+from kmq.wire.requests import Position
 
 MOST_SHOWN = 64 * KIB
 ANSWER_BYTES = 4 * MIB

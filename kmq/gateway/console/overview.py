@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from kmq.broker import links, status
 from kmq.broker.histogram import Snapshot, difference, quantile
 from kmq.broker.stats import TIMED, StatsPage
+from kmq.config.settings import STAGES
 from kmq.gateway.console.events import Events
 from kmq.gateway.console.group_lags import Asked, GroupLags
 from kmq.gateway.console.history import STEP_S, History
@@ -24,7 +25,6 @@ from kmq.gateway.console.topic_rates import TopicRates
 from kmq.gateway.console.turns import Turns
 from kmq.gateway.core.core import Core
 from kmq.gateway.groups.membership import Groups
-from kmq.settings import STAGES
 
 _LOOK_S = 1.0
 _RATES_S = 3  # looks that a rate is measured over

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from kmq import record
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import survey
+from kmq.message import record
 
 _BUDGET_S = 0.025
 _TAIL_BYTES = 64 << 10

@@ -5,7 +5,7 @@ from typing import Any
 
 from kmq.broker.readiness import Reason, Verdict, judge, state_of
 from kmq.broker.stats import Row, StatsPage
-from kmq.settings import STAGES, Settings
+from kmq.config.settings import STAGES, Settings
 
 
 class Broker:

@@ -13,11 +13,11 @@ import sys
 import time
 
 from kmq.broker.clock import GAP_S
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.log import compaction, passes
 from kmq.log.passes import Tables
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 _LOOK_S = 15.0  # between two looks; the router's checkpoints, which say what may be compacted, come every 30 s
 _FAILED_S = 600.0  # after a compactor that has failed

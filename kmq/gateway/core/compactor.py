@@ -24,12 +24,12 @@ from functools import partial
 from kmq.broker.admission import Admission
 from kmq.broker.clock import GAP_S
 from kmq.broker.supervision import end_with
+from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.log import compaction, identity, passes, topics
 from kmq.log.passes import Pass, Table, Tables
 from kmq.log.replaced import Comparison, Horizon, Place, Removable
 from kmq.logfmt import Logger
-from kmq.settings import Settings, load
 
 MIN_DIRTY = 0.5  # share of a segment's bytes: below it rewriting costs more than it gains
 _CPU_SHARE = 0.25  # of one core

@@ -2,6 +2,7 @@
 
 from kmq.broker.incidents import Strangers
 from kmq.broker.stats import StatsPage
+from kmq.config.settings import Settings
 from kmq.gateway.core.answers import ANSWER_BYTES, Budget
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
@@ -11,7 +12,6 @@ from kmq.gateway.core.producing import Producing
 from kmq.gateway.core.topic_admin import TopicAdmin
 from kmq.gateway.core.waking import Waking
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 
 class Core:

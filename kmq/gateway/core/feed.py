@@ -10,12 +10,12 @@ import os
 from collections import deque
 from typing import NamedTuple
 
-from kmq import record
 from kmq.broker.stats import StatsPage
-from kmq.client.lines import decode_payload
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import reader, topics
-from kmq.routing import Topic
+from kmq.message import record
+from kmq.message.routing import Topic
+from kmq.message.text import decode_payload
 
 _OBJECT = 200  # bytes of memory that a record takes beside its payload
 CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record is read alone

@@ -17,15 +17,15 @@ from typing import NamedTuple, TypeVar
 
 from kmq.broker.damage import Damaged
 from kmq.broker.stats import StatsPage
-from kmq.client.egress_lines import Position
-from kmq.client.message import Message, messages
+from kmq.config.values import KIB
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, READER, Budget
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
 from kmq.log import identity
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.setting_values import KIB
+from kmq.message.message import Message, messages
+from kmq.wire.requests import Position
 
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once

@@ -9,11 +9,11 @@ Not covered Records that the WAL no longer has: only an audit of all partitions 
 import time
 from typing import NamedTuple
 
-from kmq import record, routing
 from kmq.broker.stats import StatsPage
 from kmq.log import reader, topics
 from kmq.log.lines import SEQ, within
-from kmq.routing import Table, Topic
+from kmq.message import record, routing
+from kmq.message.routing import Table, Topic
 
 _TABLE_S = 1.0
 

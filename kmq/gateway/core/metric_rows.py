@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from kmq.broker.readiness import ALL_WARNINGS, REASONS, state_of
 from kmq.broker.stats import AGENT, PROCESSES, STATES, Row
+from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
-from kmq.settings import STAGES
 
 Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
 

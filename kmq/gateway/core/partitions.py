@@ -14,13 +14,13 @@ import os
 import time
 from contextlib import suppress
 
-from kmq import record
-from kmq.client.egress_lines import Position
 from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import PIECE_BYTES, Range, Span
 from kmq.log import deletions, reader
 from kmq.log.damage import DamageError
+from kmq.message import record
+from kmq.wire.requests import Position
 
 END = (1 << 63) - 1  # beyond any offset
 MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import NamedTuple
 
-from kmq import record, routing
+from kmq.config.values import KIB, MIB
 from kmq.gateway.core.bounds import Bounds
 from kmq.log import identity, reader
 from kmq.log.lines import SEQ
-from kmq.routing import Table
-from kmq.setting_values import KIB, MIB
+from kmq.message import record, routing
+from kmq.message.routing import Table
 
 _THREADS = 2
 _TAILS = 256

@@ -19,17 +19,17 @@ from typing import NamedTuple
 from kmq.client.aio import AsyncProducer
 from kmq.client.delivery import Delivery
 from kmq.client.failures import Fenced, NotAnswered
-from kmq.client.lines import Headers, make_routing_key
-from kmq.client.message import Message
 from kmq.client.protocol import Outgoing
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.places import Place, PlaceFinder, Places
 from kmq.gateway.core.refused import RequestRefused, refusal_of
-from kmq.ids import MAX_NAME
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.settings import Settings
+from kmq.message.ids import MAX_NAME
+from kmq.message.message import Message
+from kmq.message.text import Headers, make_routing_key
 
 ANSWER_S = 5.0  # longest wait for ingress' replies
 ROUTED_S = 5.0  # longest wait for the router after that

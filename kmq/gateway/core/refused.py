@@ -1,15 +1,15 @@
-"""How the gateway refuses a request: with a code. Each door looks up the status of the code in kmq/refusals.py."""
+"""How the gateway refuses a request: with a code. Each door looks up the status of the code in kmq/wire/refusals.py."""
 
-from kmq import refusals
 from kmq.client.failures import NotAnswered, Refused
 from kmq.errors import KmqError
-from kmq.refusals import Refusal
+from kmq.wire import refusals
+from kmq.wire.refusals import Refusal
 
 _MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
 
 
 class RequestRefused(KmqError):
-    """A request is refused. `code` is a code of kmq/refusals.py, or an unknown code from a newer broker.
+    """A request is refused. `code` is a code of kmq/wire/refusals.py, or an unknown code from a newer broker.
 
     `fields`: what a program may want to know besides: `field` (which field is wrong), `seq`, `first` and `end`.
     """

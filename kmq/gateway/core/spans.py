@@ -16,11 +16,11 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq import record
 from kmq.log.damage import DamageError
 from kmq.log.lines import CheckedLines, within
 from kmq.log.reader import LogReader
 from kmq.log.segment_reader import LineStart, SegmentReader
+from kmq.message import record
 
 PIECE_BYTES = 2 << 20  # in a span: checking takes a few milliseconds
 _NEVER = 1 << 63

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from kmq import record
 from kmq.broker.admission import TOPIC_INODES, spare_inodes
+from kmq.config.states import InForce
 from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.refused import RequestRefused, bad_field
@@ -23,7 +23,7 @@ from kmq.log import growth, requests, topic_records, topic_sizes, topics
 from kmq.log.requests import Request
 from kmq.log.segment import Limits
 from kmq.log.topic_sizes import PartitionSize
-from kmq.states import InForce
+from kmq.message import record
 
 T = TypeVar("T")
 _ADOPT_S = 5.0  # longest wait for the router to adopt a declaration or to carry out a request

@@ -7,10 +7,10 @@ those of HTTP; the Kafka protocol writes retention.ms for retentionMs.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.gateway.core.refused import bad_field
 from kmq.log.segment import Limits
-from kmq.setting_values import FOREVER
 
 UNLIMITED = -1
 Value = int | str | None

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import NamedTuple
 
-from kmq.client.egress_lines import Position
-from kmq.client.message import Message
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
 from kmq.gateway.core.partitions import Partition, Partitions
@@ -20,6 +18,8 @@ from kmq.gateway.groups.events import GroupView, TopicPartition
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import Commit
 from kmq.log.damage import DamageError
+from kmq.message.message import Message
+from kmq.wire.requests import Position
 
 
 class PartitionLag(NamedTuple):

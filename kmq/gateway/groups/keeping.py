@@ -14,9 +14,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kmq import record
 from kmq.broker.clock import AgeClock
 from kmq.broker.stats import Row
+from kmq.config.settings import Settings
+from kmq.config.values import FOREVER, MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.offset_records import TOPIC
@@ -25,8 +26,7 @@ from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
-from kmq.setting_values import FOREVER, MIB
-from kmq.settings import Settings
+from kmq.message import record
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups

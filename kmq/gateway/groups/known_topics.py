@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kmq import record
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.log import topics
 from kmq.logfmt import Logger
+from kmq.message import record
 
 _TOPICS_S = 5.0  # between two looks whether a topic has more partitions
 _Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq

@@ -7,7 +7,7 @@ Invariant   `begin` never returns a number that it returned before, because the 
 Crash       The file is replaced atomically. A missing or damaged file, as after a restore, counts on from `least`.
 """
 
-from kmq.log.disk import replace_file
+from kmq.files import replace_file
 
 NAME = "gateway.starts"
 _MOST_DIGITS = 9

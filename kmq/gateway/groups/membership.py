@@ -30,7 +30,7 @@ from secrets import token_hex
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from kmq.client.egress_lines import Position
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
@@ -45,7 +45,7 @@ from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.settings import Settings
+from kmq.wire.requests import Position
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
 _BEAT_S = 0.3  # between two signs of life of a member that waits for its commit

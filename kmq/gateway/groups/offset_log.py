@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Iterator
 
+from kmq.config.values import MIB
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, Row, decode_key, decode_payload, scan
 from kmq.log import reader
 from kmq.logfmt import Logger
-from kmq.setting_values import MIB
 
 _READ_BYTES = 4 * MIB
 _REMOVED = re.compile(rb"(?m)^\n+")  # the newlines of records that compaction removed

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
-from kmq import routing
+from kmq.message import routing
 
 TOPIC = "__consumer_offsets"
 MAX_OFFSET = (1 << 63) - 1

@@ -8,9 +8,9 @@ Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and
 
 from collections.abc import Mapping
 
+from kmq.config.values import MIB
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.offset_records import Committed, Nack, Place, Row
-from kmq.setting_values import MIB
 
 MAX_GROUPS = 20_000
 MAX_BYTES = 64 * MIB

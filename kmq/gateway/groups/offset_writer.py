@@ -13,17 +13,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from kmq import local_token
+from kmq.access import local_token
 from kmq.client.aio_link import Link
 from kmq.client.delivery import Delivery
 from kmq.client.failures import NotAnswered, Refused
-from kmq.client.lines import format_text, read_port
+from kmq.client.lines import read_port
 from kmq.client.options import Options
 from kmq.client.protocol import Core
+from kmq.config.settings import Settings
+from kmq.config.values import MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.refused import RequestRefused
-from kmq.setting_values import MIB
-from kmq.settings import Settings
+from kmq.message.text import format_text
 
 PRODUCER = "__offsets"
 _PATIENCE_S = 15.0  # until a commit fails: a stage that is restarted takes a few seconds

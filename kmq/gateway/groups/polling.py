@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from kmq.client.egress_lines import Position
 from kmq.gateway.core.fetching import Cursor, Fetching
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
@@ -29,6 +28,7 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import MAX_NACKS
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Terms
+from kmq.wire.requests import Position
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
 _LOST = ("unknown_member", "fenced")

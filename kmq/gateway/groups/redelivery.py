@@ -30,12 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from kmq.client.egress_lines import EARLIEST, Position, TopicPartition
 from kmq.client.handling import Rules
 from kmq.client.letterbox import Letterbox
-from kmq.client.letters import Failure
-from kmq.client.lines import make_routing_key
-from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.errors import KmqError
 from kmq.gateway.core.core import Core
@@ -46,6 +42,10 @@ from kmq.gateway.groups.events import State
 from kmq.gateway.groups.in_hand import NEVER, Hand, Partition, given_back, is_paused, is_spent
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import DONE, Nack
+from kmq.message.letters import Failure
+from kmq.message.message import Message
+from kmq.message.text import make_routing_key
+from kmq.wire.requests import EARLIEST, Position, TopicPartition
 
 MOST_DELAY_S = 604_800.0
 MOST_REASON = 250  # characters

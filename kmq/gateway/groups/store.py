@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
@@ -42,7 +43,6 @@ from kmq.gateway.groups.offset_writer import Line, OffsetWriter
 from kmq.log import deletions, topics, wal
 from kmq.log.deletions import Deleted
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 MAX_NAME = 200  # bytes of a group's or a member's name
 MAX_METADATA = 1024  # bytes

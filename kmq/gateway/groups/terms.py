@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from kmq import record
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, DEFAULT
+from kmq.message import record
 
 SESSION_S = (6.0, 300.0)
 REBALANCE_S = (1.0, 3600.0)

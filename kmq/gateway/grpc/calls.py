@@ -32,12 +32,12 @@ from typing import Any
 import grpc
 
 from kmq.broker.incidents import Strangers
+from kmq.config.settings import Settings
+from kmq.config.values import KIB, MIB
 from kmq.gateway.core.answers import PATIENCE_S, Budget, longest_waiting
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.statuses import refuse
-from kmq.setting_values import KIB, MIB
-from kmq.settings import Settings
 
 ENVELOPE = 64 * KIB  # bytes of a gRPC message besides the record: the id, and gRPC's own framing
 STREAMS = 256  # of all services; fewer than the connections of a port, so that some can always be evicted

@@ -17,8 +17,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from kmq.client.egress_lines import Position, TopicPartition
-from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused
@@ -29,6 +27,8 @@ from kmq.gateway.grpc.calls import Call
 from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
 from kmq.log.damage import DamageError
+from kmq.message.message import Message
+from kmq.wire.requests import Position, TopicPartition
 
 _MOST_FETCHES = 64
 _LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from kmq.client.message import Message
+from kmq.config.values import MIB
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
@@ -22,7 +22,7 @@ from kmq.gateway.grpc.calls import Call, Calls, Streams
 from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.subscription import Subscription
-from kmq.setting_values import MIB
+from kmq.message.message import Message
 
 _HELD_BYTES = 64 * MIB
 _MESSAGE, _HEADER = 600, 200  # bytes of memory that each takes beside its content

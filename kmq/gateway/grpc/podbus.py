@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 from kmq.client.aio import AsyncProducer
+from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
 from kmq.gateway.core.feed import Feed, Record, Watermark
@@ -25,7 +26,6 @@ from kmq.gateway.grpc.calls import Call, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.settings import Settings
 
 SCOPE = "podbus"  # in which message ids are unique
 _ANSWER_S = 5.0  # longest wait for ingress' reply, and for the router; the client may have a shorter deadline

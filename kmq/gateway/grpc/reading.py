@@ -7,10 +7,10 @@ Memory      A read reserves COPIES of what it may return, or of the longest mess
 from collections.abc import Callable
 from typing import Any
 
-from kmq.client.message import Message
 from kmq.gateway.core.answers import COPIES
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit
 from kmq.gateway.grpc.calls import Call, Calls
+from kmq.message.message import Message
 
 Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
 

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kmq import refusals
 from kmq.gateway.core.refused import RequestRefused
+from kmq.wire import refusals
 
 _MOST_TEXT = 2000  # bytes, which may be sent as three times as many: clients break a connection with more than 8 KiB
 _SHOWN = ("field", "seq", "first", "end")

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from kmq.client.egress_lines import TopicPartition
+from kmq.config.values import KIB
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
@@ -29,8 +29,8 @@ from kmq.gateway.grpc.calls import Call
 from kmq.gateway.grpc.delivering import Deliveries, Out
 from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
-from kmq.refusals import known
-from kmq.setting_values import KIB
+from kmq.wire.refusals import known
+from kmq.wire.requests import TopicPartition
 
 _MOST_REQUEST = 64 * KIB
 _Request = KMQ.request_of("Subscribe")

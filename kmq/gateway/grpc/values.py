@@ -9,14 +9,14 @@ from typing import Any
 
 from google.protobuf import message as protobuf
 
-from kmq.client.egress_lines import EARLIEST, LATEST, Position, TopicPartition
-from kmq.client.message import Message
+from kmq.config.values import MIB
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.grpc.schema import KMQ
-from kmq.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN
-from kmq.setting_values import MIB
+from kmq.message.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN
+from kmq.message.message import Message
+from kmq.wire.requests import EARLIEST, LATEST, Position, TopicPartition
 
 MOST_MESSAGES = 10_000  # in one ProduceRequest
 MOST_BYTES = MIB  # of stored lines in one answer

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from kmq.config.settings import Settings
+from kmq.config.values import KIB, MIB
 from kmq.gateway.core.refused import RequestRefused
-from kmq.setting_values import KIB, MIB
-from kmq.settings import Settings
 
 T = TypeVar("T")
 _MOST_BYTES = 8 * MIB  # of one body; more only if a single message may be longer

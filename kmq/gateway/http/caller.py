@@ -3,7 +3,7 @@
 from contextvars import ContextVar
 from typing import Any
 
-from kmq.roles import ADMIN, CONSUME, PRODUCE
+from kmq.access.roles import ADMIN, CONSUME, PRODUCE
 
 
 class Caller:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from kmq.client.egress_lines import Position
 from kmq.gateway.console import following, messages
 from kmq.gateway.console.dead import DeadLetters
 from kmq.gateway.core.core import Core
@@ -30,6 +29,7 @@ from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.operation import JSON, NDJSON, Call
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.log.damage import DamageError
+from kmq.wire.requests import Position
 
 _THREADS = 2
 _FOLLOWERS = 16

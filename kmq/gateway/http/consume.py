@@ -7,8 +7,6 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq.client.egress_lines import Position
-from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
@@ -16,6 +14,8 @@ from kmq.gateway.groups.redelivery import Again
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.message_json import Writer
 from kmq.gateway.http.operation import JSON, NDJSON, Call
+from kmq.message.message import Message
+from kmq.wire.requests import Position
 
 _NO_GROUP = '"generation":null,"assignment":[]'
 

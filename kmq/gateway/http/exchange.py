@@ -20,8 +20,8 @@ from typing import Any
 
 from aiohttp import web
 
+from kmq.config.values import KIB
 from kmq.gateway.core.answers import READER, Budget
-from kmq.setting_values import KIB
 
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
 _LINGER_S = 1.0  # how long a client that asked for the end of the connection may take to close it first

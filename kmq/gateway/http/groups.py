@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
@@ -33,6 +32,7 @@ from kmq.gateway.http.consume import Consume, response
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check
+from kmq.message.message import Message
 
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group

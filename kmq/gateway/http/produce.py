@@ -19,7 +19,7 @@ from kmq.gateway.http.errors import body_of
 from kmq.gateway.http.message_json import load
 from kmq.gateway.http.operation import JSON, NDJSON, Call
 from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
-from kmq.ids import MAX_ID_DIGITS
+from kmq.message.ids import MAX_ID_DIGITS
 
 _SENDING = ("producer", "acks")
 

@@ -11,8 +11,8 @@ from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
 from kmq.gateway.http.console_schema import CONSOLE_SCHEMAS
 from kmq.gateway.http.shapes import REF, Schema, array, number, or_null, record, ref, text
-from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
 from kmq.log.topics import MAX_PARTITIONS, PARTITIONERS
+from kmq.message.ids import MAX_WINDOW_ID, NAME_PATTERN
 
 MOST_MESSAGES = 10_000  # in one request
 

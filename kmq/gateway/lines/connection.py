@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kmq.client.egress_lines import MAX_REQUEST
 from kmq.gateway.core.spans import Span
+from kmq.wire.requests import MAX_REQUEST
 
 _HIGH_BYTES = 1 << 16
 _SEND_BYTES = 1 << 18  # a client must take as much within the deadline

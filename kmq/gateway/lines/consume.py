@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
-from kmq.client.egress_replies import Batch, Failed, Started
 from kmq.gateway.core.fetching import Damage
 from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature, moment
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
+from kmq.wire.replies import Batch, Failed, Started
+from kmq.wire.requests import EARLIEST, Consume, Position, TopicPartition
 
 _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
 

@@ -7,8 +7,6 @@ End         When the gateway stops, every connection that is not in the middle o
 import asyncio
 import time
 
-from kmq.client.egress_lines import MAX_OPENING, Assign, BadLine, Consume, Group, Opening, further, opening
-from kmq.client.egress_replies import Failed
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Reader, Redelivery
@@ -18,6 +16,8 @@ from kmq.gateway.lines.member import GroupCommits, MemberSession
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import NoGroup, Session
 from kmq.log.damage import DamageError
+from kmq.wire.replies import Failed
+from kmq.wire.requests import MAX_OPENING, Assign, BadLine, Consume, Group, Opening, further, opening
 
 _DRAIN_S = 2.0
 _PAUSE_S = 0.02

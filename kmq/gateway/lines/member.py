@@ -12,9 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from kmq.client import egress_lines as requests
-from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import Position, TopicPartition
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Partitions, Revoke
 from kmq.gateway.groups.membership import Groups
@@ -24,7 +21,9 @@ from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import AT_ONCE, Cursor, Session
-from kmq.refusals import known
+from kmq.wire import replies, requests
+from kmq.wire.refusals import known
+from kmq.wire.requests import Position, TopicPartition
 
 
 class GroupCommits:

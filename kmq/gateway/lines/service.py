@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
-from kmq import descriptors, roles
+from kmq import files
+from kmq.access import roles
+from kmq.access.tokens import Tokens
 from kmq.broker.incidents import Strangers
+from kmq.config.settings import Settings
 from kmq.gateway.core.answers import PATIENCE_S
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions
@@ -21,8 +24,6 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
 from kmq.gateway.lines.connection import Connection
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.settings import Settings
-from kmq.tokens import Tokens
 
 _THREADS = 4
 _READS = 512
@@ -51,7 +52,7 @@ class Service:
         self._tokens, self._strangers = tokens, strangers
         self.damaged: Callable[[DamageError], object] = lambda err: None  # the gateway counts what is met
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
-        self._most_reads = max(8, min(_READS, descriptors.claim() // 16))
+        self._most_reads = max(8, min(_READS, files.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)
         self._readers: set[Connection] = set()
 

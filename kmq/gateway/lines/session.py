@@ -18,9 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-from kmq.client import egress_lines as requests
-from kmq.client.egress_lines import BadLine, Position, TopicPartition
-from kmq.client.egress_replies import (
+from kmq.gateway.core.fetching import Damage, Limit
+from kmq.gateway.core.partitions import END, Partition, Signature, moment
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.waking import Waiter
+from kmq.gateway.groups.in_hand import NEVER
+from kmq.gateway.groups.redelivery import Again, Reader, Turn
+from kmq.gateway.lines.connection import Connection
+from kmq.gateway.lines.service import Service
+from kmq.log.damage import DamageError
+from kmq.wire import requests
+from kmq.wire.replies import (
     NO_RECORDS,
     Assigned,
     Batch,
@@ -31,15 +39,7 @@ from kmq.client.egress_replies import (
     PartitionOffsets,
     Sought,
 )
-from kmq.gateway.core.fetching import Damage, Limit
-from kmq.gateway.core.partitions import END, Partition, Signature, moment
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waiter
-from kmq.gateway.groups.in_hand import NEVER
-from kmq.gateway.groups.redelivery import Again, Reader, Turn
-from kmq.gateway.lines.connection import Connection
-from kmq.gateway.lines.service import Service
-from kmq.log.damage import DamageError
+from kmq.wire.requests import BadLine, Position, TopicPartition
 
 AT_ONCE = 500  # partitions opened in one turn of a thread, which others wait for: some hundred milliseconds
 _MOST_FETCHES = 64

@@ -10,12 +10,12 @@ ERR …       no such question, no valid token, or damaged files; the connection
 
 from collections.abc import Callable
 
-from kmq.client.egress_lines import BadLine, name_of
 from kmq.gateway.core.locating import Locator, Place
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
+from kmq.wire.requests import BadLine, name_of
 
 _USAGE = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
 _MAX_DIGITS = 18

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from kmq import record
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.spark.audit.evidence import Evidence
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, Row
 from kmq.spark.source.blocks import Lines

@@ -83,7 +83,7 @@ def show(result: Result, limit: int) -> None:
     from rich.markup import escape as escape_markup
     from rich.table import Table
 
-    from kmq.terminal import console
+    from kmq.config.terminal import console
 
     # A table whose lines wrap is better than a table with "…" in place of a seq.
     out = Console(highlight=False, width=max(_WIDTH, console().width))

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from kmq.routing import DELETED, Topic, resolve
+from kmq.message.routing import DELETED, Topic, resolve
 from kmq.spark.audit.findings import Place
 from kmq.spark.audit.snapshot import Snapshot
 from kmq.spark.source.columns import Block, Numbers

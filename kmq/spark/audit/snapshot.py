@@ -12,8 +12,8 @@ from typing import NamedTuple
 from kmq.log import identity, segment
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
-from kmq.routing import Table, Topic, lives, table
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
 from kmq.spark.source.broker import Broker

@@ -31,10 +31,10 @@ from pyspark.sql import Column, DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 
 from kmq.broker.clock import GAP_S
+from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.log import compaction, passes, reader, topics, wal
 from kmq.log.compaction import Sealed
-from kmq.setting_values import FOREVER
 from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from operator import add
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from kmq.client.letters import DLQ
+from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
 from kmq.log import topics as declarations
-from kmq.settings import load
+from kmq.message.letters import DLQ
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import Options

@@ -43,9 +43,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
-from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
+from kmq.message.text import percent_encode
 from kmq.spark.pipelines.following import BATCH_BYTES
 from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.sink.routing import unambiguous

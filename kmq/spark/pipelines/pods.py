@@ -7,8 +7,8 @@ from typing import Any
 from kmq.errors import ConfigError
 from kmq.log import identity, topics
 from kmq.log.reader import WAL
+from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
-from kmq.routing import Table, Topic, lives, table
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import Options

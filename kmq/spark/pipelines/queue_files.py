@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 
+from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.files import replace_file, sync_directory
 from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, deletions, dropped, identity, reader, segment, topics
-from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State, directory_of
 from kmq.log.partition_recovery import WalRange, fits, recover
 from kmq.log.segment import Limits
-from kmq.routing import Table, Topic
-from kmq.settings import load
+from kmq.message.routing import Table, Topic
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.pipelines.pods import Pods
 from kmq.spark.tables import checks

@@ -30,8 +30,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from kmq import record, refusals
-from kmq.client.letters import parse_letter
 from kmq.client.producer import Producer
 from kmq.deadletters import letters
 from kmq.deadletters import redrive as rules
@@ -39,6 +37,8 @@ from kmq.deadletters.pace import Pace
 from kmq.errors import ConfigError
 from kmq.log import topic_records
 from kmq.log.reader import WAL
+from kmq.message import record
+from kmq.message.letters import parse_letter
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.pipelines.pods import Pods
@@ -46,6 +46,7 @@ from kmq.spark.pipelines.route import among, route
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
+from kmq.wire import refusals
 
 _EXACT = ("key", "routing_key")  # read as stored, not decoded
 SCHEMA = ", ".join(

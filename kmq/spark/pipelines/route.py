@@ -10,7 +10,7 @@
                 `--table` to try
     iceberg     another routing table: how would records spread over 64 partitions?
 
-Invariant   A record is in the output once, where kmq.routing puts it by the table in force at its seq. As in the pod,
+Invariant   A record is in the output once, where kmq.message.routing puts it by the table in force at its seq. As in the pod,
             records that dropped.log names for ring `durable` are left out. The stream's checkpoint tells the seq
             reached.
 Crash       Spark repeats a batch whose end it has not seen.

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.log.disk import replace_file
+from kmq.files import replace_file
 from kmq.spark.pinned import pinned
 from kmq.spark.pipelines.following import starting
 from kmq.spark.pipelines.payloads import infer

@@ -31,11 +31,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kmq import record
-from kmq.client.lines import is_text, make_routing_key, percent_encode
 from kmq.errors import EXIT_CONFIG, KmqError
-from kmq.ids import MAX_ID_DIGITS
-from kmq.routing import exact
+from kmq.message import record
+from kmq.message.ids import MAX_ID_DIGITS
+from kmq.message.routing import exact
+from kmq.message.text import is_text, make_routing_key, percent_encode
 
 _STORED_ONLY = ("p", "w", "enc")  # headers that describe a stored record, not its message
 

@@ -1,4 +1,4 @@
-"""kmq.partitioners.MURMUR2 as a column.
+"""kmq.message.routing.MURMUR2 as a column.
 
 Exact       Equal to the Python function for every key, also where its bytes are not UTF-8: everything is done on the hex
             digits of the key. Products of two 32-bit numbers here are below 2^63, so bigint never overflows.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from kmq.partitioners import RUN
+from kmq.message.routing import RUN
 
 _MASK, _M, _SEED = 0xFFFFFFFF, 0x5BD1E995, 0x9747B28C
 _DIGIT = "(?:3[0-9]|[46][1-6])"  # a hex digit, in hex
@@ -36,7 +36,7 @@ def _let(value: Column, body: Callable[[Column], Column]) -> Column:
 
 
 def _decoded(digits: Column) -> Column:
-    """kmq.partitioners.decoded on hex digits."""
+    """kmq.message.routing.decoded on hex digits."""
     return F.array_join(F.transform(F.regexp_extract_all(digits, F.lit(_TOKEN), 1), _byte), "")
 
 

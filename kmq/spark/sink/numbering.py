@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from kmq.errors import ConfigError, KmqError
-from kmq.ids import MAX_NAME
+from kmq.message.ids import MAX_NAME
 from kmq.spark.sink.lines import Ints, RowError, numbers
 from kmq.spark.sink.write_options import NAME
 

@@ -1,4 +1,4 @@
-"""The routing table as columns: what kmq.routing decides for one line, as expressions over all rows of a DataFrame.
+"""The routing table as columns: what kmq.message.routing decides for one line, as expressions over all rows of a DataFrame.
 
     routing = Routing({"data": topics.table("data")})               # broker → its table, from kmq.log.topics
     frame.select("line", routing.topic("routing_key", "seq"), routing.partition("routing_key", "seq"))
@@ -17,15 +17,14 @@ from collections.abc import Mapping, Sequence
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from kmq.partitioners import MURMUR2
-from kmq.record import NO_PARTITION
-from kmq.routing import Table
+from kmq.message.record import NO_PARTITION
+from kmq.message.routing import MURMUR2, Table
 from kmq.spark.sink.murmur2 import murmur2
 from kmq.spark.sink.murmur2 import turn as turn_of
 
 _TO_THE_END = (1 << 31) - 1
 _MARK = r"\.@([0-9]*)(?:\.|\z)"
-_MARKED = rf"\A([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}){_MARK}"  # kmq.record.marked
+_MARKED = rf"\A([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}){_MARK}"  # kmq.message.record.marked
 _PARTITIONS, _FROM_SEQ, _IS_MURMUR2 = 0, 1, 2
 
 
@@ -152,7 +151,7 @@ def unambiguous(topic: Column, key: Column, routing_key: Column) -> Column:
 
 
 def exact(topic: Column, key: Column) -> Column:
-    """kmq.routing.exact as a column: a binary routing key that leads to `topic`, whatever is declared."""
+    """kmq.message.routing.exact as a column: a binary routing key that leads to `topic`, whatever is declared."""
     marked = F.concat(topic, F.lit(".@"))
     name = F.when(F.contains(topic, F.lit(".")), marked).otherwise(topic).cast("binary")
     return F.coalesce(F.concat(marked.cast("binary"), F.lit(b"."), key), name)

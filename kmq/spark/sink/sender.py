@@ -20,12 +20,12 @@ from collections import OrderedDict, deque
 from functools import partial
 from hashlib import sha256
 
-from kmq import record
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.client.producer import Delivery
+from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
-from kmq.ids import MAX_NAME, PRINTS
-from kmq.setting_values import MIB
+from kmq.message import record
+from kmq.message.ids import MAX_NAME, PRINTS
 from kmq.spark.sink.stored import Sent, Stored, says_the_same
 from kmq.spark.sink.targets import check, producer
 from kmq.spark.sink.write_options import AGAIN, TRUST, WriteOptions

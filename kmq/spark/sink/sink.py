@@ -82,8 +82,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from kmq.config.values import KIB
 from kmq.errors import ConfigError
-from kmq.setting_values import KIB
 from kmq.spark.sink.lines import RowError, block, pieces, to_lines
 from kmq.spark.sink.numbering import BATCH_ID, ORIGIN, ORIGIN_BROKER, QUERY_ID, Counted, Identity, numbering
 from kmq.spark.sink.sender import NoPartition, ReplayError, Senders, log

@@ -19,9 +19,9 @@ from binascii import Error
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kmq import record, routing
 from kmq.log.reader import WAL
-from kmq.routing import Topic
+from kmq.message import record, routing
+from kmq.message.routing import Topic
 from kmq.spark.source.broker import Broker
 
 _GAP = 2000  # seqs: wanted records at most this far apart are read together, with what lies between

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kmq.client.connection import local_address
-from kmq.client.lines import request_line
 from kmq.client.producer import Producer
 from kmq.errors import ConfigError
-from kmq.refusals import RETRYABLE
+from kmq.message.text import request_line
 from kmq.spark.connections import Access, Tls, duration, tls_of
+from kmq.wire.refusals import RETRYABLE
 
 _PORT, _TLS_PORT = 5673, 5443
 _TLS, _TCP = "tls://", "tcp://"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kmq.errors import ConfigError
-from kmq.ids import NAME_PATTERN
+from kmq.message.ids import NAME_PATTERN
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, duration
 from kmq.spark.names import check_options
 from kmq.spark.sink.targets import addresses

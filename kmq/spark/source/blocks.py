@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kmq import record
 from kmq.log.extents import Extent
 from kmq.log.lines import last_line, within
 from kmq.log.reader import LogReader
+from kmq.message import record
 
 BLOCK_BYTES = 1 << 20  # size of the blocks handed out: they stay in the processor's cache
 _LINE_BYTES = 512  # an assumed length; longer lines cost more calls of LogReader.read

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kmq.broker import stats
+from kmq.config.settings import SHM
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, topics
 from kmq.log.reader import WAL
 from kmq.repair import ledger
-from kmq.settings import SHM
 from kmq.spark.connections import PLAIN, Access
 from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
 

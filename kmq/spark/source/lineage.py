@@ -15,10 +15,10 @@ Not covered  Damage: unreadable records are not compared, and reading them fails
              stamps.
 """
 
-from kmq import record
 from kmq.errors import RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.plan import Stamp

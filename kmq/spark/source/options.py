@@ -40,11 +40,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
-from kmq import record
+from kmq.config.values import parse_bytes, parse_duration
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL as WAL
 from kmq.logfmt import Logger
-from kmq.setting_values import parse_bytes, parse_duration
+from kmq.message import record
 from kmq.spark import connections
 from kmq.spark.connections import Access
 from kmq.spark.names import check_options

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from kmq import record
 from kmq.errors import ConfigError, KmqError
 from kmq.log.reader import WAL
+from kmq.message import record
 
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]

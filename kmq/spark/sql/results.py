@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kmq.config.terminal import while_read
 from kmq.spark.streaming.progress import Progress
-from kmq.terminal import while_read
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

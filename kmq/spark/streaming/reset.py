@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from kmq.errors import BusyError, ConfigError
+from kmq.files import replace_file
 from kmq.links.ownership import describe
-from kmq.log.disk import replace_file
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.plan import Key, Offsets, least, to_json
 from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours

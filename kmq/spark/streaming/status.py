@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kmq import record
 from kmq.errors import KmqError
 from kmq.log import reader
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.spark.connections import PLAIN, Access
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import Directory, open_broker

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kmq.files import FULL
 from kmq.links.ownership import FileLock, describe
-from kmq.log.disk import FULL
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import checks, columns
 from kmq.spark.tables.bound import BoundStream, Offsets

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kmq.errors import ConfigError
-from kmq.log.disk import replace_file
+from kmq.files import replace_file
 from kmq.spark.tables import checks, disk
 from kmq.spark.tables.places import S3, Place
 

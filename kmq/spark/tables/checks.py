@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.log.disk import FULL
+from kmq.files import FULL
 from kmq.spark.tables import disk
 from kmq.spark.tables.places import Place
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from kmq.errors import RetryError
-from kmq.log.disk import sync_directory
+from kmq.files import sync_directory
 from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.bound import Offsets

@@ -6,7 +6,7 @@ import os
 from typing import Any
 from urllib.parse import unquote
 
-from kmq.log.disk import sync_directory, sync_file
+from kmq.files import sync_directory, sync_file
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Spark's name of the directory for null
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

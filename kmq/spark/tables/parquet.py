@@ -18,7 +18,7 @@ import shutil
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from kmq.log.disk import replace_file, sync_directory, sync_file
+from kmq.files import replace_file, sync_directory, sync_file
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table

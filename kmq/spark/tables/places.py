@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.log.disk import replace_file, sync_directory
+from kmq.files import replace_file, sync_directory
 from kmq.spark.tables import disk
 
 if TYPE_CHECKING:

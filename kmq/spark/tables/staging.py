@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from kmq.log.disk import replace_file, sync_directory, sync_file
+from kmq.files import replace_file, sync_directory, sync_file
 from kmq.spark.tables import disk
 from kmq.spark.tables.bound import Offsets
 

@@ -9,7 +9,7 @@ import os
 from pyiceberg.io import OutputStream
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from kmq.log.disk import sync_directory
+from kmq.files import sync_directory
 
 
 class SyncedIO(PyArrowFileIO):

@@ -23,12 +23,12 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 
-from kmq import local_token, roles
+from kmq.access import local_token, roles
+from kmq.access.local_token import LOCAL
+from kmq.config.settings import Settings
+from kmq.config.states import InForce
 from kmq.errors import ConfigError
-from kmq.local_token import LOCAL
-from kmq.settings import Settings
-from kmq.states import InForce
-from kmq.watch import Watch
+from kmq.files import Watch
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LINE = re.compile(r"([A-Za-z0-9_-]{1,64})(?:@([a-z,]+))?:sha256\$([0-9a-f]{32})\$([0-9a-f]{64})")

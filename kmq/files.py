@@ -3,10 +3,11 @@
 import contextlib
 import errno
 import os
+import resource
 import time
 from collections.abc import Callable, Sequence
 
-from kmq.errors import RetryError
+from kmq.errors import ConfigError, RetryError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
@@ -249,3 +250,72 @@ def find_nul(fd: int, start: int, end: int) -> int:
         if found >= 0:
             return at + found
     return -1
+
+
+# --- watch -----------------------------------------------------------------------------------------------------------
+# Notice that a file (certificates, tokens) has changed while a process runs, or that a path leads to another file.
+#
+# Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file changes. A
+# process asks before each use of what it has read from the file.
+
+_LOOK_S = 1.0  # between two looks: the longest time that a change stays unseen
+
+
+def file_id(path: str) -> tuple[int, int] | None:
+    """Return device and inode of the file that `path` leads to now; None if there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+class Watch:
+    """Some files, watched for changes."""
+
+    def __init__(self, *paths: str) -> None:
+        self.paths = paths
+        self._seen = self._look()
+        self._due = time.monotonic() + _LOOK_S
+
+    def _look(self) -> list[tuple[int, ...]]:
+        return [_signature(path) for path in self.paths]
+
+    def changed(self) -> bool:
+        """Return True if a file has changed since the last True. Read the files after this call, never before."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + _LOOK_S
+        before, self._seen = self._seen, self._look()
+        return self._seen != before
+
+
+def _signature(path: str) -> tuple[int, ...]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+# --- descriptors -----------------------------------------------------------------------------------------------------
+# How many files this process may have open. A process asks at its start, and never keeps more open.
+#
+# No code here uses select(), so the soft limit is raised to the hard limit. The caller divides it among its
+# connections (ingress) or logs (router).
+
+OWN = 48  # for FIFOs, rings, listeners, epolls, locks and short-lived files; the rest is for logs or connections
+LEAST = 64  # descriptors that a process needs: OWN, and some for its work
+
+
+def claim(least: int = LEAST) -> int:
+    """Raise the limit as far as the system allows, and return it. Raises ConfigError if that is less than `least`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < least:
+        raise ConfigError(
+            f"the limit on open files is {hard}; it must be at least {least} (ulimit -n, or LimitNOFILE of the unit)"
+        )
+    return hard

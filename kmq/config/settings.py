@@ -11,15 +11,8 @@ import os
 import re
 from collections.abc import Callable
 
-from kmq import setting_values as kind
+from kmq.config import values as kind
 from kmq.errors import ConfigError
-from kmq.setting_values import FOREVER as FOREVER
-from kmq.setting_values import GIB as GIB
-from kmq.setting_values import KIB as KIB
-from kmq.setting_values import MIB as MIB
-from kmq.setting_values import PIPE_BUF as PIPE_BUF
-from kmq.setting_values import parse_bytes as parse_bytes
-from kmq.setting_values import parse_duration as parse_duration
 
 TYPE_CHECKING = False  # stages do not import typing, because that takes longer than the rest of this module
 if TYPE_CHECKING:

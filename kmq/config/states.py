@@ -18,9 +18,9 @@ Not covered Without KMQ_CLUSTER, or with another one, the file has no effect.
 
 from collections.abc import Callable
 
+from kmq.config.settings import SHARED, Settings
 from kmq.errors import ConfigError
-from kmq.settings import SHARED, Settings
-from kmq.watch import Watch
+from kmq.files import Watch
 
 VERSION = 1
 DEFAULT = "default"

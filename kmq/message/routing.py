@@ -7,7 +7,6 @@ WAL gives the same file again:
                 the routing key, else the text before the first dot
     key         the rest of the routing key; without a mark, an empty rest means no key
     partition   the number in the mark; else what the topic's partitioner says: of the key, without a key of the seq
-                (partitioners.py)
 
 A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
 deleted (kmq/log/deletions.py), its records up to then belong to no topic. If it has grown (kmq/log/growth.py), older
@@ -18,12 +17,74 @@ The framer refuses a partition that the topic does not have. If such a line is s
 number mod partitions, because every line in the WAL must have a place.
 """
 
+import re
+import struct
+import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 
-from kmq import partitioners, record
-from kmq.partitioners import Partitioner
-from kmq.record import MAX_TOPIC
+from kmq.message import record
+from kmq.message.record import MAX_TOPIC
+
+# --- partitioners ----------------------------------------------------------------------------------------------------
+# Partitioners: which partition a key leads to, and how messages without a key take turns.
+#
+#     murmur2   toPositive(murmur2(key)) mod partitions, as Kafka's Java client, over the percent-decoded bytes of the
+#               key. Without a key: RUN consecutive seqs go to one partition, the next RUN to the next one
+#     crc32     zlib's crc32 over the key as it is stored. Without a key: seq mod partitions
+#
+# A topic keeps its partitioner for life (kmq/log/topics.py), because stored records have to be found where they are.
+# docs/decisions/partitioners.md says why there are two.
+
+_MASK = 0xFFFFFFFF
+_M = 0x5BD1E995
+_SEED = 0x9747B28C
+RUN = 64  # seqs without a key that follow one another into one partition
+_ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
+
+
+class Partitioner(namedtuple("Partitioner", ("name", "number", "run"))):
+    """`number`: stored key → a number of at least 0. `run`: consecutive seqs without a key that stay together.
+
+    The partition is the number, or the run's number `seq // run`, modulo the number of partitions.
+    """
+
+    __slots__ = ()
+
+
+def decoded(key: bytes) -> bytes:
+    """Return the bytes of a key before they were percent-encoded; a % without two digits behind it stays."""
+    if b"%" not in key:
+        return key
+    return _ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()), key)
+
+
+def murmur2(data: bytes) -> int:
+    """Return the 32 bits of Kafka's murmur2, unsigned."""
+    whole = len(data) & ~3
+    h = _SEED ^ len(data)
+    for word in struct.unpack_from(f"<{whole >> 2}I", data):
+        word = word * _M & _MASK
+        h = h * _M & _MASK ^ (word ^ word >> 24) * _M & _MASK
+    if whole < len(data):
+        h = (h ^ int.from_bytes(data[whole:], "little")) * _M & _MASK
+    h = (h ^ h >> 13) * _M & _MASK
+    return h ^ h >> 15
+
+
+def _murmur2_of(key: bytes) -> int:
+    return murmur2(decoded(key)) & 0x7FFFFFFF  # toPositive
+
+
+CRC32 = Partitioner(
+    "crc32", zlib.crc32, 1
+)  # of topics that do not name one: they were declared when there was no other
+MURMUR2 = Partitioner("murmur2", _murmur2_of, RUN)
+PARTITIONERS = {each.name: each for each in (CRC32, MURMUR2)}
+DEFAULT = MURMUR2  # of topics declared from now on
+
+
+# --- routing ---------------------------------------------------------------------------------------------------------
 
 DELETED = b""  # the topic of a record whose topic was deleted later: no queue has it
 _NEVER = 1 << 64  # a seq that no record can have
@@ -55,7 +116,7 @@ class Topic:
         from_seq: int,
         lives: Sequence[tuple[int, int]] = (),
         grown: Growth = (),
-        partitioner: Partitioner = partitioners.CRC32,
+        partitioner: Partitioner = CRC32,
     ) -> None:
         """`partitions`: as it has now. `lives`: from_seq and last_seq of each deleted topic of this name, in order."""
         self.name, self.partitions, self.from_seq, self.lives, self.grown = name, partitions, from_seq, lives, grown
@@ -73,7 +134,7 @@ class Topic:
     @property
     def needs_newest(self) -> bool:
         """Return True if releases before format 3 would lead some of its records to other partitions."""
-        return bool(self.grown) or self.partitioner is not partitioners.CRC32
+        return bool(self.grown) or self.partitioner is not CRC32
 
     def is_in_force(self, seq: int) -> bool:
         return self.from_seq <= seq or any(first <= seq <= last for first, last in self.lives)

@@ -8,15 +8,15 @@ Owner       ingress or the gateway makes the file, whichever is first: whole, wi
 Protects    from everybody who reaches a port and not the directory: producers over TCP and TLS, clients of HTTP and
             gRPC. It does not protect from programs of the pod. Whoever may read it may also write to the FIFO `raw`
             beside it, and could forge there what ingress says of a connection.
-Light       Ingress and framer must stay small, so this module loads neither hashlib nor hmac, as kmq/tokens.py does.
+Light       Ingress and framer must stay small, so this module loads neither hashlib nor hmac, as kmq/access/tokens.py does.
 """
 
 import contextlib
 import os
 from _operator import _compare_digest as is_equal  # hmac.compare_digest, without OpenSSL in every stage
 
+from kmq.config.settings import Settings
 from kmq.errors import ConfigError
-from kmq.settings import Settings
 
 LOCAL = "local"  # the name of this token; no other token may have it
 

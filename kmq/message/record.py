@@ -16,7 +16,7 @@ from binascii import b2a_base64
 from collections import namedtuple
 from zlib import crc32
 
-from kmq.ids import MAX_ID_DIGITS
+from kmq.message.ids import MAX_ID_DIGITS
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
 RESERVED = (b"append", b"dropped")  # <topic>.log of these topics would replace the broker's own files

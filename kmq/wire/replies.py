@@ -1,14 +1,14 @@
-"""The replies of the consumer port, each with its encoder and its decoder. egress_lines.py lists them.
+"""The replies of the consumer port, each with its encoder and its decoder. kmq/wire/requests.py lists them.
 
 Invariant   decode(encode(x)) == x for every reply. A line that is no such reply raises BadLine.
-Not covered The stored lines behind `!batch` and `!ok`: kmq/client/message.py reads those.
+Not covered The stored lines behind `!batch` and `!ok`: kmq/message/message.py reads those.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kmq.client.egress_lines import REQUESTS, BadLine, TopicPartition, offset_of, partition_of
+from kmq.wire.requests import REQUESTS, BadLine, TopicPartition, offset_of, partition_of
 
 _GENERATION = re.compile(r"\d{1,18}")
 _CODE = re.compile(r"[a-z_]{1,64}")

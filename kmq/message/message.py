@@ -3,7 +3,7 @@
     seq|recv_ts|routing_key|producer_ts|id;headers|payload
 
 Key         Bytes, or None without a key. With a mark the key is what follows the mark, without one what follows the
-            topic's name (kmq/record.py). It is percent-decoded.
+            topic's name (kmq/message/record.py). It is percent-decoded.
 Value       Bytes, or None for an empty payload (a tombstone). With the header `enc=b64` it is decoded, so an empty value
             is not null. A payload that is not base64 in spite of this header is the value as it is stored: a line that
             somebody typed wrong must not stop the consumers of its partition.
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from urllib.parse import unquote, unquote_to_bytes
 
-from kmq import record
-from kmq.client.lines import decode, decode_payload, is_transport_header
+from kmq.message import record
+from kmq.message.text import decode, decode_payload, is_transport_header
 
 Header = tuple[str, bytes | None]
 

@@ -39,8 +39,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from kmq import record
-from kmq.client.lines import request_line
+from kmq.message import record
+from kmq.message.text import request_line
 
 MAX_REQUEST = 1 << 16  # bytes of a request line
 MAX_REPLY = 1 << 22  # bytes of a reply line: an assignment of 10,000 partitions with the longest names

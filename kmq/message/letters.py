@@ -17,17 +17,9 @@ Cut         A letter that is too long for a line keeps the beginning of the payl
 import re
 from typing import NamedTuple
 
-from kmq import record
-from kmq.client.lines import (
-    LETTER_HEADERS,
-    REPLAYS,
-    decode,
-    decode_payload,
-    key_text,
-    make_routing_key,
-    percent_encode,
-)
-from kmq.client.message import Message
+from kmq.message import record
+from kmq.message.message import Message
+from kmq.message.text import LETTER_HEADERS, REPLAYS, decode, decode_payload, key_text, make_routing_key, percent_encode
 
 DLQ = ".dlq"  # suffix of a dead letter topic's name
 _TOPICS = re.compile(r"dead|.+[._-]dlq")  # `dead` holds lines that were no messages; they have no origin

@@ -1,0 +1,1 @@
+"""What an operator sets: settings, files of state, the terminal."""

@@ -1,0 +1,1 @@
+"""What brokers and clients say to one another besides messages."""
