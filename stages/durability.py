@@ -30,7 +30,7 @@ from kmq.broker.waits import RoomWaits, SlowSyncs
 from kmq.config.states import InForce
 from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
-from kmq.links.acks import AckWriter
+from kmq.links.fifo import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare

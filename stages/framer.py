@@ -6,7 +6,7 @@ Owns        the reading ends of both, the sequence, the dedupe table.
 Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one seq;
             seqs are dense. A line that is not a message gets a seq too, as dead.malformed. However much is staged, a
             turn looks at no more than about parser.TURN lines one by one before the next sign of life. A change of a
-            topic is a record, too (kmq/framing/declarations.py).
+            topic is a record, too (kmq/framing/topics.py).
 Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
             from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
             store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are
@@ -27,13 +27,11 @@ from functools import partial
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main
 from kmq.broker.waits import RoomWaits
-from kmq.framing import batch as batches
-from kmq.framing.batch import Batch
-from kmq.framing.blocks import frame
-from kmq.framing.checkpointer import Checkpointer
-from kmq.framing.parser import Parser
+from kmq.framing import blocks as batches
+from kmq.framing.blocks import Batch, frame
+from kmq.framing.dedupe import Checkpointer
+from kmq.framing.parser import Parser, Source
 from kmq.framing.recovery import known_topics, open_ring, remember
-from kmq.framing.source import Source
 from kmq.links import fifo, received
 from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Received, shm_path

@@ -6,7 +6,7 @@ Owns        the ports, pipes/ingress.owner; it is the only writer of the FIFO's 
 
 Invariant   Only whole lines are handed over, those of each connection in their order. Memory is bounded: while the ring
             or the FIFO is full no producer's socket is read (that is the backpressure), and unfinished lines and unread
-            replies are bounded (kmq/ingress/budgets.py). With KMQ_TOKENS nothing is taken from a connection without a
+            replies are bounded (kmq/ingress/limits.py). With KMQ_TOKENS nothing is taken from a connection without a
             valid token.
 Crash       Lines of which the FIFO does not speak yet are unacknowledged, and their producers see a reset. The bytes
             that they left in the ring are free once the framer reads the first line of the next start (received.py).
@@ -17,9 +17,8 @@ import os
 import sys
 
 from kmq.broker.stage import Stage, main
-from kmq.ingress.drain import drain
-from kmq.ingress.loop import Loop
-from kmq.links.handover import Handover
+from kmq.ingress.loop import Loop, drain
+from kmq.links.received import Handover
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 

@@ -4,7 +4,7 @@ Reload      Certificates, key and client CA are read again when one of the files
             check that, at most once a second. New connections use the new files; open connections keep the old ones. If
             the files do not fit together (only one is replaced yet), the old ones stay in force, and the log says so.
 Expiry      The stats page shows how long the files in force are valid. The log warns from two weeks before the end.
-Truncation  An orderly end is a close_notify. A killed broker sends a reset instead (kmq/ingress/farewell.py).
+Truncation  An orderly end is a close_notify. A killed broker sends a reset instead (kmq/ingress/connection.py).
 Not covered Revocation lists.
 """
 

@@ -17,15 +17,25 @@ Time        A message costs the same however many names and ids there are: what 
             order.
 """
 
+import os
 import re
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import lt
 from zlib import crc32
 
-from kmq.log import dedupe_file
+from kmq.config.values import MIB
+from kmq.errors import RetryError
+from kmq.files import FULL, replace_file
+from kmq.framing.blocks import Batch
+from kmq.log import dedupe_file, spare
 from kmq.log.dedupe_file import ROWS_PER_BEAT, Snapshot
-from kmq.message.ids import MADE_UP, Producer, Window
+from kmq.message import record
+from kmq.message.ids import MADE_UP, MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD, Producer, Window
 from kmq.message.record import Starts, fingerprint
+from kmq.message.routing import AnyTopic
 
 _RUNS = 1024  # runs remembered per producer
 _FORGOTTEN_AT_ONCE = 1024  # idle names: a millisecond; 50,000 took 45
@@ -238,3 +248,240 @@ class DedupeTable:
         self.made_up.clear()
         self.window.clear()
         self.runs = self.prints = self.ranges = 0
+
+
+# --- acceptor --------------------------------------------------------------------------------------------------------
+# What becomes of the messages of an acknowledged connection: each is stored, or known as stored, or refused.
+#
+# Invariant   A message is accepted only if its id is new, and the dedupe table knows it from then on. A stored id carries
+#             `;p=` or `;w=` of the connection it came from, and no header of that kind from anybody else. A message that
+#             names a reserved topic is accepted only from a connection that ingress has found to be the pod's own. Such
+#             messages are looked at one by one: the check of whole blocks knows no reserved topic, and stays as fast.
+
+
+class Acceptor:
+    """Adds messages to a batch, or says what to reply instead.
+
+    Messages come from a producer (`kind` is `p`) or a window (`w`) of that name, or from a connection without either.
+    """
+
+    def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic) -> None:
+        self.max_line, self.table, self.topics = max_line, table, topics
+        self.duplicates = 0
+        self._window = table.window
+        self._start_of = record.Starts().__getitem__
+
+    def begin(self, batch: Batch, seconds: int) -> None:
+        """Add to this batch from now on; `seconds` since the epoch is now."""
+        self._batch, self._seconds = batch, seconds
+
+    def accept_all(self, body: bytes, kind: bytes, name: bytes) -> bool:
+        """Add these messages if all are good and new; return False if each must be looked at.
+
+        One check of them all, and one call of the table for ids without a gap.
+        """
+        batch = self._batch
+        seq = batch.next_seq + len(batch.lines)
+        if len(body) > self.max_line and max(map(len, body.split(b"\n"))) > self.max_line:
+            return False
+        if not self.topics.takes(body, seq):
+            return False
+        if not kind:
+            if record.claims(body):
+                return False
+            batch.lines += body.split(b"\n")[:-1]
+            return True
+        fields = record.numbered(body) if kind == b"p" else None
+        if fields is None:
+            return False
+        numbers = [int(id) for _, _, id, _ in fields]
+        first, count = numbers[0], len(numbers)
+        producer = self.table.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
+        if producer is None or first <= producer.last_id:
+            return False
+        start_of = self._start_of
+        prints = [crc32(payload, start_of(routing_key)) for _, routing_key, _, payload in fields]
+        if numbers == list(range(first, first + count)):
+            self.table.remember(producer, first, seq, count, self._seconds, prints)
+        elif all(map(lt, numbers, numbers[1:])):
+            for ahead, number in enumerate(numbers):
+                self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
+        else:
+            return False
+        join = b"".join((b";p=", name, b"|")).join
+        batch.lines += [join((head, payload)) for head, _, _, payload in fields]
+        return True
+
+    def accept(self, line: bytes, n: int, kind: bytes, name: bytes, reserved: bool = False) -> bytes:
+        """Add message n if it is good and new, and return b""; otherwise return the reply.
+
+        `reserved`: it may name a reserved topic.
+        """
+        reason = "too_long" if len(line) > self.max_line else record.refusal(line, reserved)
+        if reason:
+            return b"!err %d %b" % (n, reason.encode())
+        batch = self._batch
+        seq = batch.next_seq + len(batch.lines)
+        if reason := self.topics.refusal(line, seq):
+            return b"!err %d %b" % (n, reason.encode())
+        routing_key, ts, id_field, payload = record.padded(line).split(b"|", 3)
+        id, *headers = id_field.split(b";")
+        rest = b"".join(b";" + header for header in headers if header != b"%b=%b" % (kind, name))
+        if kind and record.claims(b"||%b|" % rest):
+            return b"!err %d bad_id the headers p= and w= are KMQ's own" % n
+        if not kind:
+            batch.lines.append(record.disclaim(record.padded(line)))
+            return b""
+        print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
+        if kind == b"p":
+            reply = self._remember_increasing(id, n, name, seq, print)
+        else:
+            reply = self._remember_arbitrary(id, n, name, seq, print)
+        if not reply:
+            batch.lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
+        return reply
+
+    def _remember_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int) -> bytes:
+        if not id.isdigit() or len(id) > MAX_ID_DIGITS:
+            return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID_DIGITS)
+        producer = self.table.producer(name, self._seconds)
+        if producer is None:
+            return b"!err %d producers_full KMQ_PRODUCERS names are remembered already" % n
+        number = int(id)
+        stored = producer.find(number)
+        if stored == NEW:
+            self.table.remember(producer, number, seq, 1, self._seconds, (print,))
+            return b""
+        if stored == TOO_OLD:
+            return b"!err %d id_too_old" % n
+        return self._stored_before(n, stored, print, producer.print_of(number))
+
+    def _remember_arbitrary(self, id: bytes, n: int, scope: bytes, seq: int, print: int) -> bytes:
+        if not 0 < len(id) <= MAX_WINDOW_ID:
+            return b"!err %d bad_id a message in a window needs an id of 1 to %d bytes" % (n, MAX_WINDOW_ID)
+        stored = self._window.find(scope, id, self._seconds)
+        if stored == NEW:
+            self._window.add(scope, id, seq, self._seconds, print)
+            return b""
+        return self._stored_before(n, stored, print, self._window.print_of(scope, id))
+
+    def _stored_before(self, n: int, seq: int, print: int, print_then: int) -> bytes:
+        """Return the reply to an id stored as `seq`; `print_then`: the fingerprint of what was stored, 0 if unknown."""
+        if print_then not in (0, print):
+            return b"!err %d id_reused %d" % (n, seq)
+        self.duplicates += 1
+        return b"!dup %d %d" % (n, seq)
+
+
+# --- checkpointer ----------------------------------------------------------------------------------------------------
+# Saves the dedupe table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
+#
+# Owner       the framer.
+# Invariant   The file never covers a record that is not on disk: a snapshot waits until durability has synced its last
+#             seq. When all stages die with the rings, ids that were lost with them must be accepted again.
+#             Between two batches of lines a snapshot is copied for _COPY_S at most, however many names there are.
+# Crash       Killed while writing: the file is replaced atomically, so the old one stays.
+# Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does
+#             not cover.
+
+CHECKPOINT_BYTES = 32 * MIB  # of framed lines between two saves: a start then reads for at most a third of a second
+CHECKPOINT_S = 30.0  # longest time between two saves: the WAL must keep what the file does not cover (retention)
+_EMPTY_TIMES = 4  # an empty table is saved after so many times CHECKPOINT_BYTES: a start then reads that much faster
+_BEHIND_S = 10.0  # until the first save, if the file that was loaded did not cover the whole table
+_RETRY_S = 2.0  # after a save that found the disk full
+# A large table is saved after twice its size in lines, or saving would write more than the WAL; and for a tenth of the
+# time at most. A start then reads for about as long again as it takes to load the table.
+_SHARE, _SHARE_OF_TIME = 2, 10
+_COPY_S, _IDLE_COPY_S = 0.002, 0.01  # copying between two batches of lines, and while there are none
+
+
+class Checkpointer:
+    """Takes a snapshot now and then, and a thread writes it once all that it covers is on disk."""
+
+    def __init__(
+        self, data: str, table: DedupeTable, beat: Callable[[], None] = lambda: None, is_behind: bool = False
+    ) -> None:
+        """`is_behind`: the file does not cover the whole table, so save it soon even if nothing is framed."""
+        self._path, self._table, self._beat = dedupe_file.path(data), table, beat
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._bytes = int(is_behind)  # framed since the last snapshot
+        self._taken_at = time.monotonic() - is_behind * (CHECKPOINT_S - _BEHIND_S)
+        self._found_full = False  # whether the last save found the disk full
+        self._size, self._took_s = _size(self._path), 0.0  # of the last save
+
+    def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
+        """Call after each turn, also an idle one: `nbytes` were framed, all up to `synced` is on disk, it is `now`."""
+        self._bytes += nbytes
+        if self._snapshot is not None:
+            if self._table.copy(_COPY_S if nbytes else _IDLE_COPY_S):
+                self._write_if(synced)
+            return
+        much = max(CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES), _SHARE * self._size)
+        age_s, rest_s = time.monotonic() - self._taken_at, max(CHECKPOINT_S, _SHARE_OF_TIME * self._took_s)
+        is_due = self._bytes >= much or (self._bytes and age_s > rest_s) or (self._found_full and age_s > _RETRY_S)
+        if is_due and not self.busy:
+            self.take(next_seq - 1, now)
+
+    def take(self, seq: int, now: int) -> None:
+        """Begin a snapshot of the table as of `seq`."""
+        self._bytes, self._taken_at, self._found_full = 0, time.monotonic(), False
+        self._table.forget_idle(now)
+        self._snapshot = self._table.snapshot(seq)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot waits for durability."""
+        return self._snapshot is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the file is being written. Raises RetryError if that failed."""
+        if self._error is not None:
+            raise RetryError(f"{self._path}: cannot be written: {self._error}") from self._error
+        return self._thread is not None and self._thread.is_alive()
+
+    def _write_if(self, synced: int | None) -> None:
+        snapshot = self._snapshot
+        assert snapshot is not None
+        if synced is None or synced < snapshot.seq or self.busy:
+            return
+        self._snapshot = None
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        self._thread.start()
+
+    def finish(self, synced: int | None) -> bool:
+        """Return True if nothing is left to write. Call again until then."""
+        if self._snapshot is not None:
+            while not self._table.copy(_IDLE_COPY_S):
+                self._beat()
+            self._write_if(synced)
+        return not self.pending and not self.busy
+
+    def _write(self, snapshot: Snapshot) -> None:
+        began = time.monotonic()
+        try:
+            parts = snapshot.encode()
+            replace_file(self._path, *parts)
+            self._size, self._took_s = sum(map(len, parts)), time.monotonic() - began
+        except OSError as err:
+            if err.errno in FULL:
+                self._remove_half()
+                self._found_full = True
+                spare.release(os.path.dirname(self._path))  # for the next time
+            else:
+                self._error = err
+
+    def _remove_half(self) -> None:
+        try:
+            os.unlink(f"{self._path}.new")
+        except FileNotFoundError:
+            pass
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

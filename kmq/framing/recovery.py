@@ -13,9 +13,8 @@ from functools import partial
 from kmq.broker.admission import spare_inodes
 from kmq.broker.stage import Stage
 from kmq.errors import CorruptError, RetryError
-from kmq.framing.catalog import Catalog
-from kmq.framing.declarations import Declarations
 from kmq.framing.dedupe import DedupeTable
+from kmq.framing.topics import Catalog, Declarations
 from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter

@@ -1,4 +1,4 @@
-"""One producer's connection: what it may send, the line it has not finished, and its replies (replies.py).
+"""One producer's connection: what it may send, the line it has not finished, and its replies (connection.py).
 
     phase      reads it                           an unfinished line, when the connection ends
     GREETING   always                             is refused, and kept nowhere: it may be a hello with a token
@@ -14,16 +14,110 @@ Memory      A producer that leaves more than MAX_PENDING bytes of replies unread
             messages without a reply, is not read.
 """
 
+import contextlib
 import select
 import socket
+import struct
+from collections.abc import Iterator
 
-from kmq.config.values import MIB
-from kmq.ingress.replies import Replies
-from kmq.links.raw import Sender
+from kmq.config.values import KIB, MIB
+from kmq.links.fifo import Sender
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # ssl would cost every stage some megabytes
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+
+if TYPE_CHECKING:
     from kmq.broker.tls import TlsSocket
+    from kmq.ingress.hello import Hello
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+# The replies that one producer is owed, in the order of its messages.
+#
+#     taken       messages received
+#     passed      of these, the messages that were handed over; those behind them were refused here
+#     answered    messages whose reply is in `pending`, or was sent already: answered <= taken
+#
+# Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is
+#             refused too, so a producer that sends the rest again on a new connection stores nothing out of order.
+# Memory      Refused messages are only counted; their replies are written REFUSALS_BYTES at a time, as the producer reads
+#             them.
+
+REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer reads those before them
+LAST = b"!last "  # begins the reply to a hello with last=?, which comes before the reply to message 1
+
+
+class Replies:
+    """What a producer was told about its messages, and what it still has to be told."""
+
+    __slots__ = (
+        *("acks", "answered", "asks_last", "counted", "passed", "pending", "refusal", "taken"),
+        *("train_at", "train_end"),
+    )
+
+    def __init__(self) -> None:
+        self.acks = False  # the producer wants replies
+        self.asks_last = False  # it was not told yet which id of its name is the last
+        self.taken = self.passed = self.answered = 0
+        self.refusal = b""  # code and reason why nothing more is taken; b"": messages are taken
+        self.pending = bytearray()  # replies that the socket has not taken yet
+        # One train of messages at a time is timed: its last message, and when it was read; 0.0: none is.
+        self.train_end, self.train_at = 0, 0.0
+        self.counted = 0  # how many bytes of `pending` the budget of all connections knows of
+
+    def expect(self, hello: "Hello") -> None:
+        """Remember what the producer asked for."""
+        self.acks, self.asks_last = hello.acks, hello.asks_last
+
+    def reply(self, first: int, text: bytes) -> bool:
+        """Add the reply to the messages from `first` on, or the last id. Returns False if an earlier one is missing."""
+        if self.asks_last:
+            if not text.startswith(LAST):
+                return False
+            self.asks_last = False
+            self.pending += text + b"\n"
+            return True
+        if first <= self.answered:
+            return True  # repeated by a durability that was killed in between
+        if first != self.answered + 1:
+            return False
+        self.answered = int(text.split(b" ", 2)[1])
+        if self.acks:
+            self.pending += text + b"\n"
+        return True
+
+    def refuse(self, count: int) -> None:
+        """Refuse `count` more messages; the producer is told when all messages before them have their replies."""
+        self.taken += count
+        self.write_refusals()
+
+    def write_refusals(self) -> None:
+        """Write refusals once everything that was passed on is answered, as fast as the producer reads them."""
+        if not self.refusal or self.answered < self.passed or self.asks_last:
+            return
+        if not self.acks:
+            self.answered = self.taken
+        while self.answered < self.taken and len(self.pending) < REFUSALS_BYTES:
+            self.answered += 1
+            self.pending += b"!err %d %b\n" % (self.answered, self.refusal)
+
+    def follow(self, before: bytes, refusal: bytes) -> None:
+        """Take over a change of the admission, unless messages were refused already: the rest must be refused too."""
+        if (self.acks and not self.refusal) or (self.refusal == before and self.taken == self.passed):
+            self.refusal = refusal
+
+    def send(self, sock: socket.socket) -> int:
+        """Hand pending replies to the kernel and return how many bytes it took, or raise BlockingIOError."""
+        count = sock.send(self.pending)
+        del self.pending[:count]
+        return count
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if every message was answered and every reply is sent."""
+        return self.answered >= self.taken and not (self.pending or self.asks_last)
+
+
+# --- connection ------------------------------------------------------------------------------------------------------
 
 GREETING, PLAIN, ACKED, CLOSING = range(4)
 MAX_UNANSWERED = 1 << 17  # messages of one connection without a reply: far more than the links hold
@@ -59,13 +153,13 @@ class Connection:
         self.producer = b""  # its name, if it has one
         self.replies = Replies()
         self.interest = select.EPOLLIN  # what the epoll of the producers waits for
-        # For the deadlines (deadlines.py), by their clock:
+        # For the deadlines (limits.py), by their clock:
         self.was_active = True  # has sent something, or taken a reply, since the last sweep
         self.quiet_since = 0.0
         self.unfinished_since = 0.0  # 0: no sweep has seen this line, or handshake, unfinished
 
     def may_receive(self, refusal: bytes) -> bool:
-        """Return True if more may be read now. `refusal`: that of all connections (gate.py), b"" if there is none."""
+        """Return True if more may be read now. `refusal`: that of all connections (limits.py), b"" if there is none."""
         phase = self.phase
         if phase == CLOSING or (refusal and phase == PLAIN):
             return False
@@ -97,3 +191,117 @@ class Connection:
                 return True
             except OSError:
                 return False
+
+
+# --- table -----------------------------------------------------------------------------------------------------------
+# The open connections of producers: by descriptor, by the name that their replies carry, and by producer name.
+
+
+class ConnectionTable:
+    """All connections that are not over. Iterating over the table gives every connection once."""
+
+    def __init__(self) -> None:
+        self._by_fd: dict[int, Connection] = {}
+        self._by_sender: dict[bytes, Connection] = {}
+        self._by_producer: dict[bytes, Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_fd)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._by_fd.values())
+
+    def add(self, connection: Connection) -> None:
+        """Enter a new connection, which nobody has named yet."""
+        self._by_fd[connection.sock.fileno()] = connection
+
+    def give_name(self, connection: Connection, sender: Sender, producer: bytes) -> None:
+        """Make the connection known by the name of its replies, and by that of its producer unless that is b""."""
+        connection.sender, connection.producer = sender, producer
+        self._by_sender[sender.name] = connection
+        if producer:
+            self._by_producer[producer] = connection
+
+    def remove(self, connection: Connection) -> None:
+        """Forget the connection under all its names. Its socket must still be open."""
+        del self._by_fd[connection.sock.fileno()]
+        if connection.sender is not None:
+            del self._by_sender[connection.sender.name]
+            if self._by_producer.get(connection.producer) is connection:
+                del self._by_producer[connection.producer]
+
+    def at(self, fd: int) -> Connection | None:
+        """Return the connection with this descriptor."""
+        return self._by_fd.get(fd)
+
+    def of_sender(self, name: bytes) -> Connection | None:
+        """Return the connection whose replies carry this name; None if it has ended, or was an earlier ingress's."""
+        return self._by_sender.get(name)
+
+    def take_producer(self, producer: bytes) -> Connection | None:
+        """Take the producer name away from the connection that has it, and return that connection."""
+        connection = self._by_producer.pop(producer, None)
+        if connection is not None:
+            connection.producer = b""
+        return connection
+
+    @property
+    def unanswered(self) -> int:
+        """Messages that were received and have no reply yet."""
+        return sum(each.replies.taken - each.replies.answered for each in self._by_sender.values())
+
+    @property
+    def owes_replies(self) -> bool:
+        """Return True if a connection waits for a reply to a message, or for its last id."""
+        every = (connection.replies for connection in self._by_sender.values())
+        return any(replies.answered < replies.taken or replies.asks_last for replies in every)
+
+
+# --- farewell --------------------------------------------------------------------------------------------------------
+# How a connection ends: in order, or with a reset.
+#
+# Invariant   A connection ends in order only if the FIFO speaks of every whole line that was read from it, or it was answered.
+#             Every other end is a reset, also if ingress is killed: SO_LINGER makes the kernel send one.
+
+_RESET, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
+_KEPT = 16  # refused sockets that stay open for a moment
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Make every end of this connection a reset, until `close_in_order`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
+def close_in_order(connection: Connection) -> None:
+    """End a connection of whose whole lines the FIFO speaks."""
+    if connection.tls is not None:
+        connection.tls.say_end()
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
+    connection.sock.close()
+
+
+class Farewells:
+    """Refused connections that were told why.
+
+    Up to 16 of them stay open until the sweep after the next one. An immediate reset would discard the `!err` before
+    the producer reads it.
+    """
+
+    def __init__(self) -> None:
+        self._recent: list[socket.socket] = []  # since the last sweep
+        self._older: list[socket.socket] = []
+
+    def refuse(self, sock: socket.socket, reply: bytes) -> None:
+        """Send `reply`, then reset the connection: an orderly end would say that its lines were handed over."""
+        with contextlib.suppress(OSError):
+            sock.send(reply)
+        if len(self._recent) < _KEPT:
+            self._recent.append(sock)
+        else:
+            sock.close()
+
+    def sweep(self) -> None:
+        """Close what was refused before the last sweep."""
+        for sock in self._older:
+            sock.close()
+        self._older, self._recent = self._recent, []

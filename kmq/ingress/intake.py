@@ -10,7 +10,7 @@ A connection whose first line begins with `!` speaks the acknowledged protocol (
 the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
 without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
 
-Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES (budgets.py).
+Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES (limits.py).
             Over that the connection with the longest line is closed, and what it has sent so far becomes
             dead.malformed.
 """
@@ -20,11 +20,10 @@ from collections.abc import Callable
 
 from kmq.config.values import KIB
 from kmq.ingress import hello
-from kmq.ingress.budgets import PartialBudget
 from kmq.ingress.connection import GREETING, PLAIN, Connection
-from kmq.ingress.errs import Errs
-from kmq.links.handover import Handover, Part
-from kmq.links.raw import Sender
+from kmq.ingress.limits import Errs, PartialBudget
+from kmq.links.fifo import Sender
+from kmq.links.received import Handover, Part
 from kmq.message import record
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections

@@ -1,8 +1,8 @@
-"""The FIFO `raw`: text lines from ingress, and from any shell of the pod, to the framer; raw.py has their format.
+"""The FIFO `raw`: text lines from ingress, and from any shell of the pod, to the framer; fifo.py has their format.
 
 Invariant   Ingress writes whole lines, at most PIPE_BUF bytes at once, so its lines never mix with those of other
             writers. The messages of producers do not go through the FIFO: they lie in the ring `received`, and a line
-            says where (handover.py).
+            says where (received.py).
 Crash       Every stage holds the FIFO open for reading and writing. So its content lives while any stage lives, a
             writer never gets EPIPE and the reader never sees end-of-file. When all stages die, the pipe behind the name
             dies with its content, and the next start gets another pipe: `mark` lets the framer tell the two apart.
@@ -11,10 +11,13 @@ Crash       Every stage holds the FIFO open for reading and writing. So its cont
 import contextlib
 import fcntl
 import os
+import re
 import stat
+from collections import deque
 
-from kmq.config.values import MIB
+from kmq.config.values import MIB, PIPE_BUF
 from kmq.errors import ConfigError
+from kmq.message.ids import NAME_PATTERN
 
 CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
 
@@ -63,3 +66,133 @@ def waiting_bytes(fd: int) -> int:
 def capacity(fd: int) -> int:
     """Return how many bytes the FIFO holds at most."""
     return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
+
+
+# --- raw -------------------------------------------------------------------------------------------------------------
+# The text of the FIFO `raw`: messages of writers in the pod, and control lines of ingress. Encoder and decoder.
+#
+#     <message>                          a line from any writer in the pod, who gets no reply
+#     !r <birth> <start> <end>           lines of producers who wait for no reply lie in the ring `received`, from
+#                                        position <start> to <end>; also an empty piece: all before it is free
+#     !c <connection> <n> <k> <birth> <start> <end> [p=<producer>|w=<scope>] [reserved]
+#                                        there lie the k messages n… of an acknowledged connection; `reserved`: it has
+#                                        shown the pod's token, and may write to the topics of KMQ itself
+#     !l <connection> p=<producer>       asks for the last id stored of a producer
+#
+# Invariant   A control line is written at once and is shorter than PIPE_BUF, so it is read whole or not at all. Its order
+#             among all lines of the FIFO is the order in which the messages get their seqs.
+#             <birth> names the ring (received.py). A control line that speaks of no such bytes is no control line, but a
+#             malformed message.
+#             A line from any other writer may not name a reserved topic. The FIFO cannot tell who wrote a line, so only
+#             what ingress says of a connection counts: a slip of the hand (`echo … > raw`) changes no group's offsets.
+
+CONTROL = b"!"
+_CONNECTION, _NAME, _NUMBER = rb"\d{1,20}\.\d{1,20}", NAME_PATTERN.encode(), rb"\d{1,19}"
+_PIECE = rb"(%b) (%b) (%b)" % (_NUMBER, _NUMBER, _NUMBER)
+LINES = re.compile(rb"!r %b\n" % _PIECE)  # birth, start, end
+# connection, n, k, birth, start, end, `p` or `w`, producer or scope, ` reserved`
+_COUNTED = rb"(%b) (\d{1,18}) (\d{1,9}) %b" % (_CONNECTION, _PIECE)
+MESSAGES = re.compile(rb"!c %b(?: ([pw])=(%b))?( reserved)?\n" % (_COUNTED, _NAME))
+LAST_ID = re.compile(rb"!l (%b) p=(%b)\n" % (_CONNECTION, _NAME))  # connection, producer
+
+
+def lines(birth: int, start: int, end: int) -> bytes:
+    """Return the control line for lines that nobody waits for."""
+    return b"!r %d %d %d\n" % (birth, start, end)
+
+
+class Sender:
+    """Whom messages come from: the name that replies carry, and how many messages it has passed on."""
+
+    __slots__ = ("name", "right", "sent", "tag")
+
+    def __init__(self, name: bytes, tag: bytes = b"", reserved: bool = False) -> None:
+        self.name = name
+        self.right = b" reserved" if reserved else b""
+        self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
+        self.sent = 0  # messages announced in the FIFO, and so the n of the last message
+
+    def messages(self, count: int, birth: int, start: int, end: int) -> bytes:
+        """Return the control line for the next `count` messages."""
+        first = self.sent + 1
+        self.sent += count
+        return b"!c %b %d %d %d %d %d%b%b\n" % (self.name, first, count, birth, start, end, self.tag, self.right)
+
+    def question(self) -> bytes:
+        """Return the line that asks the framer for the last id of this producer."""
+        return b"!l %b%b\n" % (self.name, self.tag)
+
+
+# --- acks ------------------------------------------------------------------------------------------------------------
+# The FIFO `acks`: replies from durability to ingress, sent once the records they confirm are on disk.
+#
+# Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it is for messages from <first n>
+#             on. An empty line, from the framer: the ring `received` has room again.
+# Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: replies that
+#             the FIFO does not take wait here, up to KEEP_BYTES, and are lost beyond that.
+# Crash       Durability killed before a block is released: its next start sends the replies again, and ingress skips
+#             those it knows. Replies that waited here, or were lost, never come: ingress sees the gap by <first n> and
+#             breaks that connection. Its producer sends again what has no reply, and gets `!dup`.
+#             Ingress killed: its connections are gone, and the next ingress skips replies to connections of another
+#             start.
+
+KEEP_BYTES = 8 * MIB
+_CAPACITY = MIB  # what the two rings and the FIFO `raw` may hold unanswered fits
+_READ_BYTES = 1 << 16
+
+
+class AckWriter:
+    """Durability's end."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self.lost = 0  # bytes of replies
+        with contextlib.suppress(OSError):  # over the user's limit: a smaller FIFO works
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _CAPACITY)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, replies: bytes) -> None:
+        """Send these lines, now or when there is room."""
+        if self._bytes + len(replies) > KEEP_BYTES:
+            self.lost += len(replies)
+            return
+        self._waiting.append(replies)
+        self._bytes += len(replies)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, as far as there is room."""
+        while self._waiting:
+            replies = self._waiting[0]
+            cut = len(replies) if len(replies) <= PIPE_BUF else replies.rfind(b"\n", 0, PIPE_BUF) + 1
+            try:
+                os.write(self.fd, replies[:cut])
+            except BlockingIOError:
+                return
+            self._bytes -= cut
+            if cut == len(replies):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = replies[cut:]
+
+
+class AckReader:
+    """Ingress' end."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._rest = b""
+
+    def take(self) -> list[bytes]:
+        """Return the replies that have come, without newline."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in lines if line]

@@ -9,7 +9,7 @@
 another. The fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints
 and no ranges.
 
-Owner       the framer writes the file (kmq/framing/checkpointer.py). The start, retention and repair read it.
+Owner       the framer writes the file (kmq/framing/dedupe.py). The start, retention and repair read it.
 Invariant   The file is used as a whole or not at all: its crc covers the seq and all rows.
 """
 

@@ -11,7 +11,7 @@
     incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
     retain                           seal what is over its limits now; the next tick deletes what is due
 
-Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/declarations.py), and
+Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/topics.py), and
             the router, which carries the record out, removes it. `retain` has no record: the router carries it out.
             If the broker is down, its next start does that.
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their

@@ -23,7 +23,7 @@ RESERVED = (b"append", b"dropped")  # <topic>.log of these topics would replace 
 MALFORMED = b"dead.malformed"
 # Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
 MALFORMED_OVERHEAD = 256
-# No line that begins with one of these is a message. `!` begins the control lines of the FIFO (kmq/links/raw.py); `+`
+# No line that begins with one of these is a message. `!` begins the control lines of the FIFO (kmq/links/fifo.py); `+`
 # and `-` began the parts of long lines there.
 CONTROL = b"!+-"
 

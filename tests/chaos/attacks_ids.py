@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from chaos.by_hand import Client, message
 from chaos.in_place_of_ingress import hand_over
 from chaos.pod import Pod
-from kmq.links.raw import Sender
+from kmq.links.fifo import Sender
 from kmq.probe import LIVE_S
 
 NAMES = 10_000

@@ -8,9 +8,8 @@ from fake_logger import FakeLogger
 from chaos.pod import Pod
 from kmq.config.values import MIB
 from kmq.links import received
-from kmq.links.handover import Handover
-from kmq.links.raw import Sender
-from kmq.links.received import ReceivedWriter
+from kmq.links.fifo import Sender
+from kmq.links.received import Handover, ReceivedWriter
 from kmq.log.identity import open_data
 
 

@@ -58,11 +58,11 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
-SOURCE, UNIT_SOURCE = "kmq/framing/source.py", "tests/unit/test_source.py"
+FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/producers.py"
+SOURCE, UNIT_SOURCE = "kmq/framing/parser.py", "tests/unit/test_source.py"
 DURABILITY_START = "kmq/durability/recovery.py"
-ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
-DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
+ACCEPTOR, FRAMER_START, RAW = "kmq/framing/dedupe.py", "kmq/framing/recovery.py", "kmq/links/fifo.py"
+DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a reply overtakes the last id that was asked for",
-        [("kmq/ingress/replies.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
+        [("kmq/ingress/connection.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [("kmq/ingress/replies.py", "        if first != self.answered + 1:\n", "        if False:\n")],
+        [("kmq/ingress/connection.py", "        if first != self.answered + 1:\n", "        if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -272,7 +272,7 @@ MUTANTS = [
         "a topic that is let through does not count before it is made",
         [
             (
-                "kmq/framing/catalog.py",
+                "kmq/framing/topics.py",
                 "            self.known.add(name)\n            self._coming",
                 "            self._coming",
             )
@@ -501,7 +501,7 @@ MUTANTS = [
     ),
     Mutant(
         "a ring is taken for ours whatever its header says",
-        [("kmq/links/ringfile.py", "read_text(fd, IDENTITY) == self.wanted.text() and", "True or")],
+        [("kmq/links/ring.py", "read_text(fd, IDENTITY) == self.wanted.text() and", "True or")],
         [LINKS],
     ),
     Mutant(
@@ -594,7 +594,7 @@ MUTANTS = [
         "received: what a dead ingress left is not said to be free",
         [
             (
-                "kmq/links/handover.py",
+                "kmq/links/received.py",
                 "        self.say(raw.lines(self.ring.birth, self.ring.head, self.ring.head))\n",
                 "        pass\n",
             )
@@ -604,9 +604,9 @@ MUTANTS = [
     Mutant(
         "received: the FIFO is told before the ring shows the bytes",
         [
-            ("kmq/links/handover.py", "            self.ring.publish()\n", ""),
+            ("kmq/links/received.py", "            self.ring.publish()\n", ""),
             (
-                "kmq/links/handover.py",
+                "kmq/links/received.py",
                 "            done = self._write(text)\n",
                 "            done = self._write(text)\n            self.ring.publish()\n",
             ),
@@ -689,7 +689,7 @@ MUTANTS = [
     ),
     Mutant(
         "a deletion is of whatever topic has the name by then",
-        [("kmq/framing/declarations.py", "else request.incarnation", "else None")],
+        [("kmq/framing/topics.py", "else request.incarnation", "else None")],
         [RECORDS],
     ),
     Mutant(
@@ -732,7 +732,7 @@ MUTANTS = [
     ),
     Mutant(
         "the next change of a topic does not wait for the one before",
-        [("kmq/framing/declarations.py", "            busy.add(request.topic)\n", "")],
+        [("kmq/framing/topics.py", "            busy.add(request.topic)\n", "")],
         [RECORDS],
     ),
     Mutant(
@@ -749,7 +749,7 @@ MUTANTS = [
     ),
     Mutant(
         "a change that drop_oldest took is not numbered again",
-        [("kmq/framing/declarations.py", "self._numbered.get(each.name, 0) > routed", "each.name in self._numbered")],
+        [("kmq/framing/topics.py", "self._numbered.get(each.name, 0) > routed", "each.name in self._numbered")],
         [RECORDS],
     ),
     Mutant(

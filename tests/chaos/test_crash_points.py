@@ -37,12 +37,11 @@ from kmq.broker.stage import Stage
 from kmq.config.settings import Settings, load
 from kmq.config.values import PIPE_BUF
 from kmq.files import point_symlink, replace_file
-from kmq.framing import catalog, declarations, parser, recovery
+from kmq.framing import parser, recovery, topics
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
-from kmq.links.handover import Handover
-from kmq.links.raw import Sender
-from kmq.links.received import ReceivedWriter
+from kmq.links.fifo import Sender
+from kmq.links.received import Handover, ReceivedWriter
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import remnant, segment
 from kmq.log.checkpoint import Checkpointer
@@ -191,8 +190,8 @@ class Bench:
                     0  # durability does not run at the same time, so there is nothing to wait for
                 )
                 # At every turn: what the clock decides, a run that is to be killed there may not reach.
-                catalog._LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
-                declarations._LOOK_S = declarations._WAITING_S = -1
+                topics._LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
+                topics._DECLARATIONS_LOOK_S = topics._WAITING_S = -1
                 Doorbell.wait.__defaults__ = (0.0,)
                 work()
                 code = 0

@@ -17,7 +17,7 @@ from chaos.hurry import brisk
 from chaos.in_place_of_ingress import hand_over
 from chaos.load import Load
 from chaos.pod import STAGES, Pod
-from kmq.links.raw import Sender
+from kmq.links.fifo import Sender
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]

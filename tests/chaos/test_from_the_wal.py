@@ -23,7 +23,7 @@ from chaos.load import FifoLoad, Load
 from chaos.pod import Pod
 from chaos.test_crash_points import Bench
 from chaos.traces import Point, few, traced
-from kmq.framing import declarations
+from kmq.framing import topics as declarations
 from kmq.log import numbered, requests, topic_records, topics
 from kmq.router import topic_changes
 from kmq.router.queues import Queues

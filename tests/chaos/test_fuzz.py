@@ -26,7 +26,7 @@ from fake_logger import FakeLogger
 from kmq.broker import stats
 from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
-from kmq.framing.source import Source
+from kmq.framing.parser import Source
 from kmq.links import layout, received
 
 STAGES = ("ingress", "framer", "durability", "router")

@@ -29,11 +29,10 @@ from chaos.traces import Point, few, read_all, traced
 from kmq.broker.stage import Stage
 from kmq.config.settings import load
 from kmq.framing import parser
-from kmq.links import handover, layout
+from kmq.links import layout, received
 from kmq.links.doorbell import Doorbell
-from kmq.links.handover import Handover
-from kmq.links.raw import LINES, MESSAGES, Sender
-from kmq.links.received import ReceivedReader, ReceivedWriter
+from kmq.links.fifo import LINES, MESSAGES, Sender
+from kmq.links.received import Handover, ReceivedReader, ReceivedWriter
 from kmq.log.identity import open_data
 from stages import durability, framer
 
@@ -95,7 +94,7 @@ class Bench:
                 os.dup2(os.open(self.root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 sys.settrace(None)
                 framer._LAST_CHECKPOINT_S, Doorbell.wait.__defaults__ = 0, (0.0,)
-                parser.TURN_BYTES, handover._PROMPT_BYTES = TURN_BYTES, self.prompt_bytes
+                parser.TURN_BYTES, received._PROMPT_BYTES = TURN_BYTES, self.prompt_bytes
                 fcntl.fcntl(self.fifo, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # a framer enlarges it
                 work()
                 code = 0

@@ -11,7 +11,7 @@ from kmq.config import settings, values
 from kmq.config.settings import DRAIN_S, GRACE_S, SETTINGS, SHM, STAGES, Settings
 from kmq.config.values import MIB
 from kmq.errors import ConfigError
-from kmq.framing.checkpointer import CHECKPOINT_BYTES
+from kmq.framing.dedupe import CHECKPOINT_BYTES
 from kmq.links import layout
 from kmq.links.staging import area_bytes
 from kmq.probe import LIVE_S

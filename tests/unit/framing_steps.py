@@ -8,10 +8,9 @@ from typing import Any
 from received_ends import Lines, Messages, Way, messages, plain
 
 from kmq.framing import parser
-from kmq.framing.batch import Batch, Cut
-from kmq.framing.blocks import encode_replies
+from kmq.framing.blocks import Batch, Cut, encode_replies
 from kmq.framing.dedupe import DedupeTable
-from kmq.framing.source import Source
+from kmq.framing.parser import Source
 from kmq.links.layout import BlockLimits, Received
 from kmq.message import record
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from fake_logger import FakeLogger
 
-from kmq.links import layout, raw
+from kmq.links import fifo, layout
+from kmq.links.fifo import Sender
 from kmq.links.layout import BLOCKS, TAIL, Identity
-from kmq.links.raw import Sender
 from kmq.links.received import NAME, ReceivedReader, ReceivedWriter
 
 ME = b"17.1"  # a connection
@@ -93,7 +93,7 @@ class Way:
     def _control_line(self, part: Messages | Lines) -> bytes:
         place = self.writer.birth, *self.put(part.lines)
         if isinstance(part, Lines):
-            return raw.lines(*place)
+            return fifo.lines(*place)
         sender = Sender(part.conn, part.tag, part.reserved)
         sender.sent = part.n - 1
         return sender.messages(len(part.lines), *place)

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from kmq.config.values import PIPE_BUF
-from kmq.links import acks
-from kmq.links.acks import AckReader, AckWriter
-from kmq.links.fifo import open_fifo
+from kmq.links import fifo
+from kmq.links.fifo import AckReader, AckWriter, open_fifo
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def writes(monkeypatch):
         seen.append((bytes(data), written))
         return written
 
-    monkeypatch.setattr(acks.os, "write", record)
+    monkeypatch.setattr(fifo.os, "write", record)
     return seen
 
 
@@ -76,7 +75,7 @@ def test_every_write_is_whole_lines_and_atomic(fd, writes):
 def test_what_a_full_fifo_does_not_take_waits_and_comes_in_order(fd):
     writer, reader = AckWriter(fd), AckReader(fd)
     filled = fill(fd)
-    assert filled == acks._CAPACITY >> 10
+    assert filled == fifo._CAPACITY >> 10
     for first in range(1, 40_000, 1000):
         writer.put(text(replies(first, 1000)))
     assert writer.waiting and writer.lost == 0
@@ -89,7 +88,7 @@ def test_what_a_full_fifo_does_not_take_waits_and_comes_in_order(fd):
 
 
 def test_what_nobody_reads_is_lost_beyond_a_bound_and_counted(fd, monkeypatch):
-    monkeypatch.setattr(acks, "KEEP_BYTES", 10_000)
+    monkeypatch.setattr(fifo, "KEEP_BYTES", 10_000)
     writer, reader = AckWriter(fd), AckReader(fd)
     filled = fill(fd)
     fits, falls_out, small = (text(replies(*which)) for which in ((1, 300), (301, 200), (501, 5)))

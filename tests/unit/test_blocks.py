@@ -7,9 +7,9 @@ from received_ends import Way, joined, messages, plain
 from kmq.config.values import PIPE_BUF
 from kmq.framing.blocks import ends_of_messages, frame
 from kmq.framing.parser import Parser
-from kmq.links import raw
+from kmq.links import fifo
+from kmq.links.fifo import LAST_ID, LINES, MESSAGES, Sender
 from kmq.links.layout import BlockLimits
-from kmq.links.raw import LAST_ID, LINES, MESSAGES, Sender
 from kmq.message import record
 
 LATER = 1 << 60  # µs: a recv_ts beyond every clock
@@ -107,7 +107,7 @@ def test_control_lines_are_read_as_they_were_written():
             assert line.groups() == (b"1732190000.7", b"42", b"128", *piece, kind, name, right)
             assert sender.sent == 169
     assert LAST_ID.fullmatch(Sender(b"1.2", b"p=me").question()).groups() == (b"1.2", b"me")
-    assert LINES.fullmatch(raw.lines(1732190000, 7, 7)).groups() == (b"1732190000", b"7", b"7")
+    assert LINES.fullmatch(fifo.lines(1732190000, 7, 7)).groups() == (b"1732190000", b"7", b"7")
 
 
 def test_the_longest_control_lines_are_atomic_writes_and_are_read():
@@ -116,4 +116,4 @@ def test_the_longest_control_lines_are_atomic_writes_and_are_read():
     sender.sent = 10**18 - 2
     line = sender.messages(10**9 - 1, most, most, most)
     assert MESSAGES.fullmatch(line) and len(line) < PIPE_BUF
-    assert LINES.fullmatch(raw.lines(most, most, most)) and LAST_ID.fullmatch(sender.question())
+    assert LINES.fullmatch(fifo.lines(most, most, most)) and LAST_ID.fullmatch(sender.question())

@@ -8,8 +8,8 @@ from framing_steps import SMALL, source_of
 from received_ends import Way, messages
 
 from kmq.framing import blocks, parser
-from kmq.framing.catalog import Catalog
 from kmq.framing.dedupe import DedupeTable
+from kmq.framing.topics import Catalog
 from kmq.log import topics
 from kmq.message import record
 

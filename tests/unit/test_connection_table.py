@@ -4,11 +4,9 @@ import socket
 
 import pytest
 
-from kmq.ingress import farewell
-from kmq.ingress.connection import Connection
-from kmq.ingress.farewell import Farewells
-from kmq.ingress.table import ConnectionTable
-from kmq.links.raw import Sender
+from kmq.ingress import connection as farewell
+from kmq.ingress.connection import Connection, ConnectionTable, Farewells
+from kmq.links.fifo import Sender
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import pytest
 from received_ends import Way
 
 from kmq.ingress.connection import ACKED, CLOSING, Connection
-from kmq.ingress.deadlines import Deadlines
 from kmq.ingress.intake import Intake
-from kmq.links.fifo import open_fifo
-from kmq.links.handover import Handover
-from kmq.links.raw import Sender
+from kmq.ingress.limits import Deadlines
+from kmq.links.fifo import Sender, open_fifo
+from kmq.links.received import Handover
 
 
 @pytest.fixture

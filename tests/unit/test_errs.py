@@ -3,7 +3,7 @@
 import pytest
 
 from kmq.broker.stats import _ROW, Row
-from kmq.ingress.errs import Errs
+from kmq.ingress.limits import Errs
 from kmq.wire import refusals
 
 CLASSES = ("errs_auth", "errs_format", "errs_limit", "errs_order")

@@ -7,9 +7,8 @@ from framing_steps import MAX, P, Steps, W, cuts_in, mine, one_by_one, random_tr
 from received_ends import ME, Way, joined, messages, plain
 
 from kmq.framing import parser
-from kmq.framing.batch import Batch, endless, well_formed
-from kmq.framing.blocks import cuts_of, encode_replies
-from kmq.framing.source import Source
+from kmq.framing.blocks import Batch, cuts_of, encode_replies, endless, well_formed
+from kmq.framing.parser import Source
 from kmq.links import layout
 from kmq.links.layout import BlockLimits, Received
 from kmq.message import record

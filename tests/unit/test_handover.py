@@ -12,11 +12,10 @@ from received_ends import Way, joined
 
 from kmq.config.values import KIB, PIPE_BUF
 from kmq.errors import ConfigError
-from kmq.links import fifo, handover
-from kmq.links.fifo import open_fifo, waiting_bytes
-from kmq.links.handover import Handover
+from kmq.links import fifo, received
+from kmq.links.fifo import LINES, MESSAGES, Sender, open_fifo, waiting_bytes
 from kmq.links.layout import BlockLimits
-from kmq.links.raw import LINES, MESSAGES, Sender
+from kmq.links.received import Handover
 
 MAX = 1 << 16
 
@@ -39,7 +38,7 @@ def writes(monkeypatch, raw):
             seen.append((bytes(data), written))
         return written
 
-    monkeypatch.setattr(handover.os, "write", record)
+    monkeypatch.setattr(received.os, "write", record)
     return seen
 
 
@@ -188,7 +187,7 @@ def test_the_ring_shows_the_bytes_before_the_fifo_speaks_of_them(ends, raw, monk
                 seen.append(end)
         return write(fd, data)
 
-    monkeypatch.setattr(handover.os, "write", look)
+    monkeypatch.setattr(received.os, "write", look)
     sender = Sender(b"17.1")
     for n in range(50):
         ends.put([line(n * 100)], sender if n % 3 else None)
@@ -403,7 +402,7 @@ def test_an_ingress_killed_between_any_two_steps_loses_only_what_was_never_told(
             self.writer.publish()
             die()
 
-    monkeypatch.setattr(handover.os, "write", dying_write)
+    monkeypatch.setattr(received.os, "write", dying_write)
     for life in range(400):
         ends.hand.ring = DyingWriter(ends.way.writer)
         sender = Sender(b"17.%d" % (life + 1))

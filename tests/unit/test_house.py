@@ -16,8 +16,8 @@ from kmq.config import settings, values
 from kmq.config.settings import STAGES
 from kmq.deadletters import redrive
 from kmq.errors import ConfigError
-from kmq.ingress.askers import answer
-from kmq.links import layout, raw
+from kmq.ingress.ports import answer
+from kmq.links import fifo, layout
 from kmq.message import record
 from kmq.message import text as message_text
 
@@ -88,9 +88,9 @@ def test_a_header_of_dead_malformed_is_never_longer_than_its_allowance():
 
 
 def test_every_control_line_begins_with_a_byte_that_no_stored_line_begins_with():
-    sender = raw.Sender(b"1.2", b"p=me")
-    for line in (raw.lines(1, 2, 3), sender.messages(1, 2, 3, 4), sender.question()):
-        assert line[:1] == raw.CONTROL and raw.CONTROL[0] in record.CONTROL
+    sender = fifo.Sender(b"1.2", b"p=me")
+    for line in (fifo.lines(1, 2, 3), sender.messages(1, 2, 3, 4), sender.question()):
+        assert line[:1] == fifo.CONTROL and fifo.CONTROL[0] in record.CONTROL
     assert all(record.refusal(bytes([byte]) + b"t|1|2|x") == "control_byte" for byte in record.CONTROL)
 
 

@@ -11,14 +11,12 @@ from fifo_reading import read_all
 from framing_steps import Steps, one_by_one, table
 from received_ends import Way
 
-from kmq.ingress import budgets, hello
 from kmq.ingress import connection as connection_module
-from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection
+from kmq.ingress import hello, limits
+from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, REFUSALS_BYTES, Connection
 from kmq.ingress.intake import Intake
-from kmq.ingress.replies import REFUSALS_BYTES
-from kmq.links.fifo import open_fifo
-from kmq.links.handover import Handover
-from kmq.links.raw import Sender
+from kmq.links.fifo import Sender, open_fifo
+from kmq.links.received import Handover
 from kmq.message import record
 
 MAX = 8192
@@ -220,7 +218,7 @@ def test_an_unfinished_line_keeps_no_more_than_the_limit(wire):
 
 
 def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
-    monkeypatch.setattr(budgets, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(limits, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for n in range(40):
         near, connection = wire.connect()
@@ -242,7 +240,7 @@ def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
 
 def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, monkeypatch):
     """They may all arrive between two looks at the budget."""
-    monkeypatch.setattr(budgets, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(limits, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for _ in range(60):
         near, connection = wire.connect()
@@ -464,8 +462,8 @@ def test_refusals_are_made_as_fast_as_they_are_read_and_all_of_them(wire):
 
 
 def test_the_connection_with_the_most_unread_replies_is_broken_when_all_take_much(wire, monkeypatch):
-    monkeypatch.setattr(budgets, "UNREAD_BYTES", 1000)
-    unread, wires = budgets.UnreadBudget(), [wire.connect() for _ in range(3)]
+    monkeypatch.setattr(limits, "UNREAD_BYTES", 1000)
+    unread, wires = limits.UnreadBudget(), [wire.connect() for _ in range(3)]
     connections = [connection for _, connection in wires]
     for connection, size in zip(connections, (300, 500, 200), strict=True):
         connection.replies.pending += b"x" * size

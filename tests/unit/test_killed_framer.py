@@ -8,16 +8,14 @@ from fake_logger import FakeLogger
 from framing_steps import MAX, one_by_one, random_traffic, table
 from received_ends import Lines, Way, joined
 
-from kmq.framing import batch as batches
+from kmq.framing import blocks as batches
 from kmq.framing.blocks import frame
-from kmq.framing.parser import Parser
-from kmq.framing.source import Source
+from kmq.framing.parser import Parser, Source
 from kmq.links import layout
 from kmq.links import ring as ring_module
-from kmq.links.fifo import open_fifo, waiting_bytes
-from kmq.links.handover import Handover
+from kmq.links.fifo import Sender, open_fifo, waiting_bytes
 from kmq.links.layout import Received
-from kmq.links.raw import Sender
+from kmq.links.received import Handover
 from kmq.links.ring import RingReader, RingWriter
 from kmq.links.staging import Staging, area_bytes
 

@@ -12,10 +12,9 @@ from received_ends import messages
 
 import kmq.message.ids
 from kmq.errors import RetryError
-from kmq.framing import checkpointer as saver
 from kmq.framing import dedupe
-from kmq.framing.checkpointer import Checkpointer
-from kmq.framing.dedupe import DedupeTable
+from kmq.framing import dedupe as saver
+from kmq.framing.dedupe import Checkpointer, DedupeTable
 from kmq.log import dedupe_file
 from kmq.message.ids import NEW, PRINTS, TOO_OLD, Producer
 from kmq.message.record import fingerprint

@@ -12,7 +12,7 @@ from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.framing import parser
 from kmq.framing.blocks import encode_replies
-from kmq.framing.catalog import Catalog
+from kmq.framing.topics import Catalog
 from kmq.ingress import hello
 from kmq.links.layout import BlockLimits
 from kmq.log import topics

@@ -10,9 +10,8 @@ from received_ends import ME, Way, joined, messages, plain
 from kmq.errors import RetryError
 from kmq.framing import parser
 from kmq.framing.blocks import frame
-from kmq.framing.parser import Parser
-from kmq.framing.source import Source
-from kmq.links import raw
+from kmq.framing.parser import Parser, Source
+from kmq.links import fifo
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
 from kmq.message import record
 
@@ -214,8 +213,8 @@ def test_bytes_that_are_framed_already_are_never_framed_again():
     way = Way()
     steps = Steps(table(), way=way)
     start, end = way.put([b"t|||1"])
-    steps.read(raw.lines(way.writer.birth, start, end), plain(b"t|||2"))
-    again = [raw.lines(way.writer.birth, start, end), b"!c 17.1 1 1 %d %d %d\n" % (way.writer.birth, start, end)]
+    steps.read(fifo.lines(way.writer.birth, start, end), plain(b"t|||2"))
+    again = [fifo.lines(way.writer.birth, start, end), b"!c 17.1 1 1 %d %d %d\n" % (way.writer.birth, start, end)]
     steps.read(*again, plain(b"t|||3"))
     assert steps.lines == [b"t|||1", b"t|||2", b"t|||3"] and not steps.replies
 
@@ -228,7 +227,7 @@ def test_an_empty_piece_frees_all_before_it():
     source = source_of(way)
     way.put([b"lost with its ingress" * 200])
     assert way.writer.put([b"x" * 5000], 5000) == -1
-    text = raw.lines(way.writer.birth, way.writer.head, way.writer.head)
+    text = fifo.lines(way.writer.birth, way.writer.head, way.writer.head)
     batch = Parser(MAX, table(), source, ROOMY).batch(text, 1, 0)
     assert batch.is_empty and batch.used == len(text) and batch.position == way.writer.head
     source.committed(Received(way.writer.birth, batch.position))
@@ -252,7 +251,7 @@ def test_a_ring_that_ingress_makes_later_is_read_from_its_start():
 def test_a_ring_that_comes_back_is_read_on_where_the_framer_was():
     way, rings = Way(), []
     start, end = way.put([b"t|||1"])
-    text = raw.lines(way.writer.birth, start, end) + way.text(plain(b"t|||2"))
+    text = fifo.lines(way.writer.birth, start, end) + way.text(plain(b"t|||2"))
     source = Source(lambda: rings[0] if rings else None, Received(way.writer.birth, end))
     rings.append(way.attach())
     assert Parser(MAX, table(), source, ROOMY).batch(text, 1, 0).lines == [b"t|||2"]

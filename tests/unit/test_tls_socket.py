@@ -22,9 +22,8 @@ from kmq.errors import ConfigError
 from kmq.ingress.connection import Connection
 from kmq.ingress.intake import Intake
 from kmq.ingress.producers import Producers
-from kmq.links.fifo import open_fifo
-from kmq.links.handover import Handover
-from kmq.links.raw import LINES
+from kmq.links.fifo import LINES, open_fifo
+from kmq.links.received import Handover
 from kmq.message import record
 
 MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long

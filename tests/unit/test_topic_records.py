@@ -7,7 +7,7 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, no_room
 
-from kmq.framing.declarations import Declarations
+from kmq.framing.topics import Declarations
 from kmq.links.layout import Block
 from kmq.log import identity, requests, topic_records, topics
 from kmq.log.segment import Limits
