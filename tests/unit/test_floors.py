@@ -247,18 +247,18 @@ def sources_with(**added: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize(
     "text",
     [
-        "from kmq.router import newcomers",
-        "import kmq.router.newcomers",
-        "from kmq.router.newcomers import Newcomers",
-        "from ..router import newcomers",
-        "def later():\n    from kmq.router import newcomers",
-        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from kmq.router import newcomers",
+        "from kmq.router import queues",
+        "import kmq.router.queues",
+        "from kmq.router.queues import Queues",
+        "from ..router import queues",
+        "def later():\n    from kmq.router import queues",
+        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from kmq.router import queues",
     ],
 )
 def test_an_arrow_that_runs_up_is_found_and_named(text):
     wrong = wrong_arrows(sources_with(kmq__log__new=text))
-    [said] = [said for key, said in wrong.items() if key == "kmq/log/new.py -> kmq/router/newcomers.py"]
-    assert "takes" in said and "ewcomers; 'kmq.log' must not import 'kmq.router'" in said
+    [said] = [said for key, said in wrong.items() if key == "kmq/log/new.py -> kmq/router/queues.py"]
+    assert "takes" in said and "ueues; 'kmq.log' must not import 'kmq.router'" in said
 
 
 @pytest.mark.parametrize(
@@ -304,5 +304,5 @@ def test_what_grows_too_large_is_found():
 
 
 def test_a_module_without_a_floor_is_found():
-    with pytest.raises(AssertionError, match=r"kmq\.newcomer has no floor"):
-        place("kmq.newcomer")
+    with pytest.raises(AssertionError, match=r"kmq\.stranger has no floor"):
+        place("kmq.stranger")
