@@ -11,7 +11,6 @@ with kmq.Consumer("orders", group_id="billing") as consumer:
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
-    from kmq.client.aio import AsyncProducer as AsyncProducer
     from kmq.client.consumer import Consumer as Consumer
     from kmq.client.consumer_aio import AsyncConsumer as AsyncConsumer
     from kmq.client.failures import Fenced as Fenced
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.handling import Permanent as Permanent
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
+    from kmq.client.producer_aio import AsyncProducer as AsyncProducer
     from kmq.cluster.aio import AsyncBroadcastQueue as AsyncBroadcastQueue
     from kmq.cluster.queue import BroadcastQueue as BroadcastQueue
     from kmq.errors import KmqError as KmqError
@@ -34,7 +34,7 @@ __version__ = "0.2.0"  # written here only: pyproject.toml reads it, a test comp
 _EXPORTS = {
     "AsyncBroadcastQueue": "kmq.cluster.aio",
     "AsyncConsumer": "kmq.client.consumer_aio",
-    "AsyncProducer": "kmq.client.aio",
+    "AsyncProducer": "kmq.client.producer_aio",
     "Backoff": "kmq.client.handling",
     "BroadcastQueue": "kmq.cluster.queue",
     "Consumer": "kmq.client.consumer",

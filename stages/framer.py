@@ -38,7 +38,7 @@ from kmq.links.layout import Received, shm_path
 from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.log import topic_records
+from kmq.log import topic_changes
 from kmq.message import record
 
 _IDLE_MS = 100  # longest wait on the FIFO: how often to look for changes of topics
@@ -117,7 +117,7 @@ class Framer:
         changes = self.declarations.due()
         for change in changes:
             seq, position = self.ring.last.next_seq, self.source.done.position
-            line = topic_records.encode(change, record.format_ts(time.time_ns() // 1000))
+            line = topic_changes.encode(change, record.format_ts(time.time_ns() // 1000))
             self._append(batches.single(seq, position, line))
             self.declarations.numbered(change, seq)
         return bool(changes)

@@ -28,7 +28,7 @@ from kmq.links.ring import RingReader
 from kmq.log import dropped, identity, wal
 from kmq.log.dropped import without
 from kmq.log.segment import Limits
-from kmq.router.newcomers import AT_ONCE
+from kmq.router.declarations import MADE_AT_ONCE
 from kmq.router.queues import Queues
 
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
@@ -93,7 +93,7 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
             note_times(stage, run)
         ring.release(blocks[-1])
     elif queues.has_newcomers:
-        row.bytes += queues.make_topics(AT_ONCE)
+        row.bytes += queues.make_topics(MADE_AT_ONCE)
     else:
         return False
     row.seq = queues.routed_seq

@@ -20,7 +20,7 @@ from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
 from kmq.client.consumer_options import logger, to_topic
 from kmq.client.failures import Refused
-from kmq.client.waiting import STALL_S, say
+from kmq.client.lines import STALL_S, say
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
@@ -129,7 +129,7 @@ def _require(topic: str, follows: bool) -> int:
 def _partitions(topic: str) -> "list[TopicPartition]":
     """Return the partitions of a topic; none if it does not exist. Raises RetryError or ConfigError without a broker."""
     from kmq.client.connection import local_consumer_address
-    from kmq.client.consumer_discovery import discover
+    from kmq.client.consumer_link import discover
     from kmq.client.lines import no_connection
 
     host, port, token = local_consumer_address()

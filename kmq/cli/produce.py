@@ -12,8 +12,7 @@ import typer
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
-from kmq.client.lines import LineSender, read_port
-from kmq.client.waiting import STALL_S, Patience, say
+from kmq.client.lines import STALL_S, LineSender, Patience, read_port, say
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError, RetryError

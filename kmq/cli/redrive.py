@@ -12,7 +12,7 @@ from kmq.cli.obstacle import obstacle
 from kmq.cli.options import grouped
 from kmq.cli.produce import line_sender
 from kmq.cli.progress import counted
-from kmq.client.waiting import Patience
+from kmq.client.lines import Patience
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
 from kmq.message import record

@@ -19,12 +19,12 @@ from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError, KmqError
-from kmq.log import growth, requests, topics
+from kmq.log import growth, topic_changes, topics
+from kmq.log.bounds import measure
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
-from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits
-from kmq.log.topic_sizes import measure
+from kmq.log.topic_changes import Request
 from kmq.logfmt import pairs
 
 topics_app = typer.Typer(
@@ -195,7 +195,7 @@ def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -
 
 
 def _grow(settings: Settings, name: str, partitions: int) -> None:
-    request = requests.submit(settings.data, requests.GROW, name, {"partitions": str(partitions)})
+    request = topic_changes.submit(settings.data, topic_changes.GROW, name, {"partitions": str(partitions)})
     if not _is_carried_out(settings, request):
         print(f"topic {name}: {partitions} partition(s) when the router has adopted it")
         return
@@ -207,10 +207,10 @@ def _grow(settings: Settings, name: str, partitions: int) -> None:
 def _set(settings: Settings, name: str, changes: list[str], unset: list[str]) -> None:
     """Change limits as asked, and say what is in force."""
     asked = _parse_changes(name, [*changes, *(f"{limit}=" for limit in unset)])
-    own = requests.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
-    requests.apply(own, asked)
+    own = topic_changes.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
+    topic_changes.apply(own, asked)
     Limits().with_changes(own)
-    request = requests.submit(settings.data, requests.SET, name, asked)
+    request = topic_changes.submit(settings.data, topic_changes.SET, name, asked)
     changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
     if not _is_carried_out(settings, request):
         print(f"topic {name}: {changed}, in force when the router has adopted it")
@@ -274,7 +274,7 @@ def show(
 def describe(settings: Settings, name: str) -> dict[str, Any]:
     """Return a topic as a value for JSON; None stands for no limit, or for no message."""
     declared = topics.read(settings.data, name)
-    pending = requests.limits_to_be(settings.data, name, dict(declared.limits))
+    pending = topic_changes.limits_to_be(settings.data, name, dict(declared.limits))
     in_force = InForce(settings).settings
     limits = Limits.of(in_force).with_changes(pending)
     rows = {}
@@ -352,7 +352,7 @@ def delete(
         if not sys.stdin.isatty():
             raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete it")
         typer.confirm(f"{what}. Delete it for good?", abort=True)
-    request = requests.delete(settings.data, name, from_seq)
+    request = topic_changes.delete(settings.data, name, from_seq)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
-from kmq.client.protocol import Core
+from kmq.client.producer_core import Core
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import KmqError, RetryError

@@ -13,7 +13,7 @@ Promise     At least once: what was not committed comes again, and nothing is sk
             except iteration, which waits for records as long as it takes. After an outage a consumer goes on where it
             was, as the same member.
 Threads     One thread at a time uses a consumer. Another one, of the consumer's own, keeps the member alive meanwhile
-            (kmq/client/consumer_driver.py). Callbacks run in the application's thread, inside poll, iteration and
+            (kmq/client/consumer_link.py). Callbacks run in the application's thread, inside poll, iteration and
             close; on_revoke may commit.
 """
 
@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterator
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_consumer_address
-from kmq.client.consumer_driver import Driver
+from kmq.client.consumer_calls import Waits
+from kmq.client.consumer_link import Driver
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import Core
 from kmq.client.consumer_state import Chunk, Event, Kind
-from kmq.client.consumer_waits import Waits
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
-from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.producer import Producer
-from kmq.client.runner import Runner, Stop, stopping
+from kmq.client.runner import Runner, Stop, local_producer, makes_producers, stopping
 from kmq.errors import KmqError
 from kmq.message.message import Message
 from kmq.wire.requests import TopicPartition

@@ -19,18 +19,15 @@ from types import TracebackType
 from typing import Unpack
 
 from kmq.client.connection import address_of, local_consumer_address
-from kmq.client.consumer_commits import Commits, Offsets
+from kmq.client.consumer_calls import LAST_COMMIT_S, Commits, Offsets
 from kmq.client.consumer_link import Link
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Event, Kind
-from kmq.client.consumer_waits import LAST_COMMIT_S
 from kmq.client.failures import NotAnswered
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
-from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.producer import Producer
-from kmq.client.runner import Stop, stopping
-from kmq.client.runner_aio import AsyncRunner
+from kmq.client.runner import AsyncRunner, Stop, local_producer, makes_producers, stopping
 from kmq.errors import KmqError
 from kmq.message.message import Message
 from kmq.wire.replies import Nacked, PartitionOffsets

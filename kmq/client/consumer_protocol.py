@@ -3,7 +3,7 @@
     opening → connected → receive … take → lost            (kmq.Consumer and kmq.AsyncConsumer move the bytes)
 
     kmq/wire/requests.py, kmq/wire/replies.py   the lines          consumer_state.py   partitions, and records that wait
-    consumer_options.py                  the options        consumer_wire.py    replies cut out of a stream, requests
+    consumer_options.py                  the options        consumer_state.py    replies cut out of a stream, requests
 
 Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the next one goes while the application works
             on the batch before. A batch that was asked for before a seek is dropped; the broker then goes on elsewhere.
@@ -22,7 +22,7 @@ Start       Where the group has committed nothing, the option `start` is found a
 Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
             has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
             member may have read the partition meanwhile.
-Memory      kmq/client/consumer_state.py, consumer_wire.py.
+Memory      kmq/client/consumer_state.py, consumer_state.py.
 Threads     None: callers lock.
 """
 
@@ -33,9 +33,11 @@ from enum import Enum
 from functools import partial
 
 from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
-from kmq.client.consumer_state import Event, Holdings, Owned
-from kmq.client.consumer_wire import (
+from kmq.client.consumer_state import (
     Decoder,
+    Event,
+    Holdings,
+    Owned,
     Pending,
     Requests,
     commit_parts,
@@ -45,7 +47,7 @@ from kmq.client.consumer_wire import (
     split,
 )
 from kmq.client.failures import Fenced, NotAnswered, Refused
-from kmq.client.waiting import STALL_S
+from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
 from kmq.wire import replies
 from kmq.wire import requests as lines

@@ -5,8 +5,8 @@
     Permanent   kmq.Permanent, or a class named as permanent, or the last retry: the message goes to the topic `dlq`, and
                 then the offset is committed.
 
-Consumer.run (runner.py) and AsyncConsumer.run (runner_aio.py) drive `Attempts`: they read, call the handler, pause
-partitions and commit. letterbox.py stores the letters.
+Consumer.run (runner.py) and AsyncConsumer.run (runner.py) drive `Attempts`: they read, call the handler, pause
+partitions and commit. runner.py stores the letters.
 
     Again       A message that came again through the broker (Consumer.nack, a reader that died) counts its deliveries as
                 attempts. Its retry is another nack, with the pause as its delay, so its partition does not wait.

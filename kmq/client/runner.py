@@ -4,22 +4,117 @@ Stop        `stop`, or SIGTERM, ends a run between two messages, and what was ha
             main thread, where nobody else handles it. A second one ends the process at once.
 """
 
+import asyncio
 import contextlib
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from inspect import isawaitable
 from typing import Protocol
 
-from kmq.client.consumer_commits import Offsets, OnCommit
-from kmq.client.consumer_options import ConsumerOptions, Start, logger
+from kmq.client.consumer_calls import Offsets, OnCommit
+from kmq.client.consumer_options import PORT, ConsumerOptions, Start, logger
+from kmq.client.failures import Refused
 from kmq.client.handling import Attempts, Held, Rules
-from kmq.client.letterbox import Letterbox, report
 from kmq.client.producer import Producer
 from kmq.errors import KmqError
+from kmq.message.ids import NAME_PATTERN
+from kmq.message.letters import Failure, format_letter
 from kmq.message.message import Message
 from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
+
+# --- letterbox -------------------------------------------------------------------------------------------------------
+# Stores dead letters (kmq/message/letters.py) for a consumer that runs a handler. Blocks until each is on disk.
+
+_NAME = re.compile(NAME_PATTERN)
+PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
+_TLS_CONSUMERS = 5444
+MakeProducer = Callable[[str], Producer]  # given its window
+_HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
+
+
+class Letterbox:
+    """The way of one group's letters to the broker. It connects when the first letter is put in."""
+
+    def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
+        """`make` returns a producer, given its window."""
+        self._group, self._make = group, make
+        self._producer: Producer | None = None
+
+    def put(self, message: Message, dlq: str, failure: Failure) -> int:
+        """Store a message as a dead letter of topic `dlq`, and return its seq; 0: stored before, and not known.
+
+        Raises KmqError if that is impossible.
+        """
+        if self._producer is None:
+            self._producer = self._make(_window(self._group))
+        try:
+            seq = _send(self._producer, format_letter(message, dlq, failure))
+        except Refused as refused:
+            if refused.code != "too_long":
+                raise
+            most = self._producer.connect() - _HEADER_ROOM
+            seq = _send(self._producer, format_letter(message, dlq, failure, most))
+        logger().warning(
+            "%s/%d offset %d went to %s after %d attempts: %.200r",
+            *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
+        )
+        return seq
+
+    def close(self) -> None:
+        if self._producer is not None:
+            self._producer.close()
+
+
+def _send(producer: Producer, line: bytes) -> int:
+    try:
+        return producer.send_lines(line).result()
+    except Refused as refused:
+        if refused.code != "id_reused":  # else it was stored before, with an older error
+            raise
+        seq = re.search(r"as seq (\d+)", refused.reason)
+        return int(seq[1]) if seq else 0
+
+
+def report(offsets: object, error: KmqError | None) -> None:
+    """Log a commit that failed."""
+    if error is not None:
+        logger().warning("handled, and not committed, so it comes again: %s", error)
+
+
+def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakeProducer | None:
+    """Return what makes a producer of the broker that a consumer at this address reads.
+
+    None at another port than the usual ones: behind the usual port for producers there may be another broker.
+    """
+    tls = options.tls
+    usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)
+    if port != usual:
+        return None
+
+    def make(window: str) -> Producer:
+        name = options.server_hostname
+        return Producer(host, other, window=window, token=options.token, tls=tls, server_hostname=name)
+
+    return make
+
+
+def local_producer(window: str) -> Producer:
+    """Return a producer of the broker of this directory's settings."""
+    return Producer.local(window=window)
+
+
+def _window(group: str) -> str:
+    """Return the scope in which the ids of a group's letters are remembered."""
+    name = f"dlq:{group}"
+    return name if _NAME.fullmatch(name) else f"dlq:{sha256(group.encode()).hexdigest()[:40]}"
+
+
+# --- runner ----------------------------------------------------------------------------------------------------------
 
 
 class Source(Protocol):
@@ -187,4 +282,99 @@ def go_on(consumer: Places, attempts: Attempts) -> None:
             consumer.resume(place)
 
 
-__all__ = ["Runner", "Stop", "go_on", "hold", "not_given_back", "put_back", "stopping"]
+# --- runner aio ------------------------------------------------------------------------------------------------------
+# `AsyncConsumer.run`: drives the rules of handling.py from asyncio.
+#
+# Handler     A function or a coroutine function. A plain function must not block, because the event loop waits for it.
+# Letters     A blocking kmq.Producer stores them, in a thread: letters are rare, and there is one way to store them.
+# Cancelled   The message that is being handled is neither committed nor a failure; it comes again.
+
+
+class AsyncSource(Protocol):
+    """What a runner needs of a kmq.AsyncConsumer."""
+
+    options: ConsumerOptions
+
+    @property
+    def closed(self) -> bool: ...
+
+    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
+
+    def assignment(self) -> list[TopicPartition]: ...
+
+    def seek(self, place: tuple[str, int], position: Start) -> None: ...
+
+    def pause(self, *places: tuple[str, int]) -> None: ...
+
+    def resume(self, *places: tuple[str, int]) -> None: ...
+
+    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
+
+    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
+
+    async def nack(
+        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
+    ) -> Nacked: ...
+
+
+class AsyncRunner:
+    """Hands the messages of an asyncio consumer to a handler."""
+
+    def __init__(self, consumer: AsyncSource, rules: Rules, producer: Callable[[str], Producer]) -> None:
+        self._consumer, self._rules = consumer, rules
+        self._attempts = Attempts(consumer.options, rules)
+        self._letters = Letterbox(consumer.options.group_id, producer)
+
+    async def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
+        """Handle messages until `stop`, or the consumer is closed or this task is cancelled."""
+        consumer = self._consumer
+        try:
+            while not consumer.closed and not stop.is_set():
+                await self._handle_all(handler, await self._poll(), stop)
+                if not consumer.closed:
+                    go_on(consumer, self._attempts)
+        finally:
+            try:
+                handled = self._attempts.take_handled()
+                if handled and not consumer.closed:
+                    await consumer.commit(handled)
+            finally:
+                await asyncio.to_thread(self._letters.close)
+
+    async def _poll(self) -> list[Message]:
+        try:
+            return await self._consumer.poll(timeout=self._attempts.wait_s(time.monotonic()))
+        except KmqError:
+            if self._consumer.closed:
+                return []
+            raise
+
+    async def _handle_all(self, handler: Callable[[Message], object], messages: list[Message], stop: Stop) -> None:
+        self._attempts.begin()
+        for at, message in enumerate(messages):
+            if stop.is_set():
+                put_back(self._consumer, messages[at:])
+                return
+            if not self._attempts.is_turn_of(message):
+                continue
+            try:
+                returned = handler(message)
+                if isawaitable(returned):
+                    await returned
+            except Exception as error:
+                outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
+                if isinstance(outcome, Held):
+                    if message.deliveries > 1:
+                        with not_given_back(message):
+                            await self._consumer.nack(message, outcome.left_s(time.monotonic()), repr(error))
+                    else:
+                        hold(self._consumer, message, outcome, error)
+                    continue
+                if self._rules.dlq is None:
+                    raise
+                dlq = self._rules.topic_of_letters(message.topic)
+                await asyncio.to_thread(self._letters.put, message, dlq, outcome)
+            if message.deliveries > 1:
+                self._consumer.commit_async(message, report)
+            else:
+                self._attempts.succeeded(message)

@@ -3,9 +3,8 @@
 from collections import deque
 from time import monotonic
 
-from kmq.client.delivery import Delivery, Outcomes
+from kmq.client.delivery import Delivery, Options, Outcomes
 from kmq.client.failures import NotAnswered, Refused
-from kmq.client.options import Options
 from kmq.config.values import KIB
 from kmq.errors import KmqError
 from kmq.message.text import renumber

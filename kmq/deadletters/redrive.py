@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kmq.deadletters import letters
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import ConfigError
-from kmq.log import dropped, identity, reader, topic_records, topics
+from kmq.log import dropped, identity, reader, topic_changes, topics
 from kmq.message import record
 from kmq.message.letters import parse_letter
 from kmq.message.routing import exact, key_behind, resolve
@@ -197,7 +197,7 @@ class Dropped:
                 for line in text.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
                     topic = resolve(self._table, record.routing_key_of(line), seq).topic.decode()
-                    if topic != topic_records.TOPIC and topic and self.topic in ("", topic):  # "": deleted since
+                    if topic != topic_changes.TOPIC and topic and self.topic in ("", topic):  # "": deleted since
                         yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
 

@@ -20,7 +20,7 @@ from kmq.config.settings import Settings
 from kmq.config.states import DEFAULT, SETTINGS, TOKENS, TOPICS, UNREADABLE, States, fault, path_of, read
 from kmq.errors import ConfigError
 from kmq.files import replace_file, sync_directory
-from kmq.log import requests, topics
+from kmq.log import topic_changes, topics
 from kmq.log.segment import LIMITS, Limits
 from kmq.logfmt import Logger
 
@@ -115,16 +115,16 @@ class Applier:
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
-    def _topics(self) -> tuple[set[str], dict[str, list[requests.Request]]]:
+    def _topics(self) -> tuple[set[str], dict[str, list[topic_changes.Request]]]:
         """Return the names of all topics, and by topic what the router was asked to set; read once a pass."""
-        data, asked = self._settings.data, dict[str, list[requests.Request]]()
+        data, asked = self._settings.data, dict[str, list[topic_changes.Request]]()
         names = {*topics.names(data)}
-        for request in requests.waiting(data) if os.path.isdir(f"{data}/topics") else []:
-            if request.verb == requests.SET:
+        for request in topic_changes.waiting(data) if os.path.isdir(f"{data}/topics") else []:
+            if request.verb == topic_changes.SET:
                 asked.setdefault(request.topic, []).append(request)
         return names, asked
 
-    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[requests.Request]) -> str:
+    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[topic_changes.Request]) -> str:
         """Declare a topic, or set its limits. Returns why that cannot be done here; "" if it was done."""
         data = self._settings.data
         try:
@@ -133,12 +133,12 @@ class Applier:
                 topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
                 return ""
             declared = topics.read(data, name)
-            own = requests.limits_to_be(data, name, dict(declared.limits), asked)
+            own = topic_changes.limits_to_be(data, name, dict(declared.limits), asked)
             changes = {limit: text for limit, text in limits.items() if _differ(limit, own.get(limit, ""), text)}
             if changes:
-                requests.apply(own, changes)
+                topic_changes.apply(own, changes)
                 Limits().with_changes(own)
-                requests.submit(data, requests.SET, name, changes)
+                topic_changes.submit(data, topic_changes.SET, name, changes)
             return _other_partitions(declared.partitions, partitions)
         except (ConfigError, ValueError) as error:
             return str(error)
@@ -162,7 +162,7 @@ class Applier:
                 found.append(f"{TOPICS}{name}: {why}")
         return found
 
-    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[requests.Request]) -> str:
+    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[topic_changes.Request]) -> str:
         try:
             partitions, limits = parse_topic(value)
         except ValueError as error:
@@ -170,7 +170,7 @@ class Applier:
         if not is_here:
             return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         declared = topics.read(self._settings.data, name)
-        own = requests.limits_to_be(self._settings.data, name, dict(declared.limits), asked)
+        own = topic_changes.limits_to_be(self._settings.data, name, dict(declared.limits), asked)
         other = [
             f"{limit}={own.get(limit, DEFAULT)}"
             for limit, text in limits.items()

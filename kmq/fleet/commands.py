@@ -24,7 +24,7 @@ from kmq.cluster.fleet import COMMANDS, MAX_FINDINGS, Result
 from kmq.cluster.message import Message
 from kmq.config.settings import Settings
 from kmq.files import replace_file
-from kmq.log import requests
+from kmq.log import topic_changes
 from kmq.logfmt import Logger
 
 VERSION = 1
@@ -159,7 +159,7 @@ class Commands:
         return Result(type, outcome, findings, time.time())
 
     def _retain(self) -> str:
-        request = requests.submit(self._settings.data, requests.RETAIN, "", {})
+        request = topic_changes.submit(self._settings.data, topic_changes.RETAIN, "", {})
         until = time.monotonic() + _RETAIN_S
         while request.is_waiting:
             if time.monotonic() > until or self._stop.is_set():

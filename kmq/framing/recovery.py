@@ -18,10 +18,10 @@ from kmq.framing.topics import Catalog, Declarations
 from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
-from kmq.log import checkpoint, dedupe_file, dropped, topic_records, wal
+from kmq.log import checkpoint, dedupe_file, dropped, topic_changes, wal
 from kmq.log import numbered as numbers
 from kmq.log.damage import DamageError
-from kmq.log.lines import last_line
+from kmq.log.segment import last_line
 from kmq.message import record
 
 _UNROUTED = 1 << 20  # records searched for topics that are about to be made; more wait only if router.ckpt is missing
@@ -103,7 +103,7 @@ def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, Declarations]
 
     def absorb(lines: bytes) -> None:
         catalog.absorb(lines)
-        numbered.update((change.request, change.seq) for change in topic_records.changes(lines))
+        numbered.update((change.request, change.seq) for change in topic_changes.changes(lines))
 
     waiting = Waiting(ring)
     in_wal = waiting.last_seq_before

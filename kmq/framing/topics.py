@@ -26,15 +26,14 @@ from contextlib import contextmanager
 from math import inf
 
 from kmq.broker.admission import TOPIC_INODES
-from kmq.log import deletions, requests, topic_records, topics
-from kmq.log.requests import Request
-from kmq.log.topic_records import Change
+from kmq.log import deletions, topic_changes, topics
+from kmq.log.topic_changes import Change, Request
 from kmq.message import record
 from kmq.message.record import Marked
 from kmq.message.routing import AnyTopic, Table, Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
-_CHANGES = topic_records.TOPIC.encode()  # the framer's own topic does not count
+_CHANGES = topic_changes.TOPIC.encode()  # the framer's own topic does not count
 _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
 _KEYS = re.compile(rb"\n([^|\n]+)")
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
@@ -244,8 +243,8 @@ class Catalog(AnyTopic):
 # --- declarations ----------------------------------------------------------------------------------------------------
 # Puts a record into the WAL for each request to change a topic: what the framer writes by itself.
 #
-# Owner       the framer. Commands lay requests under topics/ (kmq/log/requests.py); the router removes one after it has
-#             carried out its record (kmq/log/topic_records.py).
+# Owner       the framer. Commands lay requests under topics/ (kmq/log/topic_changes.py); the router removes one after it has
+#             carried out its record (kmq/log/topic_changes.py).
 # Invariant   A request that waits gets a record. Records of one topic come in the order of the requests, and one is numbered
 #             only when the router is past the one before: so it names the incarnation that is in force then.
 #             A request that was there before a line reached the framer is numbered before that line, unless another of
@@ -281,7 +280,7 @@ class Declarations:
         if (mtime == self._seen_ns and now < self._due) or now < self._not_before:
             return []
         routed = self._routed_seq()  # first: what it is past is removed when we look
-        waiting = [request for request in requests.waiting(self._data) if request.is_recorded]
+        waiting = [request for request in topic_changes.waiting(self._data) if request.is_recorded]
         self._seen_ns = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         self._due = now + (_WAITING_S if waiting else _DECLARATIONS_LOOK_S)
         changes = self._next(waiting, routed)
@@ -297,7 +296,7 @@ class Declarations:
             if request.topic in busy:
                 continue
             busy.add(request.topic)
-            incarnation = 0 if request.verb == topic_records.CREATE else request.incarnation
+            incarnation = 0 if request.verb == topic_changes.CREATE else request.incarnation
             if incarnation is None:
                 incarnation = self._incarnation(request.topic)
             if incarnation is not None:

@@ -3,7 +3,7 @@
     kmq-idx 2 lineage=<hex> log=append|<topic>/<partition> base=<first seq or offset>
 
 The first line, the label (format 2), says which records the segment holds: the lineage (identity.py), the log, and the
-first record. A segment is trusted only if the label names its place and its first record belongs there (belonging.py):
+first record. A segment is trusted only if the label names its place and its first record belongs there (segment_reader.py):
 a file that a restore has put in a wrong place is damage, not data. Indexes of format 1 begin with the first block.
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends

@@ -1,6 +1,6 @@
 """Writes the index of a segment again that a power cut or a hand has taken, where its records belong in their place.
 
-A reader does not believe a segment without the first line of its index (belonging.py). So a start looks at the index of
+A reader does not believe a segment without the first line of its index (segment_reader.py). So a start looks at the index of
 every segment: missing, empty, NULs, or cut in its first or last line, it is written again from the records.
 
 Owner       the owner of the log at its start: durability for the WAL, the router for a queue.
@@ -20,8 +20,7 @@ from kmq.files import WaitForRoom, find_tail
 from kmq.log import dropped, reader, segment, topics
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.index import MAX_LABEL, IndexWriter, must_have_label, read_entries, read_label
-from kmq.log.lines import SEQ, is_stored
-from kmq.log.segment import Segment
+from kmq.log.segment import SEQ, Segment, is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 from kmq.message.routing import Table, resolve

@@ -14,8 +14,8 @@ import os
 from kmq.errors import CorruptError
 from kmq.files import find_tail
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, segment, topics, wal
-from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY, directory_of
+from kmq.log.segment import is_stored
 from kmq.message import record
 
 

@@ -21,8 +21,7 @@ from kmq.files import AppendFile, Buffer, WaitForRoom, make_directory, point_sym
 from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before, line_end
-from kmq.log.lines import count_lines
-from kmq.log.segment import Limits, Segment
+from kmq.log.segment import Limits, Segment, count_lines
 
 
 class State:

@@ -15,9 +15,8 @@ from kmq.files import find_nul, find_tail
 from kmq.log import index, segment
 from kmq.log.dropped import SeqRange
 from kmq.log.index import last_before
-from kmq.log.lines import count_lines
 from kmq.log.partition import State
-from kmq.log.segment import Segment
+from kmq.log.segment import Segment, count_lines
 from kmq.message import record
 
 _LOOK = 4096  # bytes at the end of an unchanged log that a start reads

@@ -15,16 +15,192 @@ import contextlib
 import os
 from collections import namedtuple
 from collections.abc import Iterator
+from itertools import pairwise
 
 from kmq.files import find_tail
-from kmq.log import cutting, finding, segment
+from kmq.log import segment
 from kmq.log.damage import DamageError
-from kmq.log.extents import Extent, read_extents
-from kmq.log.finding import FoundRecord
-from kmq.log.index import read_entries
-from kmq.log.lines import RECV_TS, SEQ, CheckedLines, is_stored, last_line, within
+from kmq.log.index import Entry, read_entries
+from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+# Finding a record of a log by its seq or its time, in O(log n) reads of a few bytes: by segment, then by index line.
+#
+# Invariant   Every hit from an index line is checked against the data: a damaged index line causes an error or a longer
+#             search, never a wrong result.
+
+
+class FoundRecord:
+    """A record, with its offset, the path of its segment, and the byte in that file."""
+
+    __slots__ = ("byte", "line", "offset", "path")
+
+    def __init__(self, offset: int, path: str, byte: int, line: bytes) -> None:
+        self.offset, self.path, self.byte, self.line = offset, path, byte, line
+
+
+def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
+    """Return the first record whose SEQ or RECV_TS is at least `target`. FileNotFoundError if it was deleted."""
+    low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        with segments.open(middle) as segment:
+            head = segment.stamp_at(0)
+        if head is not None and head[field] < target:
+            low = middle + 1
+        else:
+            high = middle
+    for number in range(max(0, low - 1), len(segments)):
+        with segments.open(number) as segment:
+            found = _find_in(segment, target, field)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | None:
+    def is_before(entry: Entry) -> bool:
+        stamp = segment.stamp_at(entry.position)
+        return stamp is not None and stamp[field] < target
+
+    probe = segment.index.last(is_before)
+    if probe is not None and probe.entry.offset != segment.first:
+        is_first_line, found = next(_hits(segment, probe.entry.offset, target, field), (False, None))
+        if not is_first_line:
+            return found
+        # That block should begin before the target: a damaged index led too far. Search from the beginning.
+    return next(_hits(segment, segment.first, target, field), (False, None))[1]
+
+
+def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterator[tuple[bool, FoundRecord]]:
+    """Yield (is it the first line read, record) for the first hit in each run of lines from `start` on."""
+    for number, checked in enumerate(segment.checked_lines(start)):
+        lines = checked.lines.split(b"\n")[:-1]
+        at = first_at(lines, target, field)
+        if at is not None:
+            offset = record.seq_of(lines[at]) if segment.by_seq else checked.offset + at
+            byte = checked.position + sum(map(len, lines[:at])) + at
+            yield not number and not at, FoundRecord(offset, segment.path, byte, lines[at])
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+# Cutting a range of a log into runs of blocks of about one size, from the indexes alone. Readers check the data.
+
+
+def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
+    """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
+    cutter = _Cutter(start, end, nbytes)
+    for number in range(len(segments)):
+        first = segments.first(number)
+        if first >= end:
+            break
+        if number + 1 < len(segments) and segments.first(number + 1) <= start:
+            continue
+        with contextlib.suppress(FileNotFoundError), segments.open(number) as segment:
+            cutter.add(segment)
+    return cutter.offsets
+
+
+class _Cutter:
+    """Goes through the segments in order. Since the last cut, at record `_offset`, it has seen `_seen` bytes."""
+
+    def __init__(self, start: int, end: int, nbytes: int) -> None:
+        self.offsets: list[int] = []
+        self._end, self._nbytes = end, nbytes
+        self._offset, self._seen = start, 0
+
+    def add(self, segment: SegmentReader) -> None:
+        if self._seen >= self._nbytes:  # a cut is overdue since the last block of the segment before
+            self.offsets.append(segment.first)
+            self._seen = 0
+        offset = max(self._offset, segment.first)
+        begin = segment.index.last(lambda entry: entry.offset <= offset)
+        position = begin.entry.position if begin else 0
+        want = self._nbytes - self._seen
+        while position + want < segment.size:
+            limit = position + want
+            line = segment.index.last(lambda entry: entry.position <= limit)  # noqa: B023 (called at once)
+            if line is None or line.entry.offset <= offset:
+                want *= 2  # a block of long lines is larger than that
+                continue
+            if line.entry.offset >= self._end:
+                break
+            offset, position = line.entry.offset, line.entry.position
+            self.offsets.append(offset)
+            self._seen, want = 0, self._nbytes
+        self._seen += max(0, segment.size - position)
+        self._offset = offset
+
+
+# --- extents ---------------------------------------------------------------------------------------------------------
+# Whole blocks of a segment, read at once, for readers that count lines with numpy, which this package must not import.
+#
+# Invariant   Every block of an extent has the right crc. The caller counts the records. An extent may end early without
+#             a reason: the caller continues there with kmq/log/reader.py, which raises the error, if any.
+
+
+class Extent:
+    """Whole blocks as they lie in a log. Block n begins with record offsets[n] at byte edges[n] of `data`.
+
+    The last pair is the end, and the record that follows it.
+    """
+
+    __slots__ = ("data", "edges", "offsets")
+
+    def __init__(self, data: bytes, edges: list[int], offsets: list[int]) -> None:
+        self.data, self.edges, self.offsets = data, edges, offsets
+
+
+def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
+    """Yield final blocks, from the block that holds `offset` up to record `end`, about `nbytes` at once.
+
+    Ends in front of a block that differs from the index, of the open block, and of lines that no index line covers.
+    """
+    line = segment.index.last(lambda entry: entry.offset <= offset)
+    if line is None:
+        return
+    segment.check_start(line)
+    for run in _runs(segment, line.start, end, nbytes):
+        extent = _read(segment, run)
+        if extent.data:
+            yield extent
+        if len(extent.edges) < len(run):
+            return
+
+
+def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[Entry]]:
+    """Yield the index entries of runs of final blocks, each with the entry behind it; from byte `at` of the index."""
+    run: list[Entry] = []
+    with contextlib.suppress(DamageError):
+        for block in segment.blocks(at):
+            if block.following is None or block.entry.offset >= end:
+                break
+            run = [*(run or [block.entry]), block.following]
+            if block.following.position - run[0].position >= nbytes:
+                yield run
+                run = []
+    if run:
+        yield run
+
+
+def _read(segment: SegmentReader, entries: list[Entry]) -> Extent:
+    """Return the blocks that begin with `entries`, up to a bad block; the last entry only marks the end."""
+    position = entries[0].position
+    edges = [entry.position - position for entry in entries if entry.position <= segment.size] or [0]
+    data = os.pread(segment.fd, edges[-1], position)
+    good = 0
+    with memoryview(data) as view:
+        for entry, (low, high) in zip(entries, pairwise(edges), strict=False):
+            if high > len(data) or segment.misfit(entry, view[low:high]):
+                break
+            good += 1
+    offsets = [entry.offset for entry in entries[: good + 1]]
+    return Extent(data[: edges[good]], edges[: good + 1], offsets)
+
+
+# --- reader ----------------------------------------------------------------------------------------------------------
 
 WAL = "__append"  # the name of the WAL among topics; no topic can have it
 _TAIL = 1 << 12  # bytes read before the end of a record to find its start
@@ -181,7 +357,7 @@ class LogReader:
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
         """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
-        return cutting.cuts(self._segments(), start, end, nbytes)
+        return cuts(self._segments(), start, end, nbytes)
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +378,7 @@ class LogReader:
         """Return the first record whose SEQ or RECV_TS is at least `target`; None if there is none."""
         while True:
             with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
-                return finding.find(self._segments(), target, field)
+                return find(self._segments(), target, field)
 
 
 def wal(data: str) -> LogReader:

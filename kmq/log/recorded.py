@@ -11,7 +11,7 @@ Which copy counts, for the partitioner and the growth of a topic:
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from kmq.log import checkpoint, reader, requests, topic_records, topics
+from kmq.log import checkpoint, reader, topic_changes, topics
 from kmq.log.damage import DamageError
 from kmq.log.growth import Since
 from kmq.message.routing import CRC32, PARTITIONERS, Table
@@ -22,7 +22,7 @@ class Recorded:
 
     __slots__ = ("grown", "limits", "partitioner", "partitions")
 
-    def __init__(self, change: topic_records.Change) -> None:
+    def __init__(self, change: topic_changes.Change) -> None:
         self.partitions, self.limits = change.partitions, change.limits
         self.partitioner = PARTITIONERS[change.values.get("partitioner", CRC32.name)]
         self.grown: list[tuple[int, int]] = []
@@ -38,11 +38,11 @@ def lives(data: str) -> Lives:
         for change in _changes(data):
             at = change.topic, change.incarnation
             try:
-                if change.verb == topic_records.CREATE:
+                if change.verb == topic_changes.CREATE:
                     found.setdefault((change.topic, change.seq), Recorded(change))
-                elif change.verb == topic_records.SET and at in found:
-                    requests.apply(found[at].limits, change.limits)
-                elif change.verb == topic_records.GROW and at in found and change.partitions > found[at].partitions:
+                elif change.verb == topic_changes.SET and at in found:
+                    topic_changes.apply(found[at].limits, change.limits)
+                elif change.verb == topic_changes.GROW and at in found and change.partitions > found[at].partitions:
                     found[at].grown.append((change.seq, found[at].partitions))
                     found[at].partitions = change.partitions
             except (LookupError, ValueError):  # the router has refused it
@@ -52,14 +52,14 @@ def lives(data: str) -> Lives:
     return found
 
 
-def _changes(data: str) -> Iterator[topic_records.Change]:
-    log = reader.partition(data, topic_records.TOPIC, 0)
+def _changes(data: str) -> Iterator[topic_changes.Change]:
+    log = reader.partition(data, topic_changes.TOPIC, 0)
     offset = log.first_offset
     while True:
         offset, lines = log.read(offset)
         if not lines:
             return
-        yield from topic_records.changes(lines)
+        yield from topic_changes.changes(lines)
         offset += lines.count(b"\n")
 
 

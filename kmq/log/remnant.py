@@ -19,8 +19,7 @@ import zlib
 from kmq.files import FULL, find_tail, sync_directory
 from kmq.log import index, reader, segment, spare
 from kmq.log.damage import DamageError
-from kmq.log.lines import is_stored
-from kmq.log.segment import Segment
+from kmq.log.segment import Segment, is_stored
 from kmq.message import record
 
 _SUFFIX = ".kept"

@@ -14,8 +14,8 @@ from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
 from kmq.files import find_tail
 from kmq.log import reader, segment, topics
-from kmq.log.lines import RECV_TS, SEQ, is_stored, last_line
 from kmq.log.reader import LogReader
+from kmq.log.segment import RECV_TS, SEQ, is_stored, last_line
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 

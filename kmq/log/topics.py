@@ -7,7 +7,7 @@
     grown_crc32 = 123                of the three lines above
     segment_bytes = "256 MiB"        these replace the settings of the broker, in the same notation. The router
     segment_age = "1d"               reads them when it starts or adopts the topic, and writes them on request
-    retention_age = "30d"            (requests.py)
+    retention_age = "30d"            (topic_changes.py)
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
     delete_retention = "2d"          how long compaction keeps a tombstone; 1d without it
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 
 from kmq.errors import ConfigError, CorruptError
 from kmq.files import replace_file, sync_directory
-from kmq.log import growth, identity, requests
+from kmq.log import growth, identity, topic_changes
 from kmq.log.deletions import Deleted
 from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, Limits
@@ -295,11 +295,11 @@ def declare(
     if os.path.isdir(f"{data}/topics/{name}"):
         raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
     check_links(data, Topic(name, partitions, 1), is_new=True)
-    request: requests.Request | None = None
+    request: topic_changes.Request | None = None
     try:
         texts = {"partitions": str(partitions), "partitioner": partitioner, **(limits or {})}
         # The request first: a declaration without one gets no record.
-        request = requests.submit(data, requests.CREATE, name, texts)
+        request = topic_changes.submit(data, topic_changes.CREATE, name, texts)
         make(data, name, Declaration(partitions, None, limits, (), partitioner), is_new=True)
     except OSError as err:
         if request is not None and err.errno in _IS_THERE and (load(data, name)[1] or not request.is_waiting):

@@ -43,7 +43,8 @@ from kmq.files import (
     sync_directory,
     with_room,
 )
-from kmq.log import dropped, lines, lost_index, reader, remnant, segment, spare
+from kmq.log import dropped, lost_index, reader, remnant, segment, spare
+from kmq.log import segment as lines
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment

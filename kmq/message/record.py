@@ -34,7 +34,7 @@ _NUMBERED = re.compile(rb"(?m)^((" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|[^|\n]*+\|(\
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 # Topics of KMQ itself, which only its own programs write: __consumer_offsets. `__append` is the WAL's name in lists;
-# `__kmq` belongs to the framer alone (kmq/log/topic_records.py).
+# `__kmq` belongs to the framer alone (kmq/log/topic_changes.py).
 _OWN_LABEL = re.compile(rb"__(?!append[.|]|kmq[.|])[A-Za-z0-9_-]{1,198}+[.|]")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from kmq.files import QUARANTINE
 from kmq.log import checkpoint, dropped, reader, segment, topics, wal
-from kmq.log.lines import SEQ
 from kmq.log.partition import directory_of
+from kmq.log.segment import SEQ
 from kmq.message import record, routing
 from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At, Directory

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from kmq.log import compaction, dropped, reader, recorded, topics
 from kmq.log.damage import DamageError
-from kmq.log.lines import last_line
 from kmq.log.reader import LogReader
+from kmq.log.segment import last_line
 from kmq.message import record, routing
 from kmq.message.routing import Topic
 from kmq.repair.directory import At, queues

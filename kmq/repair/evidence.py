@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable
 
 from kmq.log.index import Entry
-from kmq.log.lines import bad_line
+from kmq.log.segment import bad_line
 from kmq.message import record
 from kmq.repair.scan import Block, Scan
 

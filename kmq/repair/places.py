@@ -20,8 +20,8 @@ from typing import NamedTuple
 from kmq.files import QUARANTINE, find_tail, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, segment
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
-from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY
+from kmq.log.segment import is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 from kmq.repair.directory import queues

@@ -12,7 +12,7 @@ from kmq.files import before_nuls
 from kmq.log import topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
-from kmq.log.lines import bad_line, seqs_of
+from kmq.log.segment import bad_line, seqs_of
 from kmq.log.segment_reader import SegmentReader
 from kmq.log.wal import RING_BYTES
 from kmq.message import record, routing

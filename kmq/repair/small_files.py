@@ -11,8 +11,7 @@ from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, recorded, topics
 from kmq.log.damage import DamageError
 from kmq.log.growth import Since
-from kmq.log.lines import SEQ
-from kmq.log.segment import LIMITS
+from kmq.log.segment import LIMITS, SEQ
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
 from kmq.repair import faults

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from kmq.log import checkpoint, deletions, dropped, segment
-from kmq.log.lines import seqs_of
 from kmq.log.reader import LogReader
+from kmq.log.segment import seqs_of
 from kmq.log.wal import RING_BYTES
 from kmq.repair import copies, faults
 from kmq.repair.directory import At, Directory

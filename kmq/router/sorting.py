@@ -7,25 +7,22 @@ Invariant   Every record up to `routed_seq` is in its log (in the page cache; th
             seq.
 Crash       The memory here may be lost: the next start replays the WAL from the checkpoint, and each log skips what it
             has.
-Memory      At most _MAX_ROUTES cached routing keys of at most _MAX_ROUTE bytes. newcomers.py bounds the waiting lines.
+Memory      At most _MAX_ROUTES cached routing keys of at most _MAX_ROUTE bytes. declarations.py bounds the waiting lines.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 
 from kmq.links.layout import Block
-from kmq.log import topic_records, wal
+from kmq.log import topic_changes, wal
 from kmq.log.dropped import SeqRange
-from kmq.log.lines import start_of
 from kmq.log.partition import PartitionLog
+from kmq.log.segment import start_of
 from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
-from kmq.router.context import Context
-from kmq.router.declarations import Declarations
-from kmq.router.in_force import TopicsInForce
-from kmq.router.logs import Logs
-from kmq.router.newcomers import Newcomer, Newcomers
-from kmq.router.wal_records import WalRecords
+from kmq.router.declarations import Declarations, Newcomer, Newcomers
+from kmq.router.in_force import Context, TopicsInForce
+from kmq.router.logs import Logs, WalRecords
 
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory
@@ -106,7 +103,7 @@ class Sorter:
         for first, last in self._records.ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
-                for part, is_change in topic_records.parts(lines):
+                for part, is_change in topic_changes.parts(lines):
                     if is_change:
                         self.make_topics()  # of lines before this replay: they are older than the change
                         self.change(part)

@@ -1,6 +1,6 @@
-"""Changes of topics: declarations, limits, growth, deletion. Each is a record of the WAL (kmq/log/topic_records.py).
+"""Changes of topics: declarations, limits, growth, deletion. Each is a record of the WAL (kmq/log/topic_changes.py).
 
-Owner       the router process: commands only submit requests (kmq/log/requests.py), the framer numbers them.
+Owner       the router process: commands only submit requests (kmq/log/topic_changes.py), the framer numbers them.
 Invariant   A change is carried out between the lines before its record and those behind it, with the seq of the record,
             whenever that is: at once, or in a replay. A deleted topic's last seq is on disk in `deletions` before any of
             its files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
@@ -20,16 +20,15 @@ from itertools import islice
 
 from kmq.errors import ConfigError
 from kmq.files import sync_file
-from kmq.log import deletions, requests, topic_records, topics
+from kmq.log import deletions, topic_changes, topics
 from kmq.log.segment import LIMITS
-from kmq.log.topic_records import Change
+from kmq.log.topic_changes import Change
 from kmq.message import record
 from kmq.message.routing import Topic
-from kmq.router.checkpoints import Checkpoints
-from kmq.router.context import Context
 from kmq.router.declarations import Declarations
-from kmq.router.in_force import TopicsInForce
+from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import Logs
+from kmq.router.recovery import Checkpoints
 from kmq.router.sorting import Sorter
 
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
@@ -68,7 +67,7 @@ class TopicChanges:
         What it covers is final, and what the queue of these records has was carried out. Without a checkpoint files may
         be missing, so the replay looks at every change again; but at limits only once: they may be edited by hand.
         """
-        changes = self._logs.states.get((topic_records.TOPIC, 0))
+        changes = self._logs.states.get((topic_changes.TOPIC, 0))
         self._last_seq = max(checkpoint_seq, changes.last_seq if changes else 0)
         self._final = self._last_seq if checkpoint_seq else 0
 
@@ -77,16 +76,16 @@ class TopicChanges:
     def apply(self, line: bytes) -> None:
         """Carry out the record of a change, unless that was done before a kill."""
         try:
-            change = topic_records.decode(line)
+            change = topic_changes.decode(line)
         except ValueError as err:
-            self._context.logger.warn("request_refused", file="append", topic=topic_records.TOPIC, reason=err)
+            self._context.logger.warn("request_refused", file="append", topic=topic_changes.TOPIC, reason=err)
             return
-        is_done = change.seq <= (self._last_seq if change.verb == topic_records.SET else self._final)
+        is_done = change.seq <= (self._last_seq if change.verb == topic_changes.SET else self._final)
         if not is_done:
             self._sync_wal()
             self._carry_out(change, _When(change.seq, change.seq, change.ts))
         self._early.discard(change.request)
-        request = requests.named(self._context.data, change.request)
+        request = topic_changes.named(self._context.data, change.request)
         if request.is_waiting:
             request.remove()
 
@@ -100,7 +99,7 @@ class TopicChanges:
             return
         self._read_mtime = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         pending = [name for name in topics.names(data) if not self._is_known(name)]
-        waiting = requests.waiting(data)  # after the names: a declaration submits its request first
+        waiting = topic_changes.waiting(data)  # after the names: a declaration submits its request first
         numbered = [each for each in waiting if self._context.are_recorded and each.is_recorded]
         # The framer waits for a file that says from which seq on the topic is in force.
         for name in sorted({each.topic for each in numbered if self._in_force.has(each.topic)}):
@@ -111,7 +110,7 @@ class TopicChanges:
                 when = _When(next_seq, next_seq - 1, deletions.now())
                 self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
                 request.remove()
-        coming = {request.topic for request in numbered if request.verb == requests.CREATE}
+        coming = {request.topic for request in numbered if request.verb == topic_changes.CREATE}
         for name in pending:
             if name not in coming and not self._is_known(name) and os.path.isdir(f"{data}/topics/{name}"):
                 self._declarations.adopt(name, self._sorter.sorted_seq + 1)
@@ -121,8 +120,8 @@ class TopicChanges:
 
         Not of a topic that is only declared: its record, which says from which seq on it is in force, is still to come.
         """
-        for request in requests.waiting(self._context.data):
-            is_new = request.verb == requests.SET and request.name not in self._early
+        for request in topic_changes.waiting(self._context.data):
+            is_new = request.verb == topic_changes.SET and request.name not in self._early
             if is_new and self._in_force.has(request.topic):
                 self._early.add(request.name)
                 when = _When(0, 0, "")  # limits need none
@@ -134,20 +133,20 @@ class TopicChanges:
     def _carry_out(self, change: Change, when: _When) -> None:
         """Carry out a change. Its incarnation is None if it has no record: then it is for the topic in force."""
         try:
-            if change.verb == requests.CREATE:
+            if change.verb == topic_changes.CREATE:
                 self._create(change, when.first)
-            elif change.verb == requests.SET:
+            elif change.verb == topic_changes.SET:
                 self._set_limits(change)
-            elif change.verb == requests.GROW:
+            elif change.verb == topic_changes.GROW:
                 self._grow(change, when.first)
-            elif change.verb == requests.DELETE:
+            elif change.verb == topic_changes.DELETE:
                 self._delete(change, when)
-            elif change.verb == requests.RETAIN:
+            elif change.verb == topic_changes.RETAIN:
                 self.retain()
             else:
                 raise ConfigError(f"unknown request {change.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:
-            path = requests.named(self._context.data, change.request).path
+            path = topic_changes.named(self._context.data, change.request).path
             self._context.logger.warn("request_refused", file=path, topic=change.topic, reason=err)
 
     def _topic_of(self, change: Change) -> Topic:
@@ -198,7 +197,7 @@ class TopicChanges:
     def _set_limits(self, change: Change) -> None:
         """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
         topic, name, changes = self._topic_of(change), change.topic, change.limits
-        if name == topic_records.TOPIC:
+        if name == topic_changes.TOPIC:
             raise ConfigError(f"topic {name!r}: keeps everything")
         if unknown := changes.keys() - {*LIMITS}:
             raise ConfigError(f"{min(unknown)!r}: unknown limit; expected one of {', '.join(LIMITS)}")

@@ -19,7 +19,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kmq.client.options import check_token
+from kmq.client.delivery import check_token
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
 

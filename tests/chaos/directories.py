@@ -8,7 +8,7 @@ from chaos.load import Lines
 from chaos.pod import Pod
 from kmq.log import reader
 from kmq.log.damage import DamageError
-from kmq.log.lines import seqs_of
+from kmq.log.segment import seqs_of
 from kmq.repair import verify
 from kmq.repair.finding import Finding
 

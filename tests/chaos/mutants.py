@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint speaks of lines that wait for their topic",
-        [("kmq/router/checkpoints.py", "text(self._sorter.routed_seq,", "text(self._sorter.sorted_seq,")],
+        [("kmq/router/recovery.py", "text(self._sorter.routed_seq,", "text(self._sorter.sorted_seq,")],
         ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
     ),
     Mutant(
@@ -526,7 +526,7 @@ MUTANTS = [
     ),
     Mutant(
         "what the index says it is of is not looked at",
-        [("kmq/log/belonging.py", '    if says not in (b"", wanted):\n', "    if False:\n")],
+        [("kmq/log/segment_reader.py", '    if says not in (b"", wanted):\n', "    if False:\n")],
         [MISPLACED],
     ),
     Mutant(

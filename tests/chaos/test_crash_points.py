@@ -48,7 +48,7 @@ from kmq.log.checkpoint import Checkpointer
 from kmq.log.identity import open_data
 from kmq.log.partition import PartitionLog
 from kmq.log.wal import Wal
-from kmq.router.retention import Retention
+from kmq.router.queues import Retention
 from stages import durability, framer, router
 
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}

@@ -24,7 +24,9 @@ from chaos.pod import Pod
 from chaos.test_crash_points import Bench
 from chaos.traces import Point, few, traced
 from kmq.framing import topics as declarations
-from kmq.log import numbered, requests, topic_records, topics
+from kmq.log import numbered, topics
+from kmq.log import topic_changes as requests
+from kmq.log import topic_changes as topic_records
 from kmq.router import topic_changes
 from kmq.router.queues import Queues
 

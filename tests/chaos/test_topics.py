@@ -16,7 +16,7 @@ from chaos.load import FifoLoad, Load
 from chaos.loopfs import few_inodes
 from chaos.pod import PATIENCE_S, STAGES, Pod
 from kmq.errors import EXIT_CONFIG
-from kmq.log import requests, topic_records, topics
+from kmq.log import topic_changes, topics
 
 GROWING = ("wide", "jobs", "random")  # keys and none, with a longer name in between and without
 
@@ -26,7 +26,7 @@ Start = Callable[[Load], Load]
 
 def names(pod: Pod) -> list[str]:
     """But the topic of the records of changes."""
-    return [name for name in topics.names(str(pod.data)) if name != topic_records.TOPIC]
+    return [name for name in topics.names(str(pod.data)) if name != topic_changes.TOPIC]
 
 
 def malformed(pod: Pod, reason: str) -> int:
@@ -130,7 +130,7 @@ def test_topics_that_grow_under_load_and_kills_keep_each_record_where_it_belongs
         had = load.count
         pod.wait(lambda had=had: load.count > had + 500 and set(GROWING) <= set(names(pod)), "messages come")
         for topic in GROWING:
-            requests.submit(str(pod.data), requests.GROW, topic, {"partitions": str(partitions)})
+            topic_changes.submit(str(pod.data), topic_changes.GROW, topic, {"partitions": str(partitions)})
         pod.kill("router")
         pod.start("router")
         pod.wait(

@@ -22,7 +22,7 @@ from kmq.gateway.groups import store as store_module
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, decode_payload, routing_key, scan
 from kmq.gateway.groups.store import LIMITS, Commit, OffsetStore
-from kmq.log import identity, topic_records
+from kmq.log import identity, topic_changes
 
 PATIENCE_S = 60.0
 DUE = float(int(time.time()))
@@ -484,7 +484,7 @@ def test_lists_show_topics_of_kmq_itself_only_when_they_are_asked_for(pod):
     listed = [json.loads(pod.kmq("topics", "list", "--json", *more).stdout)["topics"] for more in ([], ["--all"])]
     names = [{row["topic"] for row in rows} for rows in listed]
     # The second has the declaration of the first.
-    assert names[1] - names[0] == {TOPIC, topic_records.TOPIC} and "dead" in names[0]
+    assert names[1] - names[0] == {TOPIC, topic_changes.TOPIC} and "dead" in names[0]
 
 
 @pytest.mark.soak

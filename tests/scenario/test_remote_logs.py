@@ -6,8 +6,8 @@ from brokers import is_alive
 from certificates import Authority
 
 from kmq.errors import ConfigError, RetryError
-from kmq.log.lines import last_line
 from kmq.log.reader import WAL
+from kmq.log.segment import last_line
 from kmq.message import record
 from kmq.spark.connections import Access, Tls
 from kmq.spark.source import remote

@@ -15,7 +15,7 @@ from made_data import append, write_data
 from made_up import no_room
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.log import index, requests, segment, segment_reader, topics
+from kmq.log import index, segment, segment_reader, topic_changes, topics
 from kmq.log.index import IndexWriter
 from kmq.spark.audit import audit
 from kmq.spark.audit.auditor import audit_task
@@ -95,7 +95,7 @@ def place_of(row):
 
 def delete(made, data, *names):
     for name in names:
-        requests.submit(data, requests.DELETE, name, {})
+        topic_changes.submit(data, topic_changes.DELETE, name, {})
     made[1].tick()
 
 
@@ -135,7 +135,7 @@ def test_records_are_looked_for_in_the_partitions_that_their_topic_had(tmp_path,
     made = write_data(tmp_path, [line(n) for n in range(1, 301)], {"orders": 4}, closed=False, group=50)
     data = str(tmp_path)
     for name, partitions in (("orders", 6), ("test", 3)):
-        requests.submit(data, requests.GROW, name, {"partitions": str(partitions)})
+        topic_changes.submit(data, topic_changes.GROW, name, {"partitions": str(partitions)})
     made[1].tick()
     append(made, [line(n) for n in range(301, 601)], 50)
     made[0].close()

@@ -9,7 +9,7 @@ from made_data import append, write_data
 from made_up import no_room, stored
 
 from kmq.errors import ConfigError
-from kmq.log import dropped, identity, requests, topics
+from kmq.log import dropped, identity, topic_changes, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message.routing import key_behind, resolve
@@ -118,7 +118,7 @@ def test_it_goes_on_after_a_topic_has_grown_and_with_a_partition_that_has_no_rec
     pod, to = str(tmp_path / "pod"), str(tmp_path / "to")
     assert route.run(spark, {"path": pod}, to) == 201
     for name, partitions in (("jobs", 3), ("orders", 6)):
-        requests.submit(pod, requests.GROW, name, {"partitions": str(partitions)})
+        topic_changes.submit(pod, topic_changes.GROW, name, {"partitions": str(partitions)})
     made[1].tick()
     append(made, [*lines[200:], *(b"rare.k%d|0|1|x" % n for n in range(40))])
     assert route.run(spark, {"path": pod}, to) == 240

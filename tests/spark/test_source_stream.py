@@ -9,7 +9,7 @@ from made_data import append, write_data
 from pyspark.errors import PySparkException, StreamingQueryException
 from stream_runs import as_format_1, forget_last_commit, ids, last_offset, orders, run, run_tasks
 
-from kmq.log import requests, topics
+from kmq.log import topic_changes, topics
 from kmq.spark.streaming import listener
 
 
@@ -83,7 +83,7 @@ def test_what_retention_took_before_it_was_read_stops_the_stream_or_is_passed_ov
 
 
 def delete(made, data, topic):
-    requests.submit(data, requests.DELETE, topic, {})
+    topic_changes.submit(data, topic_changes.DELETE, topic, {})
     made[1].tick()
     assert topic not in topics.names(data)
 
@@ -127,7 +127,7 @@ def test_a_stream_reads_the_partitions_that_its_topic_gets_from_their_first_reco
     data = str(tmp_path / "data")
     options = {"subscribe": "orders", "startingOffsets": "latest"}
     run(spark, data, tmp_path, **options)
-    requests.submit(data, requests.GROW, "orders", {"partitions": "3"})
+    topic_changes.submit(data, topic_changes.GROW, "orders", {"partitions": "3"})
     made[1].tick()
     append(made, orders(10, 22))
     assert topics.load(data, "orders")[0] == 3

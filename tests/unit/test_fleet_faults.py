@@ -19,7 +19,7 @@ from kmq.config.settings import load
 from kmq.config.states import InForce, States
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import CHILD, MOST, Commands, damage
-from kmq.log import requests, topics
+from kmq.log import topic_changes, topics
 from kmq.log.identity import open_data
 
 
@@ -153,7 +153,7 @@ def test_limits_are_compared_by_what_they_mean(settings):
     topics.declare(settings.data, "a", 1, {"retention_bytes": "10 GiB", "retention_age": "240h"})
     applier = Applier(settings, FakeLogger())
     applier.apply(said("topics/a", "partitions=1 retention_bytes=10GiB retention_age=10d", 1))
-    assert applier.findings() == [] and [each.verb for each in requests.waiting(settings.data)] == ["create"]
+    assert applier.findings() == [] and [each.verb for each in topic_changes.waiting(settings.data)] == ["create"]
 
 
 def test_directories_are_listed_once_a_pass_and_not_for_each_topic(settings, monkeypatch):

@@ -32,7 +32,7 @@ from kmq.errors import ConfigError
 from kmq.fleet.agent import is_left_over
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import KEPT, Commands
-from kmq.log import requests, topics
+from kmq.log import topic_changes, topics
 from kmq.log.identity import open_data
 
 
@@ -170,7 +170,7 @@ def test_results_older_than_a_day_go_with_the_next_command(queue):
 def files(settings):
     """All that the fleet has led to, without the requests' names."""
     found = {name: topics.read(settings.data, name).text() for name in topics.names(settings.data)}
-    asked = [row for row in requests.waiting(settings.data) if row.verb != requests.CREATE]
+    asked = [row for row in topic_changes.waiting(settings.data) if row.verb != topic_changes.CREATE]
     waiting = [(row.topic, row.limits) for row in asked]
     with open(states.path_of(settings), "rb") as file:
         return found, waiting, file.read()
@@ -196,8 +196,8 @@ def test_a_changed_limit_becomes_one_request_and_default_removes_it(settings):
     applier.apply(said("topics/a", "partitions=1 retention_age=1d", 1))
     for _ in range(2):
         applier.apply(said("topics/a", "partitions=1 retention_age=default segment_age=2h", 2))
-    [declared, request] = requests.waiting(settings.data)
-    assert (declared.verb, declared.topic) == (requests.CREATE, "a")
+    [declared, request] = topic_changes.waiting(settings.data)
+    assert (declared.verb, declared.topic) == (topic_changes.CREATE, "a")
     assert (request.topic, request.limits) == ("a", {"retention_age": "", "segment_age": "2h"})
     assert applier.findings() == []
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_reached_is_a_finding_and_stops_nothing(settings):
 def test_a_limit_that_was_changed_here_afterwards_is_a_finding(settings):
     applier = Applier(settings, FakeLogger())
     applier.apply(said("topics/a", "partitions=1 retention_age=1d", 1))
-    requests.submit(settings.data, requests.SET, "a", {"retention_age": "2d"})
+    topic_changes.submit(settings.data, topic_changes.SET, "a", {"retention_age": "2d"})
     assert applier.findings() == ["topics/a: has retention_age=2d here"]
 
 
@@ -401,9 +401,9 @@ def test_what_the_system_does_not_allow_is_the_outcome_of_a_command(commands, se
 def test_retain_is_a_request_to_the_router(commands, settings):
     write, message = Told(), command("retain")
     commands(write).accept(message)
-    wait(lambda: requests.waiting(settings.data))
-    [request] = requests.waiting(settings.data)
-    assert request.verb == requests.RETAIN and not write.results
+    wait(lambda: topic_changes.waiting(settings.data))
+    [request] = topic_changes.waiting(settings.data)
+    assert request.verb == topic_changes.RETAIN and not write.results
     request.remove()
     wait(lambda: write.results == [(message.id, "ok")])
 
@@ -412,13 +412,13 @@ def test_an_end_does_not_wait_for_a_command_and_says_nothing_of_it(commands, set
     write, message = Told(), command("retain")
     first = commands(write)
     first.accept(message)
-    wait(lambda: requests.waiting(settings.data))
+    wait(lambda: topic_changes.waiting(settings.data))
     first.stop()
     assert not write.results and not [thread for thread in threading.enumerate() if thread.name == "kmq-commands"]
-    requests.waiting(settings.data)[0].remove()
+    topic_changes.waiting(settings.data)[0].remove()
     commands(write)
-    wait(lambda: requests.waiting(settings.data))  # it is begun again
-    requests.waiting(settings.data)[0].remove()
+    wait(lambda: topic_changes.waiting(settings.data))  # it is begun again
+    topic_changes.waiting(settings.data)[0].remove()
     wait(lambda: write.results == [(message.id, "ok")])
 
 

@@ -10,8 +10,8 @@ import pytest
 from traced_broker import Broker
 
 from kmq.errors import ConfigError
-from kmq.log import checkpoint, requests, topics
-from kmq.log.lines import start_of
+from kmq.log import checkpoint, topic_changes, topics
+from kmq.log.segment import start_of
 from kmq.message import record
 from kmq.message.routing import CRC32, MURMUR2, RUN, Table, Topic, decoded, murmur2, resolve
 from kmq.repair import rebuild
@@ -122,7 +122,7 @@ def test_queues_of_a_murmur2_topic_come_back_byte_for_byte(tmp_path, loss, grows
     broker.send(*(b"wide|0|%d|x" % n for n in range(150)))
     broker.send(*(b"wide.k%%2E%d|0|%d|x" % (n % 9, n) for n in range(60)), b"wide.@.|0|1|x", b"wide.@2.k|0|1|x")
     if grows:
-        broker.ask(requests.GROW, "wide", partitions=5)
+        broker.ask(topic_changes.GROW, "wide", partitions=5)
         assert topics.read(broker.data, "wide").partitioner == "murmur2"
     broker.send(*(b"wide|0|%d|y" % n for n in range(70)), *(b"wide.k%d|0|%d|y" % (n, n) for n in range(30)))
     broker.send(*(b"wide|0|%d|z" % n for n in range(400)))

@@ -14,7 +14,7 @@ from kmq.gateway.core.partitions import MAX_BATCH, Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
-from kmq.log.lines import bad_line
+from kmq.log.segment import bad_line
 from kmq.wire.requests import EARLIEST, LATEST, Position
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n % 90)) for n in range(1, 2001)]

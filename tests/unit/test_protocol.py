@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-from kmq.client.delivery import Delivery
+from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import Fenced, NotAnswered, Refused
-from kmq.client.options import Options
-from kmq.client.protocol import Core
+from kmq.client.producer_core import Core
 from kmq.errors import ConfigError
 from kmq.ingress import hello
 from kmq.message import record

@@ -11,16 +11,16 @@ from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import checkpoint, dropped, identity, index, partition, requests, segment, topics
+from kmq.log import checkpoint, dropped, identity, index, partition, segment, topic_changes, topics
 from kmq.log.partition import State
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message import record
 from kmq.message.routing import Topic
 from kmq.router import logs, queues
-from kmq.router.mending import Mender
-from kmq.router.newcomers import AT_ONCE
+from kmq.router.declarations import MADE_AT_ONCE
 from kmq.router.queues import Queues
+from kmq.router.recovery import Mender
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -91,9 +91,9 @@ def test_lines_of_known_topics_do_not_wait_for_new_ones(data):
     flood = [b"new-%d|||x" % number for number in range(100)]
     made.route([block([*flood, b"known|||2"], 2)])
     assert log_of(data, "known").count(b"\n") == 2
-    assert len(topics.names(data)) == made.routed_seq == 1 + AT_ONCE
+    assert len(topics.names(data)) == made.routed_seq == 1 + MADE_AT_ONCE
     made.route([block([b"new-99|||y", b"known|||3"], 103)])
-    assert log_of(data, "known").count(b"\n") == 3 and made.routed_seq == 1 + 2 * AT_ONCE
+    assert log_of(data, "known").count(b"\n") == 3 and made.routed_seq == 1 + 2 * MADE_AT_ONCE
     assert made.make_topics() and made.routed_seq == 104
     assert log_of(data, "new-99") == b"".join(stored([flood[99]], 101) + stored([b"new-99|||y"], 103))
     assert set(range(1, 101)) <= set(looks), "a heartbeat between any two"
@@ -137,7 +137,7 @@ def build(data, lines, seed, limits=None):
     while at < len(lines):
         if grown and at >= min(grown):
             name, partitions = grown.pop(min(grown))
-            requests.submit(data, requests.GROW, name, {"partitions": str(partitions)})
+            topic_changes.submit(data, topic_changes.GROW, name, {"partitions": str(partitions)})
             made.adopt_declarations()
         if declared and at >= min(declared):
             name, partitions = declared.pop(min(declared))
@@ -571,7 +571,7 @@ def test_queues_of_lines_with_marks_are_the_same_however_they_were_routed(data, 
 def test_a_topic_named_by_a_mark_has_the_lines_behind_it_also_before_it_is_made(data):
     identity.open_data(data)
     made = open_queues(data, 0)
-    flood = [b"new-%d|||x" % number for number in range(2 * AT_ONCE)]
+    flood = [b"new-%d|||x" % number for number in range(2 * MADE_AT_ONCE)]
     lines = [*flood, b"jobs.eu.x|||1", b"jobs.eu.@.k|||2", b"jobs.eu.x|||3"]
     write_wal(data, lines).close()
     made.route([block(lines, 1)])

@@ -12,7 +12,7 @@ from kmq.files import AppendFile
 from kmq.log import reader, segment, segment_reader
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter
-from kmq.log.lines import seqs_of, within
+from kmq.log.segment import seqs_of, within
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 200)) for n in range(3000)]
 SEQS = range(1, 6001, 2)  # of the partition's records: every other record of the WAL

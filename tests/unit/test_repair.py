@@ -13,8 +13,7 @@ from made_up import FIRST_TS, block, no_room, stored, write_wal
 from kmq.errors import CorruptError
 from kmq.log import dropped, identity, reader, show, topics
 from kmq.log.damage import DamageError
-from kmq.log.lines import SEQ, seqs_of
-from kmq.log.segment import Limits
+from kmq.log.segment import SEQ, Limits, seqs_of
 from kmq.log.wal import Wal
 from kmq.message import record
 from kmq.repair import evidence, verify

@@ -18,7 +18,7 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message import record
 from kmq.repair import verify
-from kmq.router import checkpoints, retention
+from kmq.router import queues, recovery
 from kmq.router.queues import Queues
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
@@ -85,7 +85,7 @@ def test_whole_segments_go_oldest_first_and_offsets_stay(data):
 
 
 def test_a_tick_deletes_only_some_of_many_segments_that_are_due_at_once(data, monkeypatch):
-    monkeypatch.setattr(retention, "AT_ONCE", 3)
+    monkeypatch.setattr(queues, "AT_ONCE", 3)
     write_wal(data, LINES).close()
     heard = FakeLogger()
     made = open_queues(data, 0, KEEP, heard)
@@ -101,7 +101,7 @@ def test_a_tick_deletes_only_some_of_many_segments_that_are_due_at_once(data, mo
 
 
 def test_a_tick_seals_only_some_of_many_logs_that_are_over_their_limits_at_once(data, monkeypatch):
-    monkeypatch.setattr(retention, "AT_ONCE", 4)
+    monkeypatch.setattr(queues, "AT_ONCE", 4)
     lines = [b"t%d.k|1||x" % (n % 10) for n in range(30)]
     write_wal(data, lines).close()
     made = open_queues(data, 0, NEVER)
@@ -460,7 +460,7 @@ def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data
 
 
 def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monkeypatch):
-    monkeypatch.setattr(checkpoints, "CHECKPOINT_BYTES", 2000)
+    monkeypatch.setattr(recovery, "CHECKPOINT_BYTES", 2000)
     write_wal(data, LINES).close()
     made = open_queues(data, 0, NEVER)
     route(made, LINES[:200], 1)  # and no tick

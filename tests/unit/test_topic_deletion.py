@@ -9,7 +9,7 @@ import pytest
 from made_up import no_room
 from traced_broker import Broker, kill_at
 
-from kmq.log import deletions, requests, topics
+from kmq.log import deletions, topic_changes, topics
 from kmq.repair import rebuild
 
 TRACED = {
@@ -54,7 +54,7 @@ def test_a_kill_at_any_line_leaves_it_deleted_and_all_others_whole(broker, topic
     data, before = broker.data, f"{broker.data}-before"
     shutil.copytree(data, before, symlinks=True)
     nth = 1
-    while kill_at(data, broker.seq, nth, TRACED, requests.DELETE, topic):
+    while kill_at(data, broker.seq, nth, TRACED, topic_changes.DELETE, topic):
         for name in losses:
             path = Path(data, name)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def test_records_dropped_and_deleted_do_not_come_back_by_a_redrive(broker):
 def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ended(broker):
     broker.delete()
     broker.send(b"orders.k|0|0|x")
-    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    topic_changes.submit(broker.data, topic_changes.SET, "orders", {"segment_bytes": "64KiB"})
     broker.queues.tick()
     broker.send(*(b"orders.k|0|%d|%b" % (n, b"x" * 10_000) for n in range(1, 20)))
     broker.queues.close()
@@ -126,7 +126,7 @@ def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ende
 
 def test_the_files_of_a_deleted_topic_go_some_at_a_time(broker):
     """Between two batches of lines: the router of a topic with 8,000 segments stood still until all were removed."""
-    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    topic_changes.submit(broker.data, topic_changes.SET, "orders", {"segment_bytes": "64KiB"})
     broker.queues.tick()
     for n in range(100):
         broker.send(b"orders.k|0|%d|%b" % (n, b"x" * 40_000))
@@ -150,7 +150,7 @@ def test_the_files_of_a_deleted_topic_go_some_at_a_time(broker):
 
 
 def test_what_a_deleted_topic_has_left_is_removed_before_anybody_waits_for_room(broker):
-    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    topic_changes.submit(broker.data, topic_changes.SET, "orders", {"segment_bytes": "64KiB"})
     broker.queues.tick()
     for n in range(50):
         broker.send(b"orders.k|0|%d|%b" % (n, b"x" * 40_000))

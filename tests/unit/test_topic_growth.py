@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from traced_broker import Broker, kill_at
 
-from kmq.log import checkpoint, growth, requests, topics
+from kmq.log import checkpoint, growth, topic_changes, topics
 from kmq.message.routing import Route, Topic
 from kmq.repair import rebuild
 from kmq.router.queues import Queues
@@ -23,7 +23,7 @@ def broker(tmp_path):
 
 
 def grow(broker, partitions, topic="orders"):
-    broker.ask(requests.GROW, topic, partitions=partitions)
+    broker.ask(topic_changes.GROW, topic, partitions=partitions)
 
 
 def test_a_record_stays_in_the_partition_that_its_topic_had_at_its_seq():
@@ -92,7 +92,7 @@ def test_a_kill_at_any_line_leaves_it_grown_and_each_record_once(broker, losses,
     data, before = broker.data, f"{broker.data}-before"
     shutil.copytree(data, before, symlinks=True)
     nth = 1
-    while kill_at(data, broker.seq, nth, TRACED, requests.GROW, "orders", partitions=4):
+    while kill_at(data, broker.seq, nth, TRACED, topic_changes.GROW, "orders", partitions=4):
         lose(data, losses)
         after = Broker(data, broker.seq)
         assert topics.load(data, "orders") == (4, 1), nth
@@ -212,9 +212,9 @@ def test_only_a_topic_whose_records_have_keys_is_said_to_have_them(broker):
 
 
 def test_growth_survives_limits_and_limits_survive_growth(broker):
-    broker.ask(requests.SET, retention_age="30d")
+    broker.ask(topic_changes.SET, retention_age="30d")
     grow(broker, 2)
-    broker.ask(requests.SET, retention_bytes="1GiB")
+    broker.ask(topic_changes.SET, retention_bytes="1GiB")
     declared = topics.read(broker.data, "orders")
     assert declared.limits == {"retention_age": "30d", "retention_bytes": "1GiB"}
     assert (declared.partitions, declared.grown) == (2, [(15, 1)])

@@ -9,9 +9,9 @@ from made_up import FIRST_TS, no_room
 
 from kmq.framing.topics import Declarations
 from kmq.links.layout import Block
-from kmq.log import identity, requests, topic_records, topics
+from kmq.log import identity, topic_changes, topics
 from kmq.log.segment import Limits
-from kmq.log.topic_records import Change
+from kmq.log.topic_changes import Change
 from kmq.log.wal import Wal
 from kmq.repair import rebuild
 from kmq.router.queues import Queues
@@ -45,7 +45,7 @@ def adopted(data, name, from_seq):
 
 
 def carried_out(data, topic):
-    for request in requests.waiting(data):
+    for request in topic_changes.waiting(data):
         if request.topic == topic:
             request.remove()
             return
@@ -54,7 +54,7 @@ def carried_out(data, topic):
 def test_a_request_is_numbered_once_and_the_next_of_its_topic_behind_it(data):
     framer = Framer(data)
     topics.declare(data, "a", 1)
-    requests.submit(data, requests.GROW, "a", {"partitions": "3"})
+    topic_changes.submit(data, topic_changes.GROW, "a", {"partitions": "3"})
     topics.declare(data, "b", 1)
     assert framer.due() == [(11, "create", "a", 0), (12, "create", "b", 0)]
     assert framer.due() == []
@@ -68,8 +68,8 @@ def test_a_request_is_numbered_once_and_the_next_of_its_topic_behind_it(data):
 def test_a_change_waits_until_the_router_is_past_the_one_before_of_its_topic(data):
     adopted(data, "a", 5)
     framer = Framer(data)
-    requests.submit(data, requests.SET, "a", {"segment_age": "1d"})
-    requests.submit(data, requests.GROW, "a", {"partitions": "3"})
+    topic_changes.submit(data, topic_changes.SET, "a", {"segment_age": "1d"})
+    topic_changes.submit(data, topic_changes.GROW, "a", {"partitions": "3"})
     assert framer.due() == [(11, "set", "a", 5)] and framer.due() == []
     framer.routed = 11
     carried_out(data, "a")
@@ -78,8 +78,8 @@ def test_a_change_waits_until_the_router_is_past_the_one_before_of_its_topic(dat
 
 def test_a_deletion_is_of_the_topic_that_was_seen_and_of_no_later_one(data):
     adopted(data, "a", 5)
-    requests.delete(data, "a", 5)
-    requests.delete(data, "a", 5)  # who waited in vain for the first asks again
+    topic_changes.delete(data, "a", 5)
+    topic_changes.delete(data, "a", 5)  # who waited in vain for the first asks again
     framer = Framer(data)
     assert framer.due() == [(11, "delete", "a", 5)]
     carried_out(data, "a")
@@ -92,7 +92,7 @@ def test_a_deletion_is_of_the_topic_that_was_seen_and_of_no_later_one(data):
 
 def test_a_start_knows_what_is_numbered_already(data):
     topics.declare(data, "a", 1)
-    [request] = requests.waiting(data)
+    [request] = topic_changes.waiting(data)
     assert Framer(data, {request.name: 7}).due() == []
     framer = Framer(data, {request.name: 7})
     framer.routed = 7
@@ -102,8 +102,8 @@ def test_a_start_knows_what_is_numbered_already(data):
 def test_a_change_of_what_is_not_in_force_yet_waits_for_the_router(data):
     (Path(data) / "topics/by-hand").mkdir(parents=True)
     (Path(data) / "topics/by-hand/topic.toml").write_text("partitions = 2\n")
-    requests.submit(data, requests.SET, "by-hand", {"segment_age": "1d"})
-    requests.submit(data, requests.DELETE, "nobody", {})
+    topic_changes.submit(data, topic_changes.SET, "by-hand", {"segment_age": "1d"})
+    topic_changes.submit(data, topic_changes.DELETE, "nobody", {})
     framer = Framer(data)
     assert framer.due() == [(11, "delete", "nobody", 0)]
     adopted(data, "by-hand", 9)
@@ -128,7 +128,7 @@ def stored(data, *changes):
     """Store these, each as a record; the blocks that the router gets."""
     wal, blocks = Wal(data, no_room, 1 << 20), []
     for seq, change in enumerate(changes, 1):
-        sent = topic_records.encode(change, b"1.000000") if isinstance(change, Change) else change
+        sent = topic_changes.encode(change, b"1.000000") if isinstance(change, Change) else change
         line = b"%d|1732190000.%06d|%b\n" % (seq, seq, sent)
         wal.append([(line, seq, 1, FIRST_TS + seq)])
         blocks.append(Block(line, 0, [len(line), seq, 1, sent.index(b"|"), FIRST_TS + seq, 0, 0]))
@@ -243,7 +243,7 @@ def test_a_change_of_a_topic_whose_declaration_is_damaged_is_carried_out(data):
     queues, framer = started(data, len(CHANGES)), Framer(data)
     path = Path(data, "topics/orders/topic.toml")
     path.write_text(path.read_text().replace('"1 GiB"', "1 GiB"))  # by hand, without the quotes
-    requests.delete(data, "orders", topics.known_from_seq(data, "orders"))
+    topic_changes.delete(data, "orders", topics.known_from_seq(data, "orders"))
     assert framer.due() == []
     queues.tick()
     assert framer.due() == [(11, "delete", "orders", 4)] and queues.context.logger.of("topic_mended")
@@ -273,7 +273,7 @@ def test_a_bad_request_is_refused_once_and_removed(data, what):
         queues.tick()
         framer.declarations._due = framer.declarations._seen_ns = 0
         for change in framer.declarations.due():
-            queues.sorter.change(b"99|1732190000.000001|" + topic_records.encode(change, b"1.0") + b"\n")
+            queues.sorter.change(b"99|1732190000.000001|" + topic_changes.encode(change, b"1.0") + b"\n")
     assert not path.exists() and len(queues.context.logger.of("request_refused")) == 1
     assert Path(data, "topics/orders/topic.toml").read_bytes() == before
     queues.close()
@@ -295,7 +295,7 @@ def test_what_is_no_request_stops_neither_framer_nor_router(data):
 
 def test_thousands_of_new_topics_cost_no_look_at_all_others(data, monkeypatch):
     looks = []
-    monkeypatch.setattr(requests, "asks_to_create", lambda *names: looks.append(names))
+    monkeypatch.setattr(topic_changes, "asks_to_create", lambda *names: looks.append(names))
     queues = started(data)
     queues.route(stored(data, *(b"t%d|0|1|x" % number for number in range(50))))
     queues.make_topics()
@@ -307,7 +307,7 @@ def test_a_lower_limit_of_a_topic_that_is_only_declared_waits_for_its_declaratio
     queues = started(data)
     queues.context.lacks_room = lambda: True
     topics.declare(data, "nova", 4)
-    requests.submit(data, requests.SET, "nova", {"retention_bytes": "1MiB"})
+    topic_changes.submit(data, topic_changes.SET, "nova", {"retention_bytes": "1MiB"})
     queues.tick()
     assert topics.load(data, "nova") == (4, None)
     queues.close()
@@ -329,12 +329,12 @@ def test_retention_keeps_the_records_of_changes(data):
 def test_a_lower_limit_is_in_force_before_its_record_while_there_is_no_room_for_that(data):
     changed(data, *CHANGES)
     queues = started(data, len(CHANGES))
-    requests.submit(data, requests.SET, "orders", {"retention_bytes": "1MiB"})
+    topic_changes.submit(data, topic_changes.SET, "orders", {"retention_bytes": "1MiB"})
     queues.tick()
     assert topics.read(data, "orders").limits == LIMITS
     queues.context.lacks_room = lambda: True
     queues.tick()
     queues.tick()
     assert topics.read(data, "orders").limits == LIMITS | {"retention_bytes": "1MiB"}
-    assert len(queues.context.logger.of("topic_limits_set")) == 1 and requests.waiting(data)
+    assert len(queues.context.logger.of("topic_limits_set")) == 1 and topic_changes.waiting(data)
     queues.close()

@@ -11,7 +11,7 @@ from typing import Any
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
-from kmq.log import identity, requests
+from kmq.log import identity, topic_changes
 from kmq.log.wal import Wal
 from kmq.repair import verify
 from kmq.router.queues import Queues
@@ -40,11 +40,11 @@ class Broker:
         self.seq += made.count
 
     def ask(self, verb: str, topic: str = "orders", **texts: object) -> None:
-        requests.submit(self.data, verb, topic, {name: str(text) for name, text in texts.items()})
+        topic_changes.submit(self.data, verb, topic, {name: str(text) for name, text in texts.items()})
         self.queues.tick()
 
     def delete(self, topic: str = "orders") -> None:
-        self.ask(requests.DELETE, topic)
+        self.ask(topic_changes.DELETE, topic)
 
     def findings(self) -> list[str]:
         return [str(each) for each in verify.Verifier(self.data, is_live=False).findings() if each.is_damage]
@@ -80,7 +80,7 @@ def kill_at(data: str, seq: int, nth: int, traced: set[str], verb: str, topic: s
             return trace if frame.f_code.co_name in traced else None
 
         broker = Broker(data, seq)
-        requests.submit(data, verb, topic, {name: str(text) for name, text in texts.items()})
+        topic_changes.submit(data, verb, topic, {name: str(text) for name, text in texts.items()})
         sys.settrace(trace)
         broker.queues.tick()
         os._exit(0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kmq.broker.stats import StatsPage
 from kmq.log import reader, topics
-from kmq.log.lines import SEQ, within
+from kmq.log.segment import SEQ, within
 from kmq.message import record, routing
 from kmq.message.routing import Table, Topic
 

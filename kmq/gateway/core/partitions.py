@@ -14,10 +14,10 @@ import os
 import time
 from contextlib import suppress
 
-from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import PIECE_BYTES, Range, Span
 from kmq.log import deletions, reader
+from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.message import record
 from kmq.wire.requests import Position

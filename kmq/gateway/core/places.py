@@ -16,9 +16,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kmq.config.values import KIB, MIB
-from kmq.gateway.core.bounds import Bounds
 from kmq.log import identity, reader
-from kmq.log.lines import SEQ
+from kmq.log.bounds import Bounds
+from kmq.log.segment import SEQ
 from kmq.message import record, routing
 from kmq.message.routing import Table
 

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kmq.client.aio import AsyncProducer
 from kmq.client.delivery import Delivery
 from kmq.client.failures import Fenced, NotAnswered
-from kmq.client.protocol import Outgoing
+from kmq.client.producer_aio import AsyncProducer
+from kmq.client.producer_core import Outgoing
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Watermark

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.log.damage import DamageError
-from kmq.log.lines import CheckedLines, within
 from kmq.log.reader import LogReader
+from kmq.log.segment import CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
 

@@ -19,10 +19,10 @@ from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.core.topic_options import Value, limits_of, values_of
-from kmq.log import growth, requests, topic_records, topic_sizes, topics
-from kmq.log.requests import Request
+from kmq.log import bounds, growth, topic_changes, topics
+from kmq.log.bounds import PartitionSize
 from kmq.log.segment import Limits
-from kmq.log.topic_sizes import PartitionSize
+from kmq.log.topic_changes import Request
 from kmq.message import record
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class TopicAdmin:
 
     async def sizes(self, topic: TopicState) -> list[PartitionSize]:
         """Return offsets, bytes and segments of each partition."""
-        return await asyncio.to_thread(topic_sizes.measure, self._data, topic.name, topic.partitions)
+        return await asyncio.to_thread(bounds.measure, self._data, topic.name, topic.partitions)
 
     def _known(self, name: str) -> TopicState:
         if not self.exists(name):
@@ -79,7 +79,7 @@ class TopicAdmin:
 
     def _state(self, name: str) -> TopicState:
         declared = topics.read(self._data, name)
-        own = requests.limits_to_be(self._data, name, dict(declared.limits))
+        own = topic_changes.limits_to_be(self._data, name, dict(declared.limits))
         self._in_force.changed()
         limits = Limits.of(self._in_force.settings).with_changes(own)
         return TopicState(name, declared.partitions, declared.from_seq, values_of(limits), declared.partitioner)
@@ -135,7 +135,7 @@ class TopicAdmin:
         if partitioner not in (None, declared.partitioner):
             text = f"topic {name!r}: exists with partitioner {declared.partitioner}"
             raise RequestRefused("topic_exists", text, field="partitioner")
-        own = requests.limits_to_be(self._data, name, dict(declared.limits))
+        own = topic_changes.limits_to_be(self._data, name, dict(declared.limits))
         for limit in sorted({*own, *limits}):
             if _parsed(limit, own.get(limit, "")) != _parsed(limit, limits.get(limit, "")):
                 text = f"topic {name!r}: exists with {limit}={own.get(limit) or 'as the settings say'}"
@@ -143,7 +143,7 @@ class TopicAdmin:
 
     def _check_room(self, partitions: int) -> None:
         settings = self._broker.settings
-        if len({*topics.names(self._data)} - {topic_records.TOPIC}) >= settings.max_topics:
+        if len({*topics.names(self._data)} - {topic_changes.TOPIC}) >= settings.max_topics:
             raise RequestRefused("too_many_topics", f"KMQ_MAX_TOPICS={settings.max_topics} topics exist already")
         self._check_inodes(partitions)
 
@@ -186,26 +186,26 @@ class TopicAdmin:
 
     async def _grow(self, name: str, partitions: int) -> None:
         asked = {"partitions": str(partitions)}
-        request = await asyncio.to_thread(requests.submit, self._data, requests.GROW, name, asked)
+        request = await asyncio.to_thread(topic_changes.submit, self._data, topic_changes.GROW, name, asked)
         await self._carried_out(request)
         if (await asyncio.to_thread(topics.load, self._data, name))[0] < partitions:
             raise RequestRefused("internal", f"topic {name!r}: has not grown; see event request_refused in the log")
 
     def _ask_to_set(self, name: str, limits: dict[str, str]) -> Request:
-        own = requests.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))
-        requests.apply(own, limits)
+        own = topic_changes.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))
+        topic_changes.apply(own, limits)
         try:
             Limits().with_changes(own)
         except ConfigError as err:
             raise RequestRefused("bad_request", str(err)) from None
-        return requests.submit(self._data, requests.SET, name, limits)
+        return topic_changes.submit(self._data, topic_changes.SET, name, limits)
 
     async def delete(self, name: str) -> None:
         """Delete a topic with its records, and wait until its files are gone."""
         _refuse_reserved(name, "deleted")
         before = await self.describe(name)
         request = await asyncio.to_thread(
-            lambda: requests.delete(self._data, name, topics.known_from_seq(self._data, name))
+            lambda: topic_changes.delete(self._data, name, topics.known_from_seq(self._data, name))
         )
         await self._carried_out(request)
         left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))

@@ -2,7 +2,7 @@
 
 Invariant   At most `most` topics are named at a time, and a count never goes back while a topic is named. The named ones
             change only when another topic had a quarter more messages than one of them.
-Cost        A look asks for a topic's offsets again only if its files have changed (bounds.py), and takes at most
+Cost        A look asks for a topic's offsets again only if its files have changed (kmq/log/bounds.py), and takes at most
             _SLICE_S; the next look goes on where it stopped. At most one look in _LOOK_S.
 Memory      Two numbers for each topic, and _TIMES counts of the last hour.
 """
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from kmq.errors import CorruptError
-from kmq.gateway.core.bounds import Bounds
 from kmq.log import topics
+from kmq.log.bounds import Bounds
 
 OTHER = "other"
 _LOOK_S, _SLICE_S = 5.0, 1.0

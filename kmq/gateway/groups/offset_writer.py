@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from kmq.access import local_token
-from kmq.client.aio_link import Link
-from kmq.client.delivery import Delivery
+from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import read_port
-from kmq.client.options import Options
-from kmq.client.protocol import Core
+from kmq.client.producer_aio import Link
+from kmq.client.producer_core import Core
 from kmq.config.settings import Settings
 from kmq.config.values import MIB
 from kmq.errors import KmqError

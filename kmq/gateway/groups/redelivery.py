@@ -31,8 +31,8 @@ from itertools import count
 from typing import NamedTuple
 
 from kmq.client.handling import Rules
-from kmq.client.letterbox import Letterbox
 from kmq.client.producer import Producer
+from kmq.client.runner import Letterbox
 from kmq.errors import KmqError
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
-from kmq.client.aio import AsyncProducer
+from kmq.client.producer_aio import AsyncProducer
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget

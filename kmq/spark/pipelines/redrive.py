@@ -35,7 +35,7 @@ from kmq.deadletters import letters
 from kmq.deadletters import redrive as rules
 from kmq.deadletters.pace import Pace
 from kmq.errors import ConfigError
-from kmq.log import topic_records
+from kmq.log import topic_changes
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.letters import parse_letter
@@ -146,7 +146,7 @@ def _dropped(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: s
     edges = [seq for mine in ranges.values() for span in mine for seq in span] or [0]
     rows = _read(spark, where, WAL).where(F.col("offset").between(min(edges), max(edges)))  # read no more of the WAL
     rows = route(among(rows, ranges), pods.look()[0])
-    rows = rows.where(F.col("topic") != topic_records.TOPIC)  # the framer numbers it again
+    rows = rows.where(F.col("topic") != topic_changes.TOPIC)  # the framer numbers it again
     return _Source(rows.where(F.col("topic") == topic) if topic else rows, lost, retired)
 
 

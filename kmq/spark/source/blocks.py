@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kmq.log.extents import Extent
-from kmq.log.lines import last_line, within
-from kmq.log.reader import LogReader
+from kmq.log.reader import Extent, LogReader
+from kmq.log.segment import last_line, within
 from kmq.message import record
 
 BLOCK_BYTES = 1 << 20  # size of the blocks handed out: they stay in the processor's cache
