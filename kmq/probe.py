@@ -12,7 +12,7 @@ A kubelet runs this every few seconds for each container, so it imports little. 
 
 import sys
 
-from kmq.broker.readiness import judge
+from kmq.broker.health import judge
 from kmq.broker.stats import FRESH_S, PROCESSES, Row, peek
 from kmq.config.settings import Settings, load
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError

@@ -24,9 +24,7 @@ from functools import partial
 
 from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
-from kmq.broker.oom import OomKills
-from kmq.broker.stage import Stage, main
-from kmq.broker.waits import RoomWaits, SlowSyncs
+from kmq.broker.stage import OomKills, RoomWaits, SlowSyncs, Stage, main
 from kmq.config.states import InForce
 from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError

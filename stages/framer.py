@@ -25,8 +25,7 @@ import time
 from functools import partial
 
 from kmq.broker.clock import AgeClock, HeldTimes
-from kmq.broker.stage import Stage, main
-from kmq.broker.waits import RoomWaits
+from kmq.broker.stage import RoomWaits, Stage, main
 from kmq.framing import blocks as batches
 from kmq.framing.blocks import Batch, frame
 from kmq.framing.dedupe import Checkpointer

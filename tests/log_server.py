@@ -12,8 +12,7 @@ from aiohttp import web, web_app
 from aiohttp.test_utils import unused_port
 
 from kmq.access.tokens import open_tokens
-from kmq.broker.incidents import Incidents, Strangers
-from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.events import Events
@@ -22,7 +21,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.groups.offsets import OffsetStore
 from kmq.gateway.http import bodies, logs
 from kmq.gateway.http import web as pages
 from kmq.gateway.http.api import KEY as API

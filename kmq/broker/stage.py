@@ -4,6 +4,7 @@ A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain
 and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -13,27 +14,92 @@ from collections.abc import Callable
 
 from kmq import files
 from kmq.broker.data_directory import open_page
-from kmq.broker.holdings import Holdings
-from kmq.broker.stats import ADMISSIONS, ENDED, STATES
+from kmq.broker.stats import ADMISSIONS, ENDED, STATES, Row
 from kmq.config.settings import DRAIN_S, Settings, load
-from kmq.errors import EXIT_OK, BusyError, KmqError, Stopped, of_os_error
+from kmq.errors import EXIT_OK, BusyError, ConfigError, KmqError, Stopped, of_os_error
 from kmq.files import keep_others_out
 from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
-from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
+from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe, is_of_another_broker
+from kmq.links.ring import RingWriter
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # each stage imports what it uses
-    from typing import TypeVar
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
+if TYPE_CHECKING:
     from kmq.links.received import ReceivedReader, ReceivedWriter
     from kmq.links.ring import RingReader, RingWriter
 
-    End = TypeVar("End", RingReader, ReceivedReader)
+    End = RingWriter | RingReader | ReceivedWriter | ReceivedReader
+    from typing import TypeVar
+
+    _End = TypeVar("_End", RingReader, ReceivedReader)
+    from collections.abc import Iterator
+
+    from kmq.broker.stats import Row
+
+
+# --- holdings --------------------------------------------------------------------------------------------------------
+# What a stage holds under a name: lock files, and ends of rings. Other processes find the stage by these names.
+#
+# Invariant   A stage whose lock file, ring or bell was removed always ends (exit code 75). If it went on, no process could find
+#             it, and a second stage of its kind could start beside it.
+#             A stage that gives way to a lock ends (exit code 69) once another broker holds that one. So where two
+#             brokers meet on one directory, one of them gets all of it.
+
+
+class Holdings:
+    """The lock files and rings of one stage."""
+
+    def __init__(self, log: Logger) -> None:
+        self._log = log
+        self._held: list[FileLock | End] = []
+        self._rings: list[End] = []
+        self._first: tuple[FileLock, str] | None = None
+
+    def add(self, lock: FileLock) -> None:
+        """Watch a lock file from now on."""
+        self._held.append(lock)
+
+    def add_ring(self, ring: "End") -> None:
+        """Watch a ring from now on."""
+        self._held.append(ring)
+        self._rings.append(ring)
+
+    def give_way(self, path: str, who: str) -> None:
+        """Hold nothing beside another broker that holds the lock file `path`. `who`: this stage, as locks name it."""
+        self._first = FileLock(path), who
+
+    def check(self) -> None:
+        """Raise RemovedError if something was removed or replaced, BusyError if this stage has to give way."""
+        if self._first is not None:
+            lock, who = self._first
+            if is_of_another_broker(holder := lock.holder(), who) and lock.is_held():
+                raise BusyError(f"{lock.path} is held by {holder}: one broker per directory")
+        for held in self._held:
+            if not held.is_in_place():
+                raise RemovedError(
+                    f"{held.path}: it, or a bell of it, was removed or replaced while this broker used it;"
+                    " nothing acknowledged is lost"
+                )
+
+    def rewrite_rings(self) -> None:
+        """Write removed rings again, with their messages, for the stages that start next.
+
+        Whoever removes them may be in the middle of it: systemd's RemoveIPC takes the semaphores first.
+        """
+        time.sleep(LOOK_S)
+        for ring in self._rings:
+            if not os.path.exists(ring.path) and ring.may_write_again():
+                with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL
+                    ring.write_again()
+                    self._log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
+
+
+# --- stage -----------------------------------------------------------------------------------------------------------
 
 _SPACE_POLL_S = 0.25  # between two attempts to write to a full disk: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # between two looks for a missing peer
@@ -169,7 +235,7 @@ class Stage:
             NAME, lambda: ReceivedReader.attach(self.settings.instance, self.data_id, self.who, self.acks)
         )
 
-    def _attach(self, name: str, attach: "Callable[[], End | None]") -> "End | None":
+    def _attach(self, name: str, attach: "Callable[[], _End | None]") -> "_End | None":
         instance = self.settings.instance
         if not os.path.exists(shm_path(instance, name)):
             return None
@@ -278,3 +344,103 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         stage.row.end(code)
     log.info("stopped", exit_code=code, reason=reason)
     return code
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+# What a stage tells of its own delays, so that one look at the stats page can judge them (health.py).
+#
+# Words       RoomWaits: since when the ring behind this stage has been full (`full_since`), since when the present block
+#             waits (`waits_since`), and when the last wait ended (`waited_at`).
+#             SlowSyncs: how many of the last 16 syncs were slow, and when the last of those returned.
+
+SLOW_NS = 1_000_000_000  # of a sync: a disk for a database takes 1 to 30 ms, a network disk up to 100
+_PAUSE_NS = 2_000_000_000  # a ring that had room for so long is not full any more
+_LAST = (1 << 16) - 1
+
+
+class RoomWaits:
+    """Waits for room in a ring, and notes it."""
+
+    def __init__(self, row: Row, check: Callable[[], None]) -> None:
+        self._row, self._check = row, check
+
+    def wait(self, ring: RingWriter, nbytes: int, count: int) -> None:
+        """Return when a block of this size fits. Call only if it does not fit now."""
+        row = self._row
+        row.waits_since = now = time.monotonic_ns()
+        if now - row.waited_at > _PAUSE_NS:
+            row.full_since = now
+        ring.wait_for_room(nbytes, count, self._check)
+        row.waits_since, row.waited_at = 0, time.monotonic_ns()
+
+
+class SlowSyncs:
+    """Remembers which of the last syncs were slow."""
+
+    def __init__(self, row: Row) -> None:
+        self._row, self._slow = row, 0
+
+    def observe(self, seconds: float) -> None:
+        """Count one sync."""
+        is_slow = seconds * 1e9 > SLOW_NS
+        self._slow = (self._slow << 1 | is_slow) & _LAST
+        self._row.slow_syncs = self._slow.bit_count()
+        if is_slow:
+            self._row.slow_sync_at = time.monotonic_ns()
+
+
+# --- oom -------------------------------------------------------------------------------------------------------------
+# How often the kernel has killed a process of this cgroup for lack of memory.
+#
+# Version 2 counts it in memory.events, version 1 in memory.oom_control. A container sees its own cgroup at the top.
+# Not covered Kills before the stats page was made, and a kill that ends the whole container: its cgroup is gone then.
+
+_TOP = "/sys/fs/cgroup"
+_LOOK_S = 10.0
+
+
+def _files(proc: str, top: str) -> "Iterator[str]":
+    """Yield where the count may be, the nearest file first."""
+    with contextlib.suppress(OSError), open(f"{proc}/self/cgroup", encoding="ascii", errors="replace") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            path = path.rstrip("/")
+            if not controllers:
+                yield f"{top}{path}/memory.events"
+            elif "memory" in controllers.split(","):
+                yield f"{top}/memory{path}/memory.oom_control"
+    yield f"{top}/memory.events"
+    yield f"{top}/memory/memory.oom_control"
+
+
+def _count(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
+
+
+class OomKills:
+    """The words `oom_kills`, `oom_at` and `oom_seen` of one row. `look` reads one small file, at most once in 10 s."""
+
+    def __init__(self, row: "Row", proc: str = "/proc", top: str = _TOP) -> None:
+        self._row, self._due = row, 0.0
+        self._path = next((path for path in _files(proc, top) if _count(path) is not None), "")
+
+    def look(self) -> None:
+        """Bring the row up to the kernel's count. The kernel begins at 0 again with a new container."""
+        now = time.monotonic()
+        if not self._path or now < self._due:
+            return
+        self._due = now + _LOOK_S
+        count, row = _count(self._path), self._row
+        if count is None:
+            return
+        seen = row.oom_seen - 1 if row.oom_seen else count  # the first look only learns where the kernel is
+        new = count - seen if count >= seen else count
+        if new:
+            row.oom_kills += new
+            row.oom_at = int(time.time())
+        row.oom_seen = count + 1

@@ -18,15 +18,117 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kmq.broker.histogram import WORDS, Histogram
 from kmq.config.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.errors import BusyError, ConfigError
 from kmq.files import file_id
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+
+if TYPE_CHECKING:
+    pass  # HOUSE-DROPPED
+
+
+# --- histogram -------------------------------------------------------------------------------------------------------
+# Times in buckets of doubling width, in words of shared memory: one writer, any number of readers.
+#
+# Layout      21 counts, one per bucket; then the sum of all times in microseconds, their number, and a spare word. Bucket
+#             i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all longer times.
+# Invariant   The sum and the number are written last, so that a reader finds at most as many times in them as in the
+#             buckets.
+
+_FIRST_US = 64
+_SHIFT = 6  # log2 of _FIRST_US
+BUCKETS = 21
+WORDS = 24
+_LAST = BUCKETS - 1
+_SUM, _COUNT = BUCKETS, BUCKETS + 1
+BOUNDS_S = tuple((_FIRST_US << at) / 1e6 for at in range(_LAST))  # upper bounds of all buckets except the last
+
+
+class Snapshot:
+    """A histogram at one instant. `counts`: by bucket, not cumulative."""
+
+    __slots__ = ("count", "counts", "sum_s")
+
+    def __init__(self, counts: tuple[int, ...], sum_s: float, count: int) -> None:
+        self.counts, self.sum_s, self.count = counts, sum_s, count
+
+
+EMPTY = Snapshot((0,) * BUCKETS, 0.0, 0)
+
+
+class Histogram:
+    """A histogram in WORDS words of 8 bytes."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: memoryview | None = None) -> None:
+        if words is not None:
+            self.lie_in(words)
+
+    def lie_in(self, words: memoryview) -> None:
+        """Use these words from now on."""
+        self._words = words
+
+    def observe(self, seconds: float, n: int = 1) -> None:
+        """Count `n` events that took this long each."""
+        us = int(seconds * 1e6) if seconds > 0 else 0  # a clock that was set back takes no time
+        at = ((us - 1) >> _SHIFT).bit_length() if us > 0 else 0
+        words = self._words
+        words[at if at < _LAST else _LAST] += n
+        words[_SUM] += us * n
+        words[_COUNT] += n
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts as they are now."""
+        sum_us, count = self._words[_SUM], self._words[_COUNT]
+        return Snapshot(tuple(self._words[:BUCKETS].tolist()), sum_us / 1e6, count)
+
+    def wipe(self) -> None:
+        """Forget all times."""
+        for at in range(WORDS):
+            self._words[at] = 0
+
+    def words(self) -> list[int]:
+        """Return a copy of all words."""
+        return self._words.tolist()
+
+    def take(self, words: Sequence[int]) -> None:
+        """Copy these words, which are those of another histogram."""
+        for at, word in enumerate(words):
+            self._words[at] = word
+
+
+def quantile(snapshot: Snapshot, q: float) -> float | None:
+    """Return the time in seconds that a share `q` of the events did not exceed; None without an event.
+
+    Within a bucket the events are taken to be spread evenly. The last bucket has no upper bound: its lower one is given.
+    """
+    total = sum(snapshot.counts)
+    if not total:
+        return None
+    rank, below = q * total, 0
+    for at, count in enumerate(snapshot.counts):
+        if count and below + count >= rank:
+            low = BOUNDS_S[at - 1] if at else 0.0
+            high = BOUNDS_S[at] if at < _LAST else low
+            return low + (high - low) * max(0.0, rank - below) / count
+        below += count
+    return BOUNDS_S[-1]
+
+
+def difference(new: Snapshot, old: Snapshot) -> Snapshot:
+    """Return what was counted between two snapshots; all of `new` if the process was restarted in between."""
+    counts = tuple(later - earlier for later, earlier in zip(new.counts, old.counts, strict=True))
+    if new.count < old.count or min(counts) < 0:
+        return new
+    return Snapshot(counts, new.sum_s - old.sum_s, new.count - old.count)
+
+
+# --- stats -----------------------------------------------------------------------------------------------------------
 
 _NAME, _DIRECTORY = "kmq-stats2", " directory="  # of the identity line
 _NAME_1, _DIRECTORY_1 = "kmq-stats", " data="  # of that of layout 1
@@ -100,7 +202,7 @@ _FIELDS = (
     "waits_since",  # CLOCK_MONOTONIC, ns: since when a block waits for room in the ring behind; agent: Consul is gone
     "waited_at",  # CLOCK_MONOTONIC, ns: when the last of these waits ended
     "full_since",  # CLOCK_MONOTONIC, ns: the first of the waits that followed each other closely
-    "slow_syncs",  # durability: how many of its last 16 syncs were slow (waits.py)
+    "slow_syncs",  # durability: how many of its last 16 syncs were slow (stage.py)
     "slow_sync_at",  # CLOCK_MONOTONIC, ns: when the last of them returned
     "clock_behind",  # framer: seconds that the time of day is behind the last record
     "oom_at",  # durability: unix seconds when `oom_kills` last grew
@@ -405,3 +507,56 @@ def peek(instance: str, shm: str = SHM) -> StatsPage | None:
     finally:
         os.close(fd)
     return page
+
+
+# --- incidents -------------------------------------------------------------------------------------------------------
+# Events that strangers cause, for the log: per event and sweep at most one short line, with count and last case.
+#
+# Memory      One case per event, and the events are names in our source; peer and reason are cut at _LONGEST characters.
+
+_LONGEST = 200
+
+
+class Incidents:
+    """Events since the last sweep. A stranger must not be able to fill the log."""
+
+    def __init__(self, warn: Callable[..., None]) -> None:
+        self._warn = warn
+        self._noted: dict[str, tuple[int, str, str]] = {}  # event → how often; last peer and reason
+
+    def note(self, event: str, peer: str, reason: str) -> None:
+        """Count an event, and keep this case for its log line."""
+        count = self._noted[event][0] if event in self._noted else 0
+        self._noted[event] = (count + 1, peer[:_LONGEST], reason[:_LONGEST])
+
+    def say(self) -> None:
+        """Write the log lines. Call once a sweep."""
+        for event, (count, peer, reason) in self._noted.items():
+            self._warn(event, count=count, peer=peer, reason=reason)
+        self._noted.clear()
+
+
+class Strangers:
+    """Counts the peers that a listener does not serve in its row of the stats page, and notes them for the log."""
+
+    def __init__(self, row: "Row", incidents: Incidents) -> None:
+        self._row, self.note = row, incidents.note
+
+    def turn_away(self, peer: str, reason: str) -> None:
+        """Note that a peer was refused because too many are connected."""
+        self._row.turned_away += 1
+        self.note("turned_away", peer, reason)
+
+    def cut_off(self, peer: str, reason: str) -> None:
+        """Note that a peer's connection was ended, because it missed a deadline or does not read its responses."""
+        self._row.cut_off += 1
+        self.note("cut_off", peer, reason)
+
+    def refuse(self, peer: str, reason: str, without: str = "") -> None:
+        """Note that a peer has no valid token. `without`: "token" if it showed none, "local" if it lacks the local one."""
+        self._row.unauthorized += 1
+        if without == "token":
+            self._row.auth_missing += 1
+        elif without == "local":
+            self._row.auth_local += 1
+        self.note("unauthorized", peer, reason)

@@ -5,17 +5,54 @@ import time
 
 import kmq
 from kmq.access.certificate import utc
-from kmq.broker import clock, histogram, links
-from kmq.broker.findings import Finding
-from kmq.broker.links import Link
-from kmq.broker.readiness import Verdict, judge, state_of
+from kmq.broker import clock, stats
+from kmq.broker.health import Finding, Verdict, judge, state_of
 from kmq.broker.stats import AGENT, TIMED, Row, StatsPage, peek
-from kmq.broker.supervision import Supervision, taken
+from kmq.broker.supervisor import Supervision, taken
 from kmq.config.settings import STAGES, Settings
 from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
 
-__all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
+# --- links -----------------------------------------------------------------------------------------------------------
+# What waits in the links between the stages, and how full they are. Only reads.
+
+
+class Link:
+    """One link at one moment. `messages`: None where a link does not count them; `fill`: 0 to 1."""
+
+    __slots__ = ("bytes", "capacity", "fill", "messages", "name")
+
+    def __init__(
+        self, name: str, nbytes: int, capacity: int, messages: int | None = None, slots: int = 0, is_full: bool = False
+    ) -> None:
+        self.name, self.bytes, self.capacity, self.messages = name, nbytes, capacity, messages
+        by_bytes = nbytes / capacity if capacity else 0.0
+        by_count = messages / slots if messages and slots else 0.0
+        # A ring is full when either limit is reached, or when the next block is too large for what is left.
+        self.fill = 1.0 if is_full else round(min(1.0, max(by_bytes, by_count)), 4)
+
+    def fields(self) -> dict[str, object]:
+        """Return what JSON shows."""
+        return {name: getattr(self, name) for name in ("name", "bytes", "capacity", "messages", "fill")}
+
+
+def look(settings: Settings) -> list[Link]:
+    """Return all links, in the order in which a message passes them; none if there is no FIFO."""
+    try:
+        raw = os.open(f"{settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    try:
+        links = [Link("raw", fifo.waiting_bytes(raw), fifo.capacity(raw))]
+    finally:
+        os.close(raw)
+    bytes_only = layout.filling(settings.instance, received.NAME)
+    links.append(Link(received.NAME, bytes_only.nbytes, bytes_only.capacity, is_full=bytes_only.is_full))
+    return links + [Link(name, *layout.filling(settings.instance, name)) for name in layout.RINGS]
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+
 Latency = dict[str, float]  # p50, p99 in seconds; count
 _SAMPLE_S = 0.5  # how long rates are measured
 
@@ -58,7 +95,7 @@ def _latency(page: StatsPage) -> dict[str, Latency | None]:
     found: dict[str, Latency | None] = {}
     for what in TIMED.values():
         snapshot = page.histogram(what).snapshot()
-        p50, p99 = histogram.quantile(snapshot, 0.5), histogram.quantile(snapshot, 0.99)
+        p50, p99 = stats.quantile(snapshot, 0.5), stats.quantile(snapshot, 0.99)
         has_some = p50 is not None and p99 is not None
         found[what] = {"p50": p50 or 0.0, "p99": p99 or 0.0, "count": snapshot.count} if has_some else None
     return found
@@ -112,7 +149,7 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    measured = Measured(settings.instance, links.look(settings), _latency(page))
+    measured = Measured(settings.instance, look(settings), _latency(page))
     verdict = _verdict(page, settings)
     return Status(verdict, supervisor, stages, waiting, gateway, _clock(page), agent, measured=measured)
 

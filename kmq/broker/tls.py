@@ -15,7 +15,7 @@ from typing import Any
 
 from kmq.access import certificate
 from kmq.access.certificate import Validity
-from kmq.broker.readiness import certificate_reason, presented
+from kmq.broker.health import certificate_reason, presented
 from kmq.broker.stats import Row
 from kmq.config.settings import Settings
 from kmq.errors import ConfigError

@@ -21,7 +21,7 @@ from kmq.config import terminal
 from kmq.errors import KmqError
 
 if TYPE_CHECKING:
-    from kmq.deadletters.chosen import Filter, Found, Replay
+    from kmq.deadletters.redrive import Filter, Found, Replay
 
 dlq_app = typer.Typer(
     no_args_is_help=True,
@@ -43,14 +43,14 @@ _JSON = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
 def _filters(texts: list[str] | None) -> "list[Filter]":
-    from kmq.deadletters.chosen import Filter
+    from kmq.deadletters.redrive import Filter
 
     return [Filter.parse(text) for text in texts or ()]
 
 
 def _find(data: str, name: str) -> str | None:
     """Return the dead letter topic; None, and say so, if there are no letters."""
-    from kmq.deadletters.chosen import find_topic
+    from kmq.deadletters.redrive import find_topic
 
     topic = find_topic(data, name)
     if topic is None:
@@ -106,7 +106,7 @@ def _list_topics(data: str, as_json: bool) -> None:
 
 
 def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
-    from kmq.deadletters.chosen import all_of
+    from kmq.deadletters.redrive import all_of
 
     every = all_of(data, topic, filters)
     letters = terminal.while_read(islice(every, most or None))
@@ -159,7 +159,7 @@ def show(
     as_json: _JSON = False,
 ) -> None:
     """Show one dead letter: where it came from, why it is here, its headers and its value."""
-    from kmq.deadletters.chosen import all_of
+    from kmq.deadletters.redrive import all_of
 
     data = existing_data()
     name = _find(data, topic)
@@ -240,7 +240,7 @@ def replay(
     however often the command runs and whatever it selects; --max and
     --dry-run leave out those that were sent back before.
     """
-    from kmq.deadletters.chosen import Replay
+    from kmq.deadletters.redrive import Replay
 
     data = existing_data()
     name = _find(data, topic)
@@ -262,7 +262,7 @@ def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
     """Return how many letters were sent, and how many of them another replay has stored at the same time."""
     from kmq.client.producer import Producer
     from kmq.deadletters import letters, redrive
-    from kmq.deadletters.pace import Pace
+    from kmq.deadletters.letters import Pace
 
     total = 0
 

@@ -8,13 +8,15 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kmq import __version__, gateway
-from kmq.broker import checks, disk_checks, machine, supervision
 from kmq.broker import status as statuses
-from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check
-from kmq.broker.findings import Finding
-from kmq.broker.readiness import LIFELESS, Verdict, state_of
+from kmq.broker import supervisor
+from kmq.broker.health import LIFELESS, Finding, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
+from kmq.cli import machine
+from kmq.cli import machine as checks
+from kmq.cli import machine as disk_checks
 from kmq.cli.helptext import examples
+from kmq.cli.machine import ERROR, NOTE, OK, WARNING, Check
 from kmq.cli.progress import counting
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
@@ -113,14 +115,14 @@ def _of_finding(finding: Finding, level: str) -> Check:
 
 def _down(settings: Settings, finding: Finding) -> Check:
     """A broker that was never started, or was stopped in order, is no error: someone may look before the start."""
-    if supervision.taken(settings):
+    if supervisor.taken(settings):
         return Check("broker", WARNING, finding.why, finding.advice)
     return Check("broker", NOTE, "it does not run", finding.advice)
 
 
 def _newest_s(settings: Settings) -> float | None:
     """Return the age of the newest record; None if there is none."""
-    if not supervision.is_data(settings.data):
+    if not supervisor.is_data(settings.data):
         return None
     from kmq.log import show
 

@@ -11,9 +11,9 @@ import typer
 
 from kmq import cluster, gateway
 from kmq.broker import status as statuses
-from kmq.broker import supervision
+from kmq.broker import supervisor
 from kmq.broker.data_directory import known_id
-from kmq.broker.readiness import is_process
+from kmq.broker.health import is_process
 from kmq.broker.stats import AGENT
 from kmq.broker.status import Status
 from kmq.cli.helptext import examples
@@ -80,7 +80,7 @@ def _refuse_second_start(settings: Settings, foreground: bool) -> None:
     holder = FileLock(f"{settings.pipes}/supervisor.owner")
     if not foreground and holder.is_held():  # in the foreground the supervisor waits for an earlier one that is ending
         raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
-    found = supervision.settled(settings)
+    found = supervisor.settled(settings)
     if found.others:
         raise BusyError(f"this broker is up already: {_started_elsewhere(found)}; see: kmq status")
     if found.orphans:
@@ -95,7 +95,7 @@ def _refuse_shared_data(settings: Settings) -> None:
         raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
 
 
-def _started_elsewhere(found: supervision.Supervision) -> str:
+def _started_elsewhere(found: supervisor.Supervision) -> str:
     return (
         f"not started by kmq up: {', '.join(map(str, found.others))}; end them where they were started"
         " (in Kubernetes: kubectl scale statefulset <name> --replicas=0)"
@@ -131,7 +131,7 @@ def down() -> None:
     pids = _to_stop(settings)
     if not pids:
         layout.remove_left_bells(settings.instance)
-        if reason := supervision.why_not_here(settings):
+        if reason := supervisor.why_not_here(settings):
             raise ConfigError(f"not up: {reason}")
         print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
         return
@@ -164,7 +164,7 @@ def _print_down(settings: Settings, were_running: list[str]) -> None:
 
 def _to_stop(settings: Settings) -> list[int]:
     """Return the supervisor's pid, else the pids of the stages it left behind. Raises BusyError if others run."""
-    found = supervision.settled(settings)
+    found = supervisor.settled(settings)
     if found.others:
         raise BusyError(f"nothing was stopped: {_started_elsewhere(found)}")
     if found.holder and not found.supervisor:

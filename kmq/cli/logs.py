@@ -145,7 +145,7 @@ def verify(
     that no copy holds any more are named by seq in the directory quarantine.
     """
     from kmq.broker import damage
-    from kmq.repair import check
+    from kmq.repair import verify as check
 
     data, settings = existing_data(), load()
     with counting("checked {task.completed:,.0f} MB") as advance:

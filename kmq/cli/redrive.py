@@ -132,7 +132,7 @@ def _send_once(settings: Settings, chosen: "rules.Selected", sending: Sending) -
     from kmq.client.producer import Producer
     from kmq.deadletters import letters
     from kmq.deadletters import redrive as rules
-    from kmq.deadletters.pace import Pace
+    from kmq.deadletters.letters import Pace
 
     def connect(name: str) -> Producer:
         return Producer.local(producer=name, first_id=0)
@@ -147,7 +147,7 @@ def _send_once(settings: Settings, chosen: "rules.Selected", sending: Sending) -
 def _send(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
     """Send the records without acknowledgement."""
     from kmq.deadletters import redrive as rules
-    from kmq.deadletters.pace import Pace, blocks
+    from kmq.deadletters.letters import Pace, blocks
 
     lines = (rules.as_sent(found.line, new_key) for found, new_key in chosen)
     with line_sender(settings, Patience(lambda: obstacle(settings))) as sender:

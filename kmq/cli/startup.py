@@ -14,7 +14,7 @@ from typing import BinaryIO
 import typer
 
 from kmq.broker import status as statuses
-from kmq.broker.readiness import LASTING, is_process
+from kmq.broker.health import LASTING, is_process
 from kmq.broker.status import StageStatus, Status
 from kmq.config.settings import STAGES, Settings
 from kmq.errors import EXIT_FAILED, EXIT_OK, NO_RESTART, KmqError, RetryError

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from kmq.broker import status as statuses
-from kmq.broker import supervision
+from kmq.broker import supervisor
 from kmq.broker.status import StageStatus, Status
 from kmq.cli.helptext import examples
 from kmq.config import terminal
@@ -44,12 +44,12 @@ def _print_status(settings: Settings, found: Status) -> None:
     if found.stages or found.supervisor == "up":  # up without stages: of another name or directory, with these pipes
         _print_remarks(found)
     if found.supervisor == "killed":
-        _print(supervision.KILLED, "yellow")
+        _print(supervisor.KILLED, "yellow")
     elif found.supervisor == "down":
-        if not supervision.taken(settings):
+        if not supervisor.taken(settings):
             where = f"data in {os.path.abspath(settings.data)}, pipes in {os.path.abspath(settings.pipes)}"
             print(f"kmq: instance {settings.instance} is down ({where})")
-        if reason := supervision.why_not_here(settings):
+        if reason := supervisor.why_not_here(settings):
             print(f"kmq: {reason}")
 
 

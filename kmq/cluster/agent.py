@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from kmq.broker.stats import AGENT
-from kmq.broker.supervision import end_with
+from kmq.broker.supervisor import end_with
 from kmq.config.settings import load
 from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, of_os_error, pip_install
 from kmq.files import keep_others_out

@@ -15,14 +15,15 @@ Not covered A name that was idle for KMQ_PRODUCER_TTL is forgotten, and so may b
 
 import json
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq.deadletters.pace import Pace, blocks
+from kmq.config.values import KIB
 from kmq.errors import KmqError
 from kmq.log import dedupe_file, identity, reader
 from kmq.message import ids, record
@@ -32,6 +33,46 @@ from kmq.message.text import LETTER_HEADERS, REPLAYS, percent_encode
 
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+# At which pace lines are sent: in blocks, evenly.
+
+BLOCK_BYTES = 64 * KIB
+_BLOCKS_PER_S = 10  # under a rate: blocks are small enough for an even flow and rare enough to sleep in between
+
+
+class Pace:
+    """An even flow of at most `rate` messages per second; 0: no limit."""
+
+    def __init__(self, rate: float = 0) -> None:
+        self.rate, self._due = rate, 0.0
+        self.block_limit = max(1, int(rate / _BLOCKS_PER_S)) if rate else 1 << 30  # maximum messages in a block
+
+    def wait(self, count: int) -> None:
+        """Wait until the next `count` messages may be sent."""
+        if self.rate:
+            time.sleep(max(0.0, self._due - time.monotonic()))
+            self._due = time.monotonic() + count / self.rate
+
+
+def blocks(lines: Iterable[bytes], pace: Pace, nbytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """Yield the lines in blocks of about `nbytes`, each block as soon as `pace` allows it."""
+    block: list[bytes] = []
+    size = 0
+    for line in lines:
+        block.append(line)
+        size += len(line)
+        if size >= nbytes or len(block) >= pace.block_limit:
+            pace.wait(len(block))
+            yield b"".join(block)
+            block, size = [], 0
+    if block:
+        pace.wait(len(block))
+        yield b"".join(block)
+
+
+# --- letters ---------------------------------------------------------------------------------------------------------
 
 MAX_REPLAYS = 3
 _SPARK = ("reason", "from", "id", "len", "other")  # headers of a pipeline's letter

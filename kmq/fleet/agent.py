@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kmq.broker.data_directory import open_page
-from kmq.broker.readiness import is_process, judge
+from kmq.broker.health import is_process, judge
 from kmq.broker.stats import AGENT, STATES
 from kmq.cluster import consul
 from kmq.cluster.consul import ConsulError, Operation

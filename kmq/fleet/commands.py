@@ -36,7 +36,7 @@ _POLL_S = 0.05
 _LINE = 1 << 16  # bytes of a line of a command that are looked at
 # A command ends with its agent, also if that is killed: else the next one would begin it a second time beside it.
 CHILD = (
-    "import sys; from kmq.broker.supervision import end_with; end_with(int(sys.argv.pop(1)));"
+    "import sys; from kmq.broker.supervisor import end_with; end_with(int(sys.argv.pop(1)));"
     " from kmq.__main__ import main; main()"
 )
 _LOW = 10  # niceness of what a command runs: messages come first

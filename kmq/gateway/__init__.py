@@ -2,8 +2,8 @@
 
     __main__.py       the command: settings, ownership, exit code
     server.py         the process: what it opens, watches and ends
-    listeners.py      every port it listens on, with TLS and tokens
-    doors.py          every connection, from accept to its end
+    ports.py      every port it listens on, with TLS and tokens
+    ports.py          every connection, from accept to its end
     core/             what all doors share; knows none of them
       core.py         all of it, for a door to hold
       broker.py       the state of the broker: health, readiness

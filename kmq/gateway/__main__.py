@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from kmq import files
 from kmq.broker.data_directory import open_page
 from kmq.broker.stats import Row
-from kmq.broker.supervision import end_with
+from kmq.broker.supervisor import end_with
 from kmq.config.settings import load
 from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, exit_code_of, of_os_error, pip_install
 from kmq.files import keep_others_out

@@ -19,24 +19,20 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kmq.access.tokens import open_tokens
-from kmq.broker.incidents import Incidents, Strangers
-from kmq.broker.readiness import Verdict
-from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.health import Verdict
+from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import Overview
-from kmq.gateway.core.compacting import Compacting
+from kmq.gateway.core.compactor import Compacting
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.locating import Locator
+from kmq.gateway.core.finding import Locator
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.doors import Doors
-from kmq.gateway.groups.admin import GroupAdmin
-from kmq.gateway.groups.keeping import OffsetKeeper
+from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import OffsetKeeper, OffsetStore
 from kmq.gateway.groups.redelivery import Redelivery
-from kmq.gateway.groups.stalled import StalledGroups
-from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.grpc.calls import STREAMS, Calls, Streams
 from kmq.gateway.grpc.health import HEALTH, Health
 from kmq.gateway.grpc.kmq_v1 import KmqV1
@@ -48,7 +44,7 @@ from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
 from kmq.gateway.lines.status import StatusPort
-from kmq.gateway.listeners import grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
+from kmq.gateway.ports import Doors, grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
 from kmq.logfmt import Logger
 
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat

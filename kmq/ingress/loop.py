@@ -8,8 +8,8 @@ import select
 import time
 from collections.abc import Callable
 
-from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stage import Stage
+from kmq.broker.stats import Incidents, Strangers
 from kmq.config.settings import DRAIN_S
 from kmq.ingress.limits import SWEEP_S, Gate
 from kmq.ingress.ports import Askers, Ports

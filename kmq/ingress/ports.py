@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from kmq import files
-from kmq.broker.incidents import Strangers
 from kmq.broker.ports import cannot_listen
 from kmq.broker.stage import Stage
+from kmq.broker.stats import Strangers
 from kmq.errors import Stopped
 from kmq.files import replace_file, with_room
 from kmq.ingress.connection import Connection, ConnectionTable, Farewells, reset_on_close

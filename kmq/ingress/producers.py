@@ -13,8 +13,8 @@ from collections import deque
 
 from kmq.access.local_token import LocalToken
 from kmq.access.roles import LINES_IN
-from kmq.broker.incidents import Strangers
 from kmq.broker.stage import Stage
+from kmq.broker.stats import Strangers
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
 from kmq.ingress.hello import Refused, parse
 from kmq.ingress.intake import Intake

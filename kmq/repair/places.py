@@ -24,8 +24,7 @@ from kmq.log.partition import EMPTY
 from kmq.log.segment import is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
-from kmq.repair.directory import queues
-from kmq.repair.quarantine import Quarantine
+from kmq.repair.directory import Quarantine, queues
 from kmq.repair.scan import claimed
 
 _ASIDE = "aside"

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 from kmq.files import replace_file, sync_directory
 from kmq.log import reader, segment
 from kmq.log.index import IndexWriter
-from kmq.repair.quarantine import Quarantine, SeqRange
+from kmq.repair.directory import Quarantine, SeqRange
 from kmq.repair.scan import Block, Scan, scan_segment
 
 _CHUNK = 1 << 20

@@ -14,9 +14,8 @@ from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, SEQ
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
-from kmq.repair import faults
-from kmq.repair.directory import Directory, read_text
-from kmq.repair.quarantine import Quarantine
+from kmq.repair import scan
+from kmq.repair.directory import Directory, Quarantine, read_text
 from kmq.repair.rewriting import Report
 
 _EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its topic has
@@ -32,11 +31,11 @@ class SmallFiles:
     def heal_identity(self) -> None:
         """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
         data = self.data
-        if not faults.ID.fullmatch(read_text(f"{data}/id")):
+        if not scan.ID.fullmatch(read_text(f"{data}/id")):
             replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
             what = "a new id: rings left in shared memory no longer belong to this directory"
             self.report.add(f"{data}/id", what)
-        labels = faults.label_lineages(self.directory)
+        labels = scan.label_lineages(self.directory)
         lineage = _lineage(read_text(f"{data}/lineage").strip(), read_text(f"{data}/id").strip(), labels)
         if read_text(f"{data}/lineage") != f"{lineage}\n":
             replace_file(f"{data}/lineage", f"{lineage}\n".encode())
@@ -163,7 +162,7 @@ class SmallFiles:
     def heal_dropped(self) -> None:
         """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
         path = f"{self.data}/dropped.log"
-        damaged = dict(faults.of_dropped(self.directory))
+        damaged = dict(scan.of_dropped(self.directory))
         if not damaged:
             return
         text = self.directory.read("dropped.log")
@@ -216,7 +215,7 @@ def _growth(text: str, partitions: int, known: Growth) -> Growth:
 def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:
     """Return the lineage: the file's, unless it is no valid name, or the indexes and the id contradict it."""
     named = [name for name, _ in labels.most_common() if name]
-    is_name = faults.ID.fullmatch(f"{stated}\n") is not None
+    is_name = scan.ID.fullmatch(f"{stated}\n") is not None
     if is_name and (stated == own_id or not named or stated in named):
         return stated
     if own_id in named or not named:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from kmq.broker.findings import is_in_pod
+from kmq.broker.health import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
 from kmq.spark.disconnects import without_disconnects
 

@@ -7,7 +7,7 @@
 
 Invariant   A code never changes its meaning. No code without a row here is ever sent (tests/unit/test_refusals.py).
 Not covered How often a code was sent (kmq/gateway/core/metrics.py), and `reason` of stages that are not ready
-            (kmq/broker/readiness.py): those describe a broker, not a request.
+            (kmq/broker/health.py): those describe a broker, not a request.
 """
 
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_FAILED, EXIT_RETRY

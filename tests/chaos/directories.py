@@ -10,7 +10,7 @@ from kmq.log import reader
 from kmq.log.damage import DamageError
 from kmq.log.segment import seqs_of
 from kmq.repair import verify
-from kmq.repair.finding import Finding
+from kmq.repair.scan import Finding
 
 AFTER = Stream("after", Lines("after").line, 1)
 

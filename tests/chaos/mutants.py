@@ -446,7 +446,7 @@ MUTANTS = [
         "a repair sets a queue aside for records that belong in another one",
         [
             (
-                "kmq/repair/conflicts.py",
+                "kmq/repair/heal.py",
                 'if each.kind in ("differs", "unknown")]',
                 'if each.kind in ("differs", "unknown", "misrouted")]',
             )
@@ -516,7 +516,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/broker/holdings.py", "            if not held.is_in_place():\n", "            if False:\n")],
+        [("kmq/broker/stage.py", "            if not held.is_in_place():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -572,7 +572,7 @@ MUTANTS = [
         "a limit of a replay counts letters that went back before",
         [
             (
-                "kmq/deadletters/chosen.py",
+                "kmq/deadletters/redrive.py",
                 "if sent_back.has(found.record.partition, record.seq_of(found.record.line)):",
                 "if False:",
             )
@@ -821,14 +821,14 @@ MUTANTS = [
     ),
     Mutant(
         "offsets: commits do not wait for one another",
-        [("kmq/gateway/groups/store.py", "        async with self._declaring:  #", "        if True:  #")],
+        [("kmq/gateway/groups/offsets.py", "        async with self._declaring:  #", "        if True:  #")],
         [OFFSETS],
     ),
     Mutant(
         "offsets: the log is read before the router has written it",
         [
             (
-                "kmq/gateway/groups/store.py",
+                "kmq/gateway/groups/offsets.py",
                 "                await self.watermark.passed(stored)\n",
                 "                pass\n",
             )
@@ -837,14 +837,14 @@ MUTANTS = [
     ),
     Mutant(
         "offsets: the front of the log is deleted before it is written again",
-        [("kmq/gateway/groups/keeping.py", "            await self._write_again(", "            _ = (")],
+        [("kmq/gateway/groups/offsets.py", "            await self._write_again(", "            _ = (")],
         [OFFSETS],
     ),
     Mutant(
         "offsets: those of a deleted topic are shown",
         [
             (
-                "kmq/gateway/groups/store.py",
+                "kmq/gateway/groups/offsets.py",
                 "        return seq <= self._deleted.last_seq(topic)\n",
                 "        return False\n",
             )

@@ -16,7 +16,7 @@ from chaos.load import Load
 from chaos.pod import STAGES, Pod, remove_shared_memory
 from chaos.restores import CASES, SEGMENT_BYTES, Restore
 from chaos.wall_clock import WallClock
-from kmq.repair import rebuild
+from kmq.repair import heal
 
 Make = Callable[..., Pod]
 COUNT = 60
@@ -84,7 +84,7 @@ def loses_the_end_of_the_wal(target: Target) -> None:
         path.unlink()
     pod.start("framer", under=target.clock.under)
     assert pod.wait_exit("framer") == 65, pod.tail()
-    rebuild.Repair(str(pod.data)).run()
+    heal.Repair(str(pod.data)).run()
     del pod.processes["framer"]
 
 
@@ -95,7 +95,7 @@ def misplaces_a_segment(target: Target) -> None:
     case = rng.choice([name for name in CASES if "another broker" not in name])
     print(case)
     CASES[case](Restore(pod.data, pod.data, rng.choice(["along", "behind", "lost"])))
-    rebuild.Repair(str(pod.data)).run()
+    heal.Repair(str(pod.data)).run()
 
 
 def sets_the_clock(target: Target) -> None:

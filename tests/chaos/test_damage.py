@@ -20,7 +20,7 @@ from chaos.directories import AFTER, everything, findings, goes_on
 from chaos.load import FifoLoad
 from chaos.pod import Pod
 from kmq.log import show, topics
-from kmq.repair import rebuild as repair
+from kmq.repair import heal as repair
 
 MESSAGES = 12_000
 PAGE = 4096

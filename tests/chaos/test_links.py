@@ -12,7 +12,7 @@ import pytest
 from chaos.checker import Stream
 from chaos.load import FifoLoad, Lines, Load
 from chaos.pod import STAGES, Pod
-from kmq.broker import links
+from kmq.broker import status
 from kmq.config.settings import Settings, load
 
 ORDERS = list(itertools.permutations(STAGES))
@@ -183,8 +183,8 @@ def test_a_ring_is_full_when_it_has_taken_what_its_settings_say(make_pod: Make, 
     settings = settings_of(pod)
     full = {"framed"} if halted == "durability" else {"framed", "durable"}
 
-    def rings() -> list[links.Link]:
-        return [link for link in links.look(settings) if link.name in full]
+    def rings() -> list[status.Link]:
+        return [link for link in status.look(settings) if link.name in full]
 
     for link in rings():
         assert link.messages is not None

@@ -21,7 +21,7 @@ from chaos.load import FifoLoad, Lines
 from chaos.pod import Pod
 from chaos.restores import CASES, OTHER, QUEUE, SEGMENT_BYTES, WAL, Restore
 from kmq.log import show
-from kmq.repair import rebuild
+from kmq.repair import heal
 
 MESSAGES = 40_000
 AFTER = Stream("after", Lines("after").line, 1)
@@ -95,7 +95,7 @@ def never_served_and_put_right(original: Original, data: Path, case: str, indexe
 
 
 def put_right(original: Original, data: Path) -> None:
-    done = rebuild.Repair(str(data)).run()
+    done = heal.Repair(str(data)).run()
     left = findings(data)
     assert not left, f"{left[:3]} after {done}"
     for name, log in show.logs(str(data), ""):
@@ -116,7 +116,7 @@ def no_broker_goes_on(original: Original, pod: Pod, case: str, indexes: str) -> 
     sent = original.sent
     if goes_on(pod, sent):
         sent = [*sent, AFTER]
-    rebuild.Repair(str(pod.data)).run()
+    heal.Repair(str(pod.data)).run()
     assert not findings(pod.data)
     if sent is original.sent:
         assert goes_on(pod, sent), pod.tail()

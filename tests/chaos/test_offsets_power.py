@@ -14,9 +14,9 @@ from chaos.loopfs import LoopFs, disk_of
 from chaos.pod import PATIENCE_S, RINGS, Pod
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups.store import Commit, OffsetStore
+from kmq.gateway.groups.offsets import Commit, OffsetStore
 from kmq.links import layout
 from kmq.log import identity
 

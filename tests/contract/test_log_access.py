@@ -10,7 +10,7 @@ import pytest
 from log_server import up
 from made_data import FIRST_TS, append, write_data
 
-from kmq.gateway.core import spans
+from kmq.gateway.core import partitions
 from kmq.log import index, reader, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
@@ -30,7 +30,7 @@ def small_pieces(monkeypatch):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
     for module in (brokers, remote):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(spans, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(partitions, "PIECE_BYTES", 10_000)
 
 
 @pytest.fixture(params=["directory", "remote"])

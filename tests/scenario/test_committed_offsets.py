@@ -14,14 +14,13 @@ from fake_logger import FakeLogger
 from kmq.access import local_token
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
-from kmq.gateway.core.compacting import Compacting
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.compactor import Compacting
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups import keeping
-from kmq.gateway.groups import store as store_module
-from kmq.gateway.groups.keeping import OffsetKeeper
-from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, decode_payload, routing_key, scan
-from kmq.gateway.groups.store import LIMITS, Commit, OffsetStore
+from kmq.gateway.groups import offsets as keeping
+from kmq.gateway.groups import offsets as store_module
+from kmq.gateway.groups.offset_table import TOPIC, Nack, Place, decode_payload, routing_key, scan
+from kmq.gateway.groups.offsets import LIMITS, Commit, OffsetKeeper, OffsetStore
 from kmq.log import identity, topic_changes
 
 PATIENCE_S = 60.0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kmq.broker import disk_checks, machine
-from kmq.broker.checks import ERROR, NOTE, OK, WARNING
+from kmq.cli import machine
+from kmq.cli import machine as disk_checks
+from kmq.cli.machine import ERROR, NOTE, OK, WARNING
 from kmq.config.settings import load
 from kmq.links import doorbell
 

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from kmq.access import tokens
-from kmq.broker.readiness import is_process
+from kmq.broker.health import is_process
 from kmq.gateway.grpc.schema import PODBUS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from brokers import ROOT
 
-from kmq.broker import readiness
+from kmq.broker import health
 from kmq.gateway.core import metrics
 
 RULES = alerting.rules()
@@ -48,8 +48,8 @@ def test_every_reason_and_every_warning_is_an_alert_of_its_own():
     of_codes = {
         rule["alert"]: rule["expr"] for rule in RULES if re.fullmatch(r"kmq_(not_ready|warning)\{.*", rule["expr"])
     }
-    expected = {named(code): f'kmq_not_ready{{reason="{code}"}} == 1' for code in readiness.REASONS}
-    expected |= {named(code): f'kmq_warning{{reason="{code}"}} == 1' for code in readiness.ALL_WARNINGS}
+    expected = {named(code): f'kmq_not_ready{{reason="{code}"}} == 1' for code in health.REASONS}
+    expected |= {named(code): f'kmq_warning{{reason="{code}"}} == 1' for code in health.ALL_WARNINGS}
     assert of_codes == expected
 
 
@@ -105,7 +105,7 @@ def test_grafana_finds_the_dashboard_by_its_label(tmp_path):
 
 def test_the_page_names_every_alert_that_is_no_code():
     page = (ROOT / "docs/kubernetes.md").read_text()
-    codes = {named(code) for code in (*readiness.REASONS, *readiness.ALL_WARNINGS)}
+    codes = {named(code) for code in (*health.REASONS, *health.ALL_WARNINGS)}
     others = {rule["alert"] for rule in RULES} - codes
     assert {name for name in others if f"`{name}`" not in page} == set()
     assert set(re.findall(r"`(Kmq\w+)`", page)) <= others | codes

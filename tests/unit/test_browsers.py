@@ -4,7 +4,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kmq.config.settings import load
-from kmq.gateway.browsers import Browsers
+from kmq.gateway.access import Browsers
 
 CHROME = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)", "Accept-Language": "en"}
 OWN = {**CHROME, "Host": "localhost:8082", "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}

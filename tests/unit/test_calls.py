@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stats import Incidents, Strangers
 from kmq.config.settings import load
 from kmq.gateway.core import answers
 from kmq.gateway.core.answers import Budget
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc import calls
 from kmq.gateway.grpc.calls import Call, Calls
 

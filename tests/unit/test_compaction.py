@@ -21,7 +21,7 @@ from kmq.log.index import IndexWriter
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.segment_reader import SegmentReader
 from kmq.log.wal import Wal
-from kmq.repair import rebuild as repair
+from kmq.repair import heal as repair
 from kmq.repair import verify
 from kmq.router.queues import Queues
 

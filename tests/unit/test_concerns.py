@@ -10,7 +10,7 @@ import pytest
 import typer
 from test_docs import anchors
 
-from kmq.broker import concerns, damage, readiness, stats, waits
+from kmq.broker import damage, health, stage, stats
 from kmq.broker.clock import STEADY_S
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.cli import app
@@ -29,7 +29,7 @@ def page(tmp_path, monkeypatch):
     """The page of a broker whose processes are all ready."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_INSTANCE", f"concerns-{os.getpid()}")
-    for module in (concerns, stats):  # a machine may have been up for some minutes only
+    for module in (health, stats):  # a machine may have been up for some minutes only
         monkeypatch.setattr(module, "RESTARTED_S", LIFE_S)
     settings = load()
     made = StatsPage(settings.instance, open_data(settings.data), settings.data)
@@ -45,7 +45,7 @@ def begin(row):
 
 
 def found(page):
-    return {finding.code: finding for finding in readiness.judge(page, load()).findings}
+    return {finding.code: finding for finding in health.judge(page, load()).findings}
 
 
 def ago(seconds):
@@ -109,17 +109,17 @@ def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
         set_words(page.rows[process], **words)
     for process, moments, _, others in TIMED.values():
         set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in moments.items()})
-    shown = {each.code: each.advice for each in readiness.judge(page, load()).findings}
+    shown = {each.code: each.advice for each in health.judge(page, load()).findings}
     assert {*shown} >= {"damage_found", "oom_killed", "restarting", "unclean_end", "consul_lost"}
     page.rows["gateway"].state = STATES.index("recovering")
     page.rows["gateway"].failing = 1  # it cannot read the committed offsets
     page.rows["router"].state = STATES.index("draining")
-    shown |= {each.code: each.advice for each in readiness.judge(page, load()).reasons}
+    shown |= {each.code: each.advice for each in health.judge(page, load()).reasons}
     assert {*shown} >= {"offsets_unreadable", "draining"}
     page.rows["durability"].end(75)
     page.rows["gateway"].end(78)
-    shown |= {f"{each.code} {each.about}": each.advice for each in readiness.judge(page, load()).reasons}
-    shown |= {"down": readiness.judge(None, load()).reasons[0].advice}
+    shown |= {f"{each.code} {each.about}": each.advice for each in health.judge(page, load()).reasons}
+    shown |= {"down": health.judge(None, load()).reasons[0].advice}
     pod = socket.gethostname()
     assert f"kubectl logs {pod} -c gateway --previous" in shown["stopped gateway"]
     assert f"kubectl describe pod {pod}" in shown["oom_killed"] and "kubectl logs" in shown["down"]
@@ -129,7 +129,7 @@ def test_in_a_pod_no_finding_names_what_a_pod_does_not_have(page, monkeypatch):
 
 
 def test_every_concern_has_its_case():
-    assert {*CASES, *TIMED} == {*concerns.CONCERNS}
+    assert {*CASES, *TIMED} == {*health.CONCERNS}
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -201,7 +201,7 @@ def test_reasons_come_first_then_warnings_with_causes_before_consequences(page):
     page.rows["ingress"].disk_free = 1
     page.rows["durability"].heartbeat = ago(60)
     codes = [*found(page)]
-    assert codes[0] == "dead" and codes[1:] == [code for code in concerns.CONCERNS if code in CASES]
+    assert codes[0] == "dead" and codes[1:] == [code for code in health.CONCERNS if code in CASES]
     severities = [finding.severity for finding in found(page).values()]
     assert severities == ["error"] + ["warning"] * len(CASES)
 
@@ -249,8 +249,8 @@ def settings_there():
 
 def test_every_code_has_its_section():
     sections = anchors((ROOT / "docs/operations.md").read_text())
-    assert {*readiness.REASONS, *readiness.ALL_WARNINGS} <= sections
-    assert {*concerns.CONCERNS, *readiness.WARNINGS} == {*readiness.ALL_WARNINGS}
+    assert {*health.REASONS, *health.ALL_WARNINGS} <= sections
+    assert {*health.CONCERNS, *health.WARNINGS} == {*health.ALL_WARNINGS}
 
 
 # --- damage that `kmq verify` has found ------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_a_damaged_place_is_counted_once_until_a_check_finds_nothing(page):
 
 def test_slow_syncs_are_those_of_the_last_sixteen(page):
     row = page.rows["durability"]
-    syncs = waits.SlowSyncs(row)
+    syncs = stage.SlowSyncs(row)
     for seconds in (1.1, 0.01, 2.0, 1.0):
         syncs.observe(seconds)
     assert row.slow_syncs == 2 and ago(60) < row.slow_sync_at <= ago(0)
@@ -314,7 +314,7 @@ class NarrowRing:
 
 def test_a_wait_for_room_is_in_the_page_while_it_lasts_and_close_waits_are_one(page):
     row, seen = page.rows["framer"], []
-    room = waits.RoomWaits(row, lambda: seen.append("beat"))
+    room = stage.RoomWaits(row, lambda: seen.append("beat"))
     ring = NarrowRing(lambda: seen.append((row.waits_since, row.full_since)))
     room.wait(ring, 100, 1)
     room.wait(ring, 100, 1)

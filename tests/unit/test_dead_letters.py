@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kmq.cli.app import app
 from kmq.deadletters import letters, redrive
-from kmq.deadletters.chosen import Filter, Found
+from kmq.deadletters.redrive import Filter, Found
 from kmq.errors import ConfigError, KmqError
 from kmq.message import record
 from kmq.message.letters import Failure, format_letter, parse_letter

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from kmq import errors
-from kmq.broker import readiness
+from kmq.broker import health
 from kmq.cli import app
 from kmq.config import settings
 from kmq.gateway.core import metrics
@@ -104,7 +104,7 @@ def _first_cells(text):
 
 
 def test_every_log_event_is_in_operations_and_no_other():
-    code = _all_logged() | set(readiness.WARNINGS)
+    code = _all_logged() | set(health.WARNINGS)
     told = _first_cells(_section("docs/operations.md", "## Log events")) - {"event", "---"}
     assert code - told == set(), "write them into docs/operations.md, Log events, with what to do"
     assert told - code == set(), "docs/operations.md explains log events that nothing writes"
@@ -117,7 +117,7 @@ def test_every_exit_code_is_in_operations_and_no_other():
 
 def test_every_reason_not_to_be_ready_and_every_warning_has_a_runbook():
     told = set(re.findall(r"(?m)^### (\w+)$", _section("docs/operations.md", "## Runbook")))
-    assert {*readiness.REASONS, *readiness.WARNINGS} <= told
+    assert {*health.REASONS, *health.WARNINGS} <= told
 
 
 def test_every_alert_of_the_manifests_has_a_runbook():
@@ -186,7 +186,7 @@ def test_the_scan_for_log_events_sees_calls_of_loggers_and_no_other_text():
 
 
 def test_every_log_event_named_in_a_page_is_one():
-    code = _all_logged() | set(readiness.WARNINGS)
+    code = _all_logged() | set(health.WARNINGS)
     named = {event for path in DOCUMENTS if path.name != "CHANGELOG.md" for event in _events_named(path.read_text())}
     assert named - code == set()
 

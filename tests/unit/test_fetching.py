@@ -7,11 +7,10 @@ from log_server import up
 from made_data import write_data
 
 from kmq.broker.stats import STATES
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.fetching import Cursor, Fetching, Limit
+from kmq.gateway.core.fetching import Cursor, Fetching, Limit, Waking
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waking
 
 ALL = Limit(1000, 1 << 20, 0.0)
 

@@ -22,22 +22,21 @@ from made_up import stored
 
 from kmq import gateway
 from kmq.broker import stats
-from kmq.broker.incidents import Incidents, Strangers
-from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
+from kmq.broker.stats import ADMISSIONS, STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
 from kmq.errors import ConfigError
 from kmq.files import replace_file
-from kmq.gateway import listeners
-from kmq.gateway.core import feed, metric_files, metrics, topic_rates
-from kmq.gateway.core.broker import Broker
+from kmq.gateway import ports as listeners
+from kmq.gateway.core import feed, metrics, topic_rates
+from kmq.gateway.core import metrics as metric_files
+from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.doors import Doors
 from kmq.gateway.grpc import podbus
 from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
+from kmq.gateway.ports import Doors
 from kmq.gateway.server import Changes, Gateway
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError

@@ -13,7 +13,7 @@ from made_data import write_data
 
 from kmq.access import tokens
 from kmq.broker.stats import STATES
-from kmq.gateway.core import spans
+from kmq.gateway.core import partitions
 from kmq.gateway.http import logs
 from kmq.log import reader, topics
 
@@ -316,7 +316,7 @@ class Slow:
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """More than socket buffers hold, in three segments, sent in small pieces."""
-    monkeypatch.setattr(spans, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(partitions, "PIECE_BYTES", 20_000)
     lines = [b"t|||%06d%b" % (n, b"x" * 5000) for n in range(3600)]
     return write_data(tmp_path, lines, segment_bytes=6 << 20, group=300)
 

@@ -11,21 +11,20 @@ from chaos.attacks_ports import Http2
 from log_server import up
 from made_data import write_data
 
-from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stats import Incidents, Strangers
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core import core, producing
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.doors import Doors
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.groups.offsets import OffsetStore
 from kmq.gateway.grpc import calls, kmq_v1
 from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.service import kmq_handler
-from kmq.gateway.listeners import grpc_server, listen_grpc
+from kmq.gateway.ports import Doors, grpc_server, listen_grpc
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0

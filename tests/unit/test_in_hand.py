@@ -1,8 +1,7 @@
 """Messages that members gave back, without a broker: which are due, who has them, and which commit says they are done."""
 
 from kmq.gateway.groups.in_hand import NEVER, Answer, Hand, InHand, given_back, is_paused, is_spent
-from kmq.gateway.groups.offset_records import Nack, decode_payload, encode_payload
-from kmq.gateway.groups.offset_table import MAX_NACKS
+from kmq.gateway.groups.offset_table import MAX_NACKS, Nack, decode_payload, encode_payload
 
 PLACE, OTHER = ("orders", 0), ("orders", 1)
 ROWS = {7: Nack(1, 100.0), 3: Nack(2, 50.0), 9: Nack(1, 300.0)}

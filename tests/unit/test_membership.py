@@ -12,18 +12,17 @@ from log_server import up
 from made_data import write_data
 
 from kmq.broker.stats import STATES
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import membership
-from kmq.gateway.groups.admin import GroupAdmin
+from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.offsets import Commit, OffsetStore
 from kmq.gateway.groups.redelivery import Reader, Turn
-from kmq.gateway.groups.stalled import StalledGroups
-from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics

@@ -6,7 +6,7 @@ from base64 import b64encode
 
 import pytest
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.http.message_json import Writer, dump, load
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.message.message import Message

@@ -5,18 +5,19 @@ import random
 import pytest
 from fake_logger import FakeLogger
 
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups import offset_records, offset_table
-from kmq.gateway.groups.offset_records import (
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.groups import offset_table
+from kmq.gateway.groups import offset_table as offset_records
+from kmq.gateway.groups.offset_table import (
     Committed,
     Nack,
+    OffsetTable,
     Place,
     decode_key,
     decode_payload,
     encode_key,
     encode_payload,
 )
-from kmq.gateway.groups.offset_table import OffsetTable
 from kmq.message import record
 from kmq.message.routing import Table, resolve
 
@@ -189,6 +190,6 @@ def test_a_partition_keeps_so_many_messages_that_were_given_back(monkeypatch):
 
 
 def test_the_log_of_a_directory_without_offsets_is_empty(tmp_path):
-    from kmq.gateway.groups.offset_log import OffsetLog
+    from kmq.gateway.groups.offset_table import OffsetLog
 
     assert OffsetLog(str(tmp_path), FakeLogger()).read() == []

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kmq.gateway.groups.offset_records import Committed, Place
-from kmq.gateway.groups.offset_table import OffsetTable
+from kmq.gateway.groups.offset_table import Committed, OffsetTable, Place
 
 
 class Counted(dict):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kmq.broker.oom import OomKills
+from kmq.broker.stage import OomKills
 from kmq.broker.stats import _ROW, Row
 
 

@@ -12,9 +12,9 @@ from made_data import write_data
 from openapi_spec_validator import validate
 
 from kmq.gateway.core import metrics
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.topic_options import OPTIONS
+from kmq.gateway.core.topics import OPTIONS
 from kmq.gateway.http import openapi, operations, schema, web
 from kmq.gateway.http.errors import body_of
 from kmq.wire import refusals

@@ -14,7 +14,7 @@ from kmq.log import checkpoint, topic_changes, topics
 from kmq.log.segment import start_of
 from kmq.message import record
 from kmq.message.routing import CRC32, MURMUR2, RUN, Table, Topic, decoded, murmur2, resolve
-from kmq.repair import rebuild
+from kmq.repair import heal
 
 # From the tests of Kafka's Java client: signed numbers.
 VECTORS = {
@@ -143,7 +143,7 @@ def test_queues_of_a_murmur2_topic_come_back_byte_for_byte(tmp_path, loss, grows
         path = tmp_path / "data" / lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if "declaration" in loss:
-        rebuild.Repair(broker.data).run()
+        heal.Repair(broker.data).run()
         assert topics.read(broker.data, "wide").partitioner == "murmur2"
     after = Broker(broker.data, broker.seq)
     after.queues.close()

@@ -9,9 +9,9 @@ from log_server import up
 from made_data import FIRST_TS, append, write_data
 from made_up import block
 
-from kmq.gateway.core.locating import Locator, Place
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.finding import Locator, RecordPlace
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
-from kmq.gateway.core.refused import RequestRefused
 from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import bad_line
@@ -219,7 +219,7 @@ def test_every_record_is_found_by_its_seq(data, tmp_path):
         places = Locator(data, broker.page)
         for seq in (1, 2, 999, 1000, 1001, 2000):
             assert places.is_numbered(seq) and places.is_routed(seq)
-            assert places.find(seq) == Place("t", 0, seq - 1)
+            assert places.find(seq) == RecordPlace("t", 0, seq - 1)
         assert not places.is_numbered(0) and not places.is_numbered(2001)
 
 
@@ -231,6 +231,6 @@ def test_a_record_that_is_gone_has_no_place(tmp_path):
         for seq in range(1, 31):
             place = places.find(seq)
             assert stored(data, "spread", place.partition)[place.offset].startswith(b"%d|" % seq)
-        assert places.find(31) == Place("gone", 0, 0)
+        assert places.find(31) == RecordPlace("gone", 0, 0)
         shutil.rmtree(f"{data}/topics/gone")
         assert places.find(31) is None

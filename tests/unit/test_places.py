@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from made_data import write_data
 
-from kmq.gateway.core import places
-from kmq.gateway.core.places import PlaceFinder
+from kmq.gateway.core import finding
+from kmq.gateway.core.finding import PlaceFinder
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 PARTITIONS = 3
@@ -30,8 +30,8 @@ def lines_of(data, topic="t"):
 
 @pytest.fixture(params=[64 * 1024, 500], ids=["large reads", "small reads"])
 def data(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "_READ_BYTES", request.param)
-    monkeypatch.setattr(places, "_FAR_BYTES", 4 * request.param)
+    monkeypatch.setattr(finding, "_READ_BYTES", request.param)
+    monkeypatch.setattr(finding, "_FAR_BYTES", 4 * request.param)
     lines = [b"t.@.k%d|%d|%d|%b" % (n % 5, n, n, b"x" * (n % 90)) for n in range(600)]
     return write_data(tmp_path, lines, {"t": PARTITIONS}, segment_bytes=70_000)
 

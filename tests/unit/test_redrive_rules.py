@@ -3,7 +3,7 @@
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
-from kmq.deadletters import pace, redrive
+from kmq.deadletters import letters, redrive
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics
 from kmq.message import record
@@ -142,9 +142,9 @@ def test_numbers_rise_within_a_producer(dropping):
 
 def test_blocks_are_those_lines_whatever_the_pace():
     lines = [b"%d\n" % n for n in range(1000)]
-    assert b"".join(pace.blocks(lines, pace.Pace())) == b"".join(lines)
-    assert len(list(pace.blocks([b"x" * 40_000 + b"\n"] * 4, pace.Pace()))) == 2
-    assert list(pace.blocks([], pace.Pace())) == []
+    assert b"".join(letters.blocks(lines, letters.Pace())) == b"".join(lines)
+    assert len(list(letters.blocks([b"x" * 40_000 + b"\n"] * 4, letters.Pace()))) == 2
+    assert list(letters.blocks([], letters.Pace())) == []
 
 
 def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
@@ -156,14 +156,14 @@ def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
         slept.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
-    monkeypatch.setattr(pace.time, "sleep", sleep)
-    flow = pace.Pace(50)
-    sizes = [block.count(b"\n") for block in pace.blocks([b"x\n"] * 100, flow)]
+    monkeypatch.setattr(letters.time, "monotonic", lambda: now)
+    monkeypatch.setattr(letters.time, "sleep", sleep)
+    flow = letters.Pace(50)
+    sizes = [block.count(b"\n") for block in letters.blocks([b"x\n"] * 100, flow)]
     assert sizes == [5] * 20
     assert sum(slept) == pytest.approx(19 * 5 / 50)  # the first goes at once
     now += 60
     flow.wait(5)
     flow.wait(5)
     assert slept[-1] == pytest.approx(0.1)
-    assert pace.Pace(0.5).block_limit == 1
+    assert letters.Pace(0.5).block_limit == 1

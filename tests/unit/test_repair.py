@@ -16,8 +16,8 @@ from kmq.log.damage import DamageError
 from kmq.log.segment import SEQ, Limits, seqs_of
 from kmq.log.wal import Wal
 from kmq.message import record
-from kmq.repair import evidence, verify
-from kmq.repair import rebuild as repair
+from kmq.repair import heal as repair
+from kmq.repair import scan, verify
 from kmq.repair.directory import Directory
 from kmq.router.queues import Queues
 
@@ -205,10 +205,10 @@ def test_a_flipped_bit_is_found_by_its_crc_alone(length):
     crc = zlib.crc32(data)
     for at in {0, length - 1, rng.randrange(length)}:
         flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-        assert evidence.one_bit(flipped, crc) == data
+        assert scan.one_bit(flipped, crc) == data
     if length > 99:
         torn = data[:-2] + bytes([data[-2] ^ 255, data[-1] ^ 255])
-        assert evidence.one_bit(torn, crc) is None
+        assert scan.one_bit(torn, crc) is None
 
 
 def overwrite(path, at, text):

@@ -14,7 +14,7 @@ from kmq.config.settings import load
 from kmq.errors import BusyError
 from kmq.gateway.core.compactor import Compactor, Pace
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.spans import Range
+from kmq.gateway.core.partitions import Range
 from kmq.gateway.lines.consume import Consumption
 from kmq.gateway.lines.service import Service
 from kmq.log import compaction, identity, passes, reader, replaced, segment, topics

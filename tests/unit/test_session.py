@@ -6,16 +6,15 @@ import pytest
 from log_server import up
 from made_data import write_data
 
-from kmq.broker.incidents import Incidents, Strangers
-from kmq.broker.stats import STATES
+from kmq.broker.stats import STATES, Incidents, Strangers
 from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.waking import Waking
-from kmq.gateway.doors import Doors, listening
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.groups.offsets import OffsetStore
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service
+from kmq.gateway.ports import Doors, listening
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0

@@ -6,7 +6,7 @@ import pytest
 from log_server import up
 from made_data import append, write_data
 
-from kmq.gateway.groups.offset_records import Committed, Nack, Place, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import Committed, Nack, Place, encode_payload, routing_key
 from kmq.log import topics
 from kmq.spark.sql import groups
 

@@ -6,8 +6,20 @@ import time
 import pytest
 
 from kmq.broker import stats
-from kmq.broker.histogram import BOUNDS_S, BUCKETS, EMPTY, WORDS, Histogram, difference, quantile
-from kmq.broker.stats import PROCESSES, STATES, TIMED, StatsPage, peek
+from kmq.broker.stats import (
+    BOUNDS_S,
+    BUCKETS,
+    EMPTY,
+    PROCESSES,
+    STATES,
+    TIMED,
+    WORDS,
+    Histogram,
+    StatsPage,
+    difference,
+    peek,
+    quantile,
+)
 from kmq.errors import BusyError
 
 

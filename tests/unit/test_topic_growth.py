@@ -9,7 +9,7 @@ from traced_broker import Broker, kill_at
 
 from kmq.log import checkpoint, growth, topic_changes, topics
 from kmq.message.routing import Route, Topic
-from kmq.repair import rebuild
+from kmq.repair import heal
 from kmq.router.queues import Queues
 
 TRACED = {"_carry_out", "_grow", "_sync_wal", "replace_file", "relink", "use", "open", "drop_single_link", "remove"}
@@ -77,7 +77,7 @@ def test_queues_of_a_grown_topic_come_back_byte_for_byte(broker, loss, is_repair
     before, links = broker.files(), broker.links()
     lose(broker.data, LOSSES[loss])
     if is_repaired:
-        rebuild.Repair(broker.data).run()
+        heal.Repair(broker.data).run()
         assert broker.findings() == [] or loss in LEFT_TO_A_START
     after = Broker(broker.data, broker.seq)
     after.queues.close()
@@ -181,7 +181,7 @@ def test_a_damaged_growth_is_found_and_repaired_from_the_checkpoint(broker, at):
     lines[at] = lines[at][: digits[-1]] + str((int(lines[at][digits[-1]]) + 1) % 10) + lines[at][digits[-1] + 1 :]
     path.write_text("".join(lines))
     assert any("topic.toml" in each for each in broker.findings())
-    rebuild.Repair(broker.data).run()
+    heal.Repair(broker.data).run()
     assert path.read_text() == whole and broker.findings() == []
     path.write_text("".join(lines))
     Broker(broker.data, broker.seq).queues.close()

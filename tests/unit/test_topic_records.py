@@ -13,7 +13,7 @@ from kmq.log import identity, topic_changes, topics
 from kmq.log.segment import Limits
 from kmq.log.topic_changes import Change
 from kmq.log.wal import Wal
-from kmq.repair import rebuild
+from kmq.repair import heal
 from kmq.router.queues import Queues
 
 
@@ -222,7 +222,7 @@ def test_a_repair_takes_the_limits_of_a_damaged_declaration_from_the_records(dat
     path = Path(data, "topics/orders/topic.toml")
     whole = path.read_bytes()
     path.write_bytes(b"partit\0\0" + whole[8:40])
-    rebuild.Repair(data).run()
+    heal.Repair(data).run()
     found = topics.read(data, "orders")
     assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
 

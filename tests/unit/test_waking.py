@@ -8,9 +8,9 @@ import time
 import pytest
 from log_server import up
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waiter, Waking
+from kmq.gateway.core.fetching import Waiter, Waking
 
 PATIENCE_S = 30.0
 

@@ -5,8 +5,7 @@ Memory      One sample a second, for at most _SPAN_S.
 
 from collections import deque
 
-from kmq.broker.histogram import Snapshot, difference, quantile
-from kmq.broker.stats import TIMED, StatsPage
+from kmq.broker.stats import TIMED, Snapshot, StatsPage, difference, quantile
 from kmq.cli.top.snapshot import Document
 
 _SPAN_S = 10

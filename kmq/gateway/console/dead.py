@@ -14,12 +14,12 @@ from typing import Any
 
 from kmq.client.producer import Producer
 from kmq.deadletters import letters, redrive
-from kmq.deadletters.chosen import Filter, Replay
-from kmq.deadletters.pace import Pace
+from kmq.deadletters.letters import Pace
+from kmq.deadletters.redrive import Filter, Replay
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.partitions import Partition, Partitions
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.message.letters import DLQ, is_dead_letters, parse_letter, why_dead

@@ -10,8 +10,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
 from kmq.log.damage import DamageError
 from kmq.message.message import Message

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kmq.config.values import KIB, MIB
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.locating import Locator
+from kmq.gateway.core.finding import Locator
 from kmq.gateway.core.partitions import Partition
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.message.message import Message, messages

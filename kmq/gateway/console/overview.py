@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from kmq.broker import links, status
-from kmq.broker.histogram import Snapshot, difference, quantile
-from kmq.broker.stats import TIMED, StatsPage
+from kmq.broker import status
+from kmq.broker import status as links
+from kmq.broker.stats import TIMED, Snapshot, StatsPage, difference, quantile
 from kmq.config.settings import STAGES
 from kmq.gateway.console.events import Events
 from kmq.gateway.console.group_lags import Asked, GroupLags

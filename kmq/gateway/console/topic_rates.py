@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
 from kmq.log import reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import survey

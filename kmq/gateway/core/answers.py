@@ -16,9 +16,9 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-from kmq.broker.incidents import Strangers
+from kmq.broker.stats import Strangers
 from kmq.config.values import MIB
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 
 ANSWER_BYTES = 64 * MIB  # of all answers together
 COPIES = 4  # of a record on its way out: line, value, message, and its bytes in the answer

@@ -8,8 +8,7 @@ from bisect import bisect_right
 from os.path import basename, isdir
 from typing import Any
 
-from kmq.gateway.core.broker import Broker
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.log import identity, reader, topics
 from kmq.log.bounds import Bounds
 from kmq.log.reader import WAL, LogReader

@@ -1,6 +1,6 @@
 """`python -m kmq.gateway.core.compactor`: compacts topics declared `cleanup = "compact"`, beside the gateway.
 
-Owner       the gateway starts it when a pass is due (compacting.py). It shares one lock with Spark's `compact` pipeline,
+Owner       the gateway starts it when a pass is due (compactor.py). It shares one lock with Spark's `compact` pipeline,
             to which it gives way.
 Invariant   It only lays out segments; the router installs them (kmq/log/compaction.py). A segment is laid out only if
             the disk and KMQ_DATA_QUOTA have room for it beside what the broker keeps free.
@@ -14,6 +14,8 @@ Order       Topics of KMQ itself come first, also in the middle of a pass over a
 """
 
 import argparse
+import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -23,7 +25,7 @@ from functools import partial
 
 from kmq.broker.admission import Admission
 from kmq.broker.clock import GAP_S
-from kmq.broker.supervision import end_with
+from kmq.broker.supervisor import end_with
 from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.log import compaction, identity, passes, topics
@@ -226,3 +228,68 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# --- compacting ------------------------------------------------------------------------------------------------------
+# Starts the compactor when a pass over some topic is due, one at a time.
+#
+# Owner       the gateway: one task, from its start to its end.
+# Load        While no topic is declared to be compacted, it reads a directory and one file status for each topic, every
+#             _LOOK_S. A look at a topic reads file sizes; kmq/log/passes.py says when a pass is due.
+# Crash       The compactor ends with the gateway, however that ends. What it does is safe at every call (compactor.py).
+
+_COMPACTING_LOOK_S = (
+    15.0  # between two looks; the router's checkpoints, which say what may be compacted, come every 30 s
+)
+_FAILED_S = 600.0  # after a compactor that has failed
+_COMPACTOR = "kmq.gateway.core.compactor"
+
+
+class Compacting:
+    """The task."""
+
+    def __init__(self, settings: Settings, log: Logger, look_s: float = _COMPACTING_LOOK_S) -> None:
+        self._settings, self._log, self._look_s = settings, log, look_s
+        self._tables = Tables(settings.data)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            while True:
+                pause = self._look_s
+                try:
+                    if await asyncio.to_thread(self._is_due) and await self._compact():
+                        pause = _FAILED_S
+                except (KmqError, OSError) as err:
+                    pause = _FAILED_S
+                    self._log.warn("not_compacted", reason=err, effect="tried again later")
+                await asyncio.sleep(pause)
+        finally:
+            await self._end()
+
+    def _is_due(self) -> bool:
+        tables = self._tables.found()
+        if self._settings.compact == "off":
+            tables = [table for table in tables if table.name.startswith("__")]
+        data = self._settings.data
+        if not tables or compaction.waiting(data) or compaction.is_wanted(data):
+            return False
+        return bool(passes.due(data, tables, passes.clock(data, time.time(), GAP_S)))
+
+    async def _compact(self) -> int:
+        """Let a compactor make every pass that is due; return its exit code."""
+        environment = os.environ | self._settings.environment()
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _COMPACTOR, "--with", str(os.getpid())), env=environment
+        )
+        code = await self._process.wait()
+        if code < 0:
+            self._log.warn("not_compacted", reason=f"ended by signal {-code}", effect="tried again later")
+        return code
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()

@@ -1,16 +1,14 @@
 """The core of the gateway: what every door serves from. One for the whole process."""
 
-from kmq.broker.incidents import Strangers
-from kmq.broker.stats import StatsPage
+from kmq.broker.stats import StatsPage, Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import ANSWER_BYTES, Budget
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.fetching import Fetching, Waking
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.producing import Producing
-from kmq.gateway.core.topic_admin import TopicAdmin
-from kmq.gateway.core.waking import Waking
+from kmq.gateway.core.topics import TopicAdmin
 from kmq.logfmt import Logger
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from kmq.broker.stats import StatsPage
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.log import reader, topics
 from kmq.message import record
 from kmq.message.routing import Topic

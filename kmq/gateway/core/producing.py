@@ -22,9 +22,9 @@ from kmq.client.producer_aio import AsyncProducer
 from kmq.client.producer_core import Outgoing
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
+from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.places import Place, PlaceFinder, Places
-from kmq.gateway.core.refused import RequestRefused, refusal_of
+from kmq.gateway.core.finding import PlaceFinder, Places, StoredPlace
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.message.ids import MAX_NAME
@@ -250,7 +250,7 @@ def _refusals(delivery: Delivery) -> dict[int, RequestRefused]:
     return refused
 
 
-def _timestamp_ms(topic: str, place: Place) -> int:
+def _timestamp_ms(topic: str, place: StoredPlace) -> int:
     return Message(topic, place.partition, place.offset, place.line).timestamp_ms
 
 

@@ -5,19 +5,225 @@
 Invariants  Every partition of a topic that somebody subscribes to has exactly one owner, and that one subscribes to it.
             The result depends on nothing but the arguments' values: not on the order of a dict or a set.
             roundrobin and the sticky ones: members of equal subscriptions differ by at most one partition.
-            The sticky ones: see kmq/gateway/groups/sticky.py.
+            The sticky ones: see kmq/gateway/groups/assignors.py.
 Not covered Racks; weights of partitions.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import cycle
 
 from kmq.gateway.groups.events import TopicPartition
-from kmq.gateway.groups.sticky import assign_sticky
+
+# --- sticky ----------------------------------------------------------------------------------------------------------
+# Balanced, and as little moved as can be: what the assignors sticky and cooperative-sticky do.
+#
+# Balance     The most even loads that the subscriptions allow: no partition can be handed on, directly or along a chain
+#             of members, from a member to one that has at least two fewer. (A search along all such chains that finds
+#             none proves the loads to be the most even ones; unequal loads remain only where subscriptions force them.)
+# Movement    With equal subscriptions no assignment that is as even moves fewer partitions. With different ones a
+#             partition moves only where that makes loads more even; what is even already stays as it is.
+# Bound       Steps of searches are counted, to BUDGET in all: a quarter of a second. Beyond it the result is complete,
+#             and less even. Thousands of partitions and hundreds of different subscriptions are needed to get there.
+
+BUDGET = 1_000_000
+
+Assignments = dict[str, list[TopicPartition]]
+
+
+def assign_sticky(
+    subscribers: Mapping[str, frozenset[str]],
+    members_of: Mapping[str, list[str]],
+    partitions_of: Mapping[str, int],
+    prior: Mapping[str, Collection[TopicPartition]],
+) -> Assignments:
+    """Return who gets what. `members_of`: topic → its subscribers, for every topic with partitions and subscribers."""
+    kept: Assignments = {}
+    free = {TopicPartition(topic, n): None for topic in members_of for n in range(partitions_of[topic])}
+    for member, topics in subscribers.items():
+        kept[member] = [p for p in sorted(prior.get(member, ())) if p in free and p.topic in topics]
+        for partition in kept[member]:
+            del free[partition]
+    if len(set(subscribers.values())) <= 1:
+        return _level(kept, list(free))
+    home = {partition: member for member in kept for partition in kept[member]}
+    _fill(kept, list(free), members_of)
+    return _Chains(kept, home, subscribers, members_of).shorten()
+
+
+def _level(kept: Assignments, free: list[TopicPartition]) -> Assignments:
+    """All may have all: who holds most keeps one more than the others, as far as the number does not divide."""
+    if not kept:
+        return kept
+    share, extra = divmod(sum(map(len, kept.values())) + len(free), len(kept))
+    for member in sorted(kept, key=lambda member: -len(kept[member])):  # sorted is stable: then by place
+        quota = share + (extra > 0)
+        extra -= 1
+        free += kept[member][quota:]
+        del kept[member][quota:]
+    _fill(kept, sorted(free), {})
+    return {member: sorted(partitions) for member, partitions in kept.items()}
+
+
+def _fill(kept: Assignments, free: list[TopicPartition], members_of: Mapping[str, list[str]]) -> None:
+    """Give each free partition to the least loaded of its topic's subscribers. Topics with few subscribers first."""
+    place = {member: number for number, member in enumerate(kept)}
+    free.sort(key=lambda partition: (len(members_of.get(partition.topic, kept)), partition))
+    heaps: dict[str, list[tuple[int, int, str]]] = {}  # by topic: load as it was, place, member
+    for partition in free:
+        topic = partition.topic if members_of else ""
+        if topic not in heaps:
+            heaps[topic] = [(len(kept[member]), place[member], member) for member in members_of.get(topic, kept)]
+            heapify(heaps[topic])
+        heap = heaps[topic]
+        load, number, member = heappop(heap)
+        while load != len(kept[member]):  # it was given more through another topic
+            heappush(heap, (len(kept[member]), number, member))
+            load, number, member = heappop(heap)
+        kept[member].append(partition)
+        heappush(heap, (load + 1, number, member))
+
+
+class _Held:
+    """What one member has of one topic: what it had before is at `home`, the rest are `guests`."""
+
+    __slots__ = ("guests", "home")
+
+    def __init__(self) -> None:
+        self.home: list[TopicPartition] = []
+        self.guests: list[TopicPartition] = []
+
+    @property
+    def next(self) -> list[TopicPartition]:
+        """What to hand on from: guests cost no move."""
+        return self.guests or self.home
+
+
+class _Chains:
+    """Hands partitions on along chains of members, until no chain makes loads more even."""
+
+    def __init__(
+        self,
+        kept: Assignments,
+        home: Mapping[TopicPartition, str],
+        subscribers: Mapping[str, frozenset[str]],
+        members_of: Mapping[str, list[str]],
+    ) -> None:
+        self._home, self._subscribers, self._members_of = home, subscribers, members_of
+        self._load = {member: len(partitions) for member, partitions in kept.items()}
+        self._held: dict[str, dict[str, _Held]] = {member: {} for member in kept}
+        for member, partitions in kept.items():
+            for partition in sorted(partitions, reverse=True):
+                self._put(member, partition)
+        self._steps = BUDGET
+
+    def shorten(self) -> Assignments:
+        """Shorten the longest loads first, until a pass changes nothing; then bring home what evenness allows."""
+        self._give_directly()
+        changed = True
+        while changed and self._steps > 0:
+            changed = False
+            for member in sorted(self._load, key=lambda member: -self._load[member]):
+                while self._hand_on(member):
+                    changed = True
+        self._bring_home()
+        return {
+            member: sorted(p for held in topics.values() for p in (*held.home, *held.guests))
+            for member, topics in self._held.items()
+        }
+
+    def _give_directly(self) -> None:
+        """Hand on from the most loaded members to the least loaded ones, while that makes them more even.
+
+        Chains would find the same moves by one search for each; here a move costs one step in a heap.
+        """
+        for giver in sorted(self._load, key=lambda member: -self._load[member]):
+            receivers = [(load, member) for member, load in self._load.items() if load <= self._load[giver] - 2]
+            heapify(receivers)
+            sources = {member: self._sources(giver, member) for _, member in receivers}
+            while receivers and receivers[0][0] <= self._load[giver] - 2 and self._steps > 0:
+                load, receiver = receivers[0]
+                source = next(sources[receiver], None)
+                if source is None:
+                    heappop(receivers)
+                    continue
+                self._put(receiver, source.pop())
+                self._load[giver] -= 1
+                self._load[receiver] += 1
+                heapreplace(receivers, (load + 1, receiver))
+
+    def _sources(self, giver: str, receiver: str) -> Iterator[list[TopicPartition]]:
+        """Yield what holds a partition that `giver` can hand on to `receiver`, as long as there is one."""
+        for topic, held in self._held[giver].items():
+            self._steps -= 1
+            if topic in self._subscribers[receiver]:
+                while held.next:
+                    yield held.next
+
+    def _hand_on(self, giver: str) -> bool:
+        """Find the cheapest chain from `giver` to a member with at least two fewer, and hand on along it."""
+        limit = self._load[giver] - 2
+        came: dict[str, tuple[str, str]] = {giver: ("", "")}  # member → who hands to it, of which topic
+        done, free, paid = set[str](), set[str](), set[str]()  # members; topics whose subscribers are reached
+        queue = deque([giver])
+        while queue and self._steps > 0:
+            member = queue.popleft()
+            if member in done:
+                continue
+            done.add(member)
+            if self._load[member] <= limit:
+                self._carry_out(giver, member, came)
+                return True
+            for topic, held in self._held[member].items():
+                if topic in free or not held.next or (topic in paid and not held.guests):
+                    continue
+                (free if held.guests else paid).add(topic)
+                self._steps -= len(self._members_of[topic])
+                for other in self._members_of[topic]:
+                    if other not in done and (held.guests or other not in came):
+                        came[other] = member, topic
+                        (queue.appendleft if held.guests else queue.append)(other)
+        return False
+
+    def _carry_out(self, giver: str, last: str, came: Mapping[str, tuple[str, str]]) -> None:
+        """Hand on as many as make the two ends even and every link of the chain has."""
+        links: list[tuple[str, str, str]] = []
+        member = last
+        while member != giver:
+            before, topic = came[member]
+            links.append((before, topic, member))
+            member = before
+        count = min(len(self._held[before][topic].next) for before, topic, _ in links)
+        count = min(count, (self._load[giver] - self._load[last]) // 2)
+        for before, topic, after in links:
+            source = self._held[before][topic].next
+            for _ in range(count):
+                self._put(after, source.pop())
+        self._load[giver] -= count
+        self._load[last] += count
+
+    def _put(self, member: str, partition: TopicPartition) -> None:
+        held = self._held[member].setdefault(partition.topic, _Held())
+        (held.home if self._home.get(partition) == member else held.guests).append(partition)
+
+    def _bring_home(self) -> None:
+        """Where one member more or less is as even, a guest goes back to the member that had it before."""
+        for member, topics in self._held.items():
+            for held in list(topics.values()):
+                for partition in list(held.guests):
+                    home = self._home.get(partition)
+                    if home is not None and self._load[home] < self._load[member]:
+                        held.guests.remove(partition)
+                        self._put(home, partition)
+                        self._load[member] -= 1
+                        self._load[home] += 1
+
+
+# --- assignors -------------------------------------------------------------------------------------------------------
 
 Topics = Mapping[str, frozenset[str]]  # member → the topics that it subscribes to
 Prior = Mapping[str, Collection[TopicPartition]]  # member → what it had
-Assignments = dict[str, list[TopicPartition]]  # member → what it gets; every member has an entry
 
 COOPERATIVE = "cooperative-sticky"
 DEFAULT = COOPERATIVE

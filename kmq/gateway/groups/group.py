@@ -1,7 +1,7 @@
 """One group: its members, its generations, and the steps from one to the next.
 
 Invariants  1. A partition has at most one owner in a generation, and a new owner only after the old one has stopped or
-            is fenced: kmq/gateway/groups/ownership.py, because `step` alone gives, and raises the generation first.
+            is fenced: kmq/gateway/groups/group.py, because `step` alone gives, and raises the generation first.
             2. A commit is allowed only to the owner, in a generation that is neither older than the one in which it was
             given the partition, nor older than one that it has shown to know, nor newer than the newest.
             3. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
@@ -13,13 +13,253 @@ Steps       A change of members or topics makes the target stale. `step` raises 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from heapq import heapify, heappop, heappush
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import COOPERATIVE, assign
-from kmq.gateway.groups.events import Assigned, Ended, Event, GroupView, Revoke, State, TopicPartition
-from kmq.gateway.groups.member import Member
-from kmq.gateway.groups.ownership import Exists, Ownership
+from kmq.gateway.groups.events import (
+    Assigned,
+    Ended,
+    Event,
+    GroupView,
+    MemberView,
+    Partitions,
+    Revoke,
+    State,
+    TopicPartition,
+)
+from kmq.gateway.groups.terms import Client, Terms
+
+# --- alarms ----------------------------------------------------------------------------------------------------------
+# When the next thing is due, over thousands of members: a heap that a sign of life does not touch.
+#
+# Invariant   An alarm never rings later than it was set for; it rings at most once for each `set`.
+# Cost        `set` and a ring are O(log n). Whoever was postponed meanwhile (a member that beats) is found out when its
+#             alarm rings, and sets it anew: a member costs one ring in each of its timeouts, whatever it does.
+# Memory      At most two entries for each alarm that is set, and 64.
+
+NEVER = float("inf")
+
+
+class Alarms:
+    """At most one alarm for each key: a group (name, ""), or a member (group, member)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, tuple[str, str]]] = []
+        self._at: dict[tuple[str, str], float] = {}  # an entry of the heap that differs from this is void
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, key: tuple[str, str], at: float) -> None:
+        """Ring for `key` at `at`, or earlier where an earlier alarm is set already."""
+        if at >= self._at.get(key, NEVER):
+            return
+        self._at[key] = at
+        heappush(self._heap, (at, key))
+        if len(self._heap) > 2 * len(self._at) + 64:
+            self._heap = [(at, key) for key, at in self._at.items()]
+            heapify(self._heap)
+
+    def drop(self, key: tuple[str, str]) -> None:
+        """Ring for `key` no more."""
+        self._at.pop(key, None)
+
+    def next(self) -> float:
+        """Return when the next alarm rings; NEVER without one."""
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else NEVER
+
+    def pop(self, now: float) -> tuple[str, str] | None:
+        """Return a key whose alarm rings at `now` or before; None if there is none."""
+        if self.next() > now:
+            return None
+        _, key = heappop(self._heap)
+        del self._at[key]
+        return key
+
+
+# --- member ----------------------------------------------------------------------------------------------------------
+# One member of a group: what it asked for, what it owns, and until when it may stay silent.
+#
+# Invariant   `revoking` ⊆ `owned`. `generation`, the highest one that the member has shown to know, never falls.
+
+
+class Member:
+    """All times are those of the caller's monotonic clock, in seconds."""
+
+    __slots__ = (
+        "beaten",
+        "client",
+        "generation",
+        "id",
+        "owned",
+        "polled",
+        "revoke_by",
+        "revoking",
+        "sync_by",
+        "terms",
+        "topics",
+    )
+
+    def __init__(self, id: str, client: Client, terms: Terms, generation: int, now: float) -> None:
+        self.id, self.client, self.terms, self.generation = id, client, terms, generation
+        self.topics = frozenset(terms.topics)
+        self.beaten = self.polled = now
+        self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
+        self.revoking: dict[TopicPartition, int] = {}  # → the generation in which it was asked for
+        self.sync_by = self.revoke_by = NEVER
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where the member stands among the others, whoever joined first."""
+        return self.terms.static_name or "", self.id
+
+    def deadline(self) -> float:
+        """Return when the member is overdue unless it gives a sign of life before."""
+        return min(
+            self.beaten + self.terms.session_s, self.polled + self.terms.max_poll_s, self.sync_by, self.revoke_by
+        )
+
+    def overdue(self, now: float) -> str:
+        """Return the code with which the member ends at `now`; "" if it may stay."""
+        if now >= self.beaten + self.terms.session_s:
+            return "session_timeout"
+        if now >= min(self.sync_by, self.revoke_by):
+            return "rebalance_timeout"
+        return "poll_timeout" if now >= self.polled + self.terms.max_poll_s else ""
+
+    def ask(self, partitions: Iterable[TopicPartition], generation: int, now: float) -> None:
+        """Note that `partitions` are to be given up. Asking again does not prolong the deadline."""
+        self.revoking.update(dict.fromkeys(partitions, generation))
+        self.revoke_by = min(self.revoke_by, now + self.terms.rebalance_s)
+
+    def tell(self, now: float) -> None:
+        """Note that the member was told of a new generation. Telling it of another one does not prolong the deadline."""
+        self.sync_by = min(self.sync_by, now + self.terms.rebalance_s)
+
+    def answer(self, generation: int, newest: int, now: float) -> None:
+        """Note that the member knows `generation`, which may be older than the `newest` of the group."""
+        self.generation = max(self.generation, generation)
+        self.sync_by = NEVER if self.generation == newest else now + self.terms.rebalance_s
+
+    def lose(self, partition: TopicPartition) -> None:
+        """Take the partition away, whether it was asked for or not."""
+        del self.owned[partition]
+        self.revoking.pop(partition, None)
+        if not self.revoking:
+            self.revoke_by = NEVER
+
+    def has_answered(self, newest: int) -> bool:
+        """Return True if the member knows the newest generation and has nothing to give up."""
+        return self.generation == newest and not self.revoking
+
+    def assignment(self) -> Partitions:
+        """Return what the member may read: what it owns and need not give up."""
+        return tuple(sorted(self.owned.keys() - self.revoking.keys()))
+
+    def view(self) -> MemberView:
+        """Return the member as doors show it."""
+        return MemberView(
+            id=self.id,
+            name=self.client.name,
+            host=self.client.host,
+            static_name=self.terms.static_name,
+            topics=tuple(sorted(self.topics)),
+            partitions=self.assignment(),
+            revoking=tuple(sorted(self.revoking)),
+        )
+
+
+# --- ownership -------------------------------------------------------------------------------------------------------
+# Which member owns which partition of a group, and which one it is meant for.
+#
+# Invariants  1. A partition has at most one owner. Only `give` adds owners, and only to partitions that nobody owns; the
+#             group calls it only after it has raised the generation. Everything else only takes owners away. So within
+#             one generation a partition never has two owners.
+#             2. An owner is taken away only by `release`: the member said `revoked`, joined again without the partition,
+#             left, was ended, was replaced under its static name, or the partition is gone. Being asked takes nothing
+#             away. So a new owner begins only after the old one has stopped, or can no longer commit.
+# Memory      Two entries for each partition of the subscribed topics.
+
+Exists = Callable[[TopicPartition], bool]
+
+
+class Ownership:
+    """Owners and target. `members` is the group's own dict: every owner is in it."""
+
+    __slots__ = ("_members", "has_free", "owners", "revoking", "target")
+
+    def __init__(self, members: dict[str, Member]) -> None:
+        self._members = members
+        self.owners: dict[TopicPartition, str] = {}
+        self.target: dict[TopicPartition, str] = {}  # who is to own it, once it is free
+        self.has_free = False  # a partition of the target has no owner
+        self.revoking: set[str] = set()  # members that were asked to give something up
+
+    def release(self, member: Member, partitions: Iterable[TopicPartition]) -> None:
+        """Take `partitions` away from the member, which reads them no more, or is none any more."""
+        for partition in partitions:
+            member.lose(partition)
+            del self.owners[partition]
+            self.has_free |= partition in self.target
+        if not member.revoking:
+            self.revoking.discard(member.id)
+
+    def drop_gone(self, exists: Exists) -> None:
+        """Take away what is there no more."""
+        for partition, owner in list(self.owners.items()):
+            if not exists(partition):
+                self.release(self._members[owner], [partition])
+        self.target = {partition: owner for partition, owner in self.target.items() if exists(partition)}
+
+    def prefer(self, partitions: Iterable[TopicPartition], member: str) -> None:
+        """Let the next target prefer `member` for those of `partitions` that are meant for nobody else."""
+        for partition in partitions:
+            self.target.setdefault(partition, member)
+
+    def rename(self, old: str, new: str) -> None:
+        """Mean for `new` what was meant for `old`, which owns nothing any more."""
+        for partition, member in self.target.items():
+            if member == old:
+                self.target[partition] = new
+                self.has_free = True
+
+    def clear(self) -> None:
+        """The last member is gone: nothing is meant for anybody."""
+        self.target, self.has_free = {}, False
+
+    def prior(self) -> dict[str, list[TopicPartition]]:
+        """Return what each member has as an assignor sees it: what is meant for it, else what it owns."""
+        had = self.owners | {p: member for p, member in self.target.items() if member in self._members}
+        prior: dict[str, list[TopicPartition]] = {member: [] for member in self._members}
+        for partition, member in had.items():
+            prior[member].append(partition)
+        return prior
+
+    def ask(self, is_all: bool, generation: int, now: float) -> dict[str, list[TopicPartition]]:
+        """Ask owners to give up all that they own, or what is meant for another. Returns what was not asked before."""
+        asked: dict[str, list[TopicPartition]] = {}
+        for partition, owner in self.owners.items():
+            if (is_all or self.target.get(partition) != owner) and partition not in self._members[owner].revoking:
+                asked.setdefault(owner, []).append(partition)
+        for owner, partitions in asked.items():
+            self._members[owner].ask(partitions, generation, now)
+            self.revoking.add(owner)
+        return asked
+
+    def give(self, generation: int) -> None:
+        """Give what nobody owns to the members that it is meant for, from `generation` on."""
+        for partition, member in self.target.items():
+            if partition not in self.owners:
+                self.owners[partition] = member
+                self._members[member].owned[partition] = generation
+        self.has_free = False
+
+
+# --- group -----------------------------------------------------------------------------------------------------------
 
 
 class Group:

@@ -22,8 +22,7 @@ Memory      An entry for each message in hand, at most as many as the store has 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from kmq.gateway.groups.offset_records import Nack
-from kmq.gateway.groups.offset_table import MAX_NACKS
+from kmq.gateway.groups.offset_table import MAX_NACKS, Nack
 
 Partition = tuple[str, int]
 NEVER = float("inf")

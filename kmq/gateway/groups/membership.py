@@ -16,10 +16,10 @@ Invariant   Each member has at most one listener: who joins under the name of a 
             offset 0, on disk.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
             deletes it. What was committed after that stays.
-Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
-            joins before that is done. How old the offsets are is for keeping.py to judge, which has a clock that does
+Crash       Groups that have committed offsets are restored from the store, and the start is counted (membership.py); nobody
+            joins before that is done. How old the offsets are is for offsets.py to judge, which has a clock that does
             not jump and gives members the time to come back. So a start forgets nothing.
-Memory      As coordinator.py and store.py say, and a listener for each member that is connected.
+Memory      As coordinator.py and offsets.py say, and a listener for each member that is connected.
 """
 
 import asyncio
@@ -32,20 +32,46 @@ from weakref import WeakValueDictionary
 
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
+from kmq.files import replace_file
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.in_hand import Answer, InHand
-from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import Change, KnownTopics
-from kmq.gateway.groups.offset_records import MAX_OFFSET, Committed, Nack
-from kmq.gateway.groups.store import Commit, OffsetStore
+from kmq.gateway.groups.offset_table import MAX_OFFSET, Committed, Nack
+from kmq.gateway.groups.offsets import GRACE_S, Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.wire.requests import Position
+
+# --- lives -----------------------------------------------------------------------------------------------------------
+# data/gateway.starts: how many gateways have served groups here, so that each has generations of its own.
+#
+#     <n>                     decimal, one line
+#
+# Owner       the gateway; written once at its start.
+# Invariant   `begin` never returns a number that it returned before, because the next one is on disk before it returns.
+# Crash       The file is replaced atomically. A missing or damaged file, as after a restore, counts on from `least`.
+
+NAME = "gateway.starts"
+_MOST_DIGITS = 9
+
+
+def begin(data: str, least: int = 0) -> int:
+    """Return the number of former lives, at least `least`, and count this one. Raises OSError if it cannot be written."""
+    try:
+        with open(f"{data}/{NAME}", "rb") as file:
+            text = file.read(_MOST_DIGITS + 2).strip()
+    except FileNotFoundError:
+        text = b""
+    former = max(least, int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0)
+    replace_file(f"{data}/{NAME}", b"%d\n" % (former + 1))
+    return former
+
+
+# --- membership ------------------------------------------------------------------------------------------------------
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
 _BEAT_S = 0.3  # between two signs of life of a member that waits for its commit
@@ -110,7 +136,7 @@ class Groups:
         highest = {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
         least = max(highest.values(), default=0) // GENERATIONS
         try:
-            starts = await asyncio.to_thread(lives.begin, self._settings.data, least)
+            starts = await asyncio.to_thread(begin, self._settings.data, least)
         except OSError as err:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False

@@ -6,11 +6,162 @@ Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and
             back in a partition; then `offsets_full`. Rows that were stored already are always taken in.
 """
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+from urllib.parse import quote, unquote_to_bytes
 
 from kmq.config.values import MIB
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups.offset_records import Committed, Nack, Place, Row
+from kmq.gateway.core.broker import RequestRefused
+from kmq.log import reader
+from kmq.logfmt import Logger
+from kmq.message import routing
+
+# --- offset records --------------------------------------------------------------------------------------------------
+# The records of topic `__consumer_offsets`: committed offsets, and messages to deliver again. Encoder and decoder.
+#
+#     key      <group>.<topic>.<partition>             each part percent-encoded, its dots too
+#     payload  offset=<n> ts=<unix> member=<m> generation=<g> metadata=<…>
+#              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
+#
+#     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
+#     payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, and when it may be delivered again;
+#              first=<unix>                            when it was first given back
+#              letter=<topic>/<partition>@<offset>     of a message that was put aside: where its dead letter is
+#
+#     The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts.
+#
+# A reader is tolerant: a record that is none of these is skipped and counted. Somebody may have brought it back from an
+# older release, or a later release may have written it. So fields may be added at the end of a payload, and only there.
+
+TOPIC = "__consumer_offsets"
+MAX_OFFSET = (1 << 63) - 1
+_TEXT = rb"[A-Za-z0-9_~%-]*"
+_FIELD = rb"[^ |\n]*"
+_COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} metadata=%b(?: [^\n]*)?" % (
+    _FIELD,
+    _FIELD,
+)
+_NACK = rb"deliveries=\d{1,9} due=\d{1,11}\.\d{3} reason=%b(?: [^\n]*)?" % _FIELD
+_PAYLOAD = re.compile(
+    r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)"
+    r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?(?: letter=(\S+))?"
+)
+_PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
+_PLACE = rb"%b\.%b\.\d{1,5}" % (_TEXT, rb"[A-Za-z0-9_~%-]+")
+# seq, key and payload of a stored record: a commit, a nack or a tombstone.
+_STORED = re.compile(
+    rb"(?m)^(\d+)\|[^|\n]*\|%b\.(?:@\d*\.)?(?:(%b)\|[^|\n]*\|[^|\n]*\|(%b|)|(%b\.\d{1,19})\|[^|\n]*\|[^|\n]*\|(%b|))$"
+    % (TOPIC.encode(), _PLACE, _COMMIT, _PLACE, _NACK)
+)
+
+
+class Place(NamedTuple):
+    """What a key names: a partition of a topic, or, with an offset, one message of it, for one group."""
+
+    group: str
+    topic: str
+    partition: int
+    offset: int | None = None
+
+
+class Committed(NamedTuple):
+    """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none."""
+
+    offset: int
+    ts: float
+    member: str = ""
+    generation: int = 0
+    metadata: str = ""
+    seq: int = 0
+
+
+DONE = "done"  # in place of a letter
+
+
+class Nack(NamedTuple):
+    """A message that a member gave back, or that its reader died of. Times in seconds since the epoch.
+
+    `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was
+    put aside, or DONE: handled. It is not delivered any more, and the row goes as soon as the group has committed beyond it.
+    """
+
+    deliveries: int
+    due: float
+    reason: str = ""
+    seq: int = 0
+    first: float = 0.0
+    letter: str = ""
+
+
+Row = Committed | Nack
+
+
+def encode_key(place: Place) -> bytes:
+    """Return the key of a record. Raises UnicodeEncodeError for a name that is no text."""
+    parts = [_encode(place.group), _encode(place.topic), str(place.partition)]
+    return ".".join(parts if place.offset is None else [*parts, str(place.offset)]).encode()
+
+
+def decode_key(key: bytes) -> Place:
+    """Return what a key names. Raises ValueError if it is none, or not in the form that `encode_key` gives it."""
+    group, topic, *numbers = key.decode("ascii").split(".")
+    if not 1 <= len(numbers) <= 2:
+        raise ValueError(f"key {key[:100]!r} must be <group>.<topic>.<partition>[.<offset>]")
+    place = Place(_decode(group), _decode(topic), *map(int, numbers))
+    if encode_key(place) != key:  # two keys of one place would be two rows to compaction
+        raise ValueError(f"key {key[:100]!r} is not encoded as KMQ does it")
+    return place
+
+
+def routing_key(place: Place) -> bytes:
+    """Return the routing key of a record."""
+    return routing.exact(TOPIC.encode(), encode_key(place))
+
+
+def encode_payload(row: Row) -> bytes:
+    """Return the payload of a record."""
+    if isinstance(row, Nack):
+        text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
+        text += f" first={row.first:.3f}" if row.first else ""
+        text += f" letter={row.letter}" if row.letter else ""
+    else:
+        text = (
+            f"offset={row.offset} ts={row.ts:.3f} member={_encode(row.member)}"
+            f" generation={row.generation} metadata={_encode(row.metadata)}"
+        )
+    return text.encode()
+
+
+def decode_payload(payload: bytes, seq: int = 0) -> Row:
+    """Return what a payload says. Raises ValueError if it is damaged or empty."""
+    match = _PAYLOAD.match(payload.decode("ascii"))
+    if match is None:
+        raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
+    offset, ts, member, generation, metadata, deliveries, due, reason, first, letter = match.groups()
+    if deliveries is not None:
+        return Nack(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
+    if int(offset) > MAX_OFFSET:
+        raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
+    return Committed(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)
+
+
+def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield (seq, key, payload) of the records among stored lines; b"" is a tombstone. Others are left out."""
+    for seq, key, payload, nack_key, nack in _STORED.findall(lines):
+        yield int(seq), key or nack_key, payload or nack
+
+
+def _encode(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else quote(text, safe="").replace(".", "%2E")
+
+
+def _decode(text: str) -> str:
+    return unquote_to_bytes(text).decode() if "%" in text else text
+
+
+# --- offset table ----------------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 20_000
 MAX_BYTES = 64 * MIB
@@ -167,3 +318,73 @@ class OffsetTable:
 def _weight(place: Place, row: Row) -> int:
     texts = row.metadata + row.member if isinstance(row, Committed) else row.reason
     return ROW_BYTES + len(place.group) + len(place.topic) + len(texts)
+
+
+# --- offset log ------------------------------------------------------------------------------------------------------
+# Reading the log of topic `__consumer_offsets` at a start: the last record of each key, and how many there were.
+#
+# Damage      A record that is no commit is skipped, counted and named in a log line. Damaged bytes raise DamageError: what
+#             is lost in them may be all that a group has committed, and a group that is not known begins anew: it reads
+#             everything again, or with `latest` skips what waits for it.
+
+_READ_BYTES = 4 * MIB
+_REMOVED = re.compile(rb"(?m)^\n+")  # the newlines of records that compaction removed
+
+
+class OffsetLog:
+    """The log as it is now. Reads files: call it in a thread."""
+
+    def __init__(self, data: str, log: Logger) -> None:
+        self._data, self._log = data, log
+        self.records = 0  # read, with those that were skipped
+        self._skipped, self._example = 0, ""
+
+    def read(self) -> list[tuple[Place, Row]]:
+        """Return the rows in force: the last of each place, without those that a tombstone deleted.
+
+        Raises DamageError.
+        """
+        latest: dict[bytes, tuple[int, bytes]] = {}
+        for lines in self._blocks():
+            lines = _REMOVED.sub(b"", lines)
+            count = lines.count(b"\n")
+            found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
+            latest.update(found)
+            self.records += count
+            if len(found) != count:
+                self._skip(count - len(found), _first_foreign(lines))
+        rows = [row for key, (seq, payload) in latest.items() if payload for row in self._decoded(key, payload, seq)]
+        if self._skipped:
+            effect = "skipped: they are no commits of this release"
+            self._log.warn("offset_records_skipped", count=self._skipped, first=self._example[:200], effect=effect)
+        return rows
+
+    def _skip(self, count: int, example: str) -> None:
+        self._skipped += count
+        self._example = self._example or example
+
+    def _decoded(self, key: bytes, payload: bytes, seq: int) -> Iterator[tuple[Place, Row]]:
+        try:
+            place, row = decode_key(key), decode_payload(payload, seq)
+        except ValueError as err:
+            self._skip(1, f"seq {seq}: {err}")
+            return
+        if isinstance(row, Nack) == (place.offset is not None):
+            yield place, row
+
+    def _blocks(self) -> Iterator[bytes]:
+        """Yield the lines of the log."""
+        if not os.path.isdir(f"{self._data}/topics/{TOPIC}"):
+            return
+        log, offset = reader.partition(self._data, TOPIC, 0), 0
+        while True:
+            first, lines = log.read(offset, _READ_BYTES)
+            if not lines:
+                return
+            yield lines
+            offset = first + lines.count(b"\n")
+
+
+def _first_foreign(lines: bytes) -> str:
+    """Return the first line that is no record of this topic as `scan` knows them."""
+    return next((line.decode(errors="replace") for line in lines.split(b"\n") if line and not list(scan(line))), "")

@@ -22,7 +22,7 @@ from kmq.client.producer_core import Core
 from kmq.config.settings import Settings
 from kmq.config.values import MIB
 from kmq.errors import KmqError
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.message.text import format_text
 
 PRODUCER = "__offsets"

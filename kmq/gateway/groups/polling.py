@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Fetching
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
 from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import MAX_NACKS
-from kmq.gateway.groups.store import Commit
+from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.wire.requests import Position
 

@@ -34,14 +34,14 @@ from kmq.client.handling import Rules
 from kmq.client.producer import Producer
 from kmq.client.runner import Letterbox
 from kmq.errors import KmqError
+from kmq.gateway.core.broker import RequestRefused, bad_field, refusal_of
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit
-from kmq.gateway.core.refused import RequestRefused, bad_field, refusal_of
-from kmq.gateway.core.topic_options import UNLIMITED
+from kmq.gateway.core.topics import UNLIMITED
 from kmq.gateway.groups.events import State
 from kmq.gateway.groups.in_hand import NEVER, Hand, Partition, given_back, is_paused, is_spent
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_records import DONE, Nack
+from kmq.gateway.groups.offset_table import DONE, Nack
 from kmq.message.letters import Failure
 from kmq.message.message import Message
 from kmq.message.text import make_routing_key

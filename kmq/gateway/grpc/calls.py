@@ -31,11 +31,11 @@ from typing import Any
 
 import grpc
 
-from kmq.broker.incidents import Strangers
+from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.answers import PATIENCE_S, Budget, longest_waiting
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.statuses import refuse
 

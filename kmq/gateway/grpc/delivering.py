@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.redelivery import Again, Reader, Turn
 from kmq.gateway.grpc import values

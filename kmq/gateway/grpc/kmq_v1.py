@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kmq.config.values import MIB
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc import values

@@ -20,8 +20,8 @@ from kmq.client.producer_aio import AsyncProducer
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
+from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Feed, Record, Watermark
-from kmq.gateway.core.refused import RequestRefused, refusal_of
 from kmq.gateway.grpc.calls import Call, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from kmq.broker.incidents import Incidents
+from kmq.broker.stats import Incidents
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc.calls import Call, Calls
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.wire import refusals
 
 _MOST_TEXT = 2000  # bytes, which may be sent as three times as many: clients break a connection with more than 8 KiB

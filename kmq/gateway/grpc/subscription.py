@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kmq.config.values import KIB
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.redelivery import Reader, Redelivery
-from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Resume, Terms
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call

@@ -10,9 +10,9 @@ from typing import Any
 from google.protobuf import message as protobuf
 
 from kmq.config.values import MIB
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN
 from kmq.message.message import Message

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 
 T = TypeVar("T")
 _MOST_BYTES = 8 * MIB  # of one body; more only if a single message may be longer

@@ -8,8 +8,8 @@ from aiohttp import web
 
 import kmq
 from kmq.gateway.console.overview import Overview
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.http.caller import caller
 from kmq.gateway.http.operation import JSON, Call
 

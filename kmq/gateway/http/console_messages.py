@@ -17,8 +17,8 @@ from aiohttp import web
 
 from kmq.gateway.console import following, messages
 from kmq.gateway.console.dead import DeadLetters
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.bodies import Bodies, parse_json

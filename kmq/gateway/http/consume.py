@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.redelivery import Again
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.message_json import Writer

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.log.damage import DamageError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.events import GroupView, TopicPartition
 from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.polling import Move, Poller, Pollers
 from kmq.gateway.groups.redelivery import Again, Reader, Redelivery
-from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.console_messages import where_to

@@ -32,10 +32,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.catalog import END, Catalog
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.spans import Range, Span
+from kmq.gateway.core.partitions import Range, Span
 from kmq.gateway.http.errors import answering
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
+from kmq.gateway.core.broker import bad_field
 from kmq.gateway.core.producing import NewMessage
-from kmq.gateway.core.refused import bad_field
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.message.message import Header, Message
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.http.console_operations import CONSOLE, CONSOLE_PAGES
 from kmq.gateway.http.errors import answering
 from kmq.gateway.http.operation import JSON, NDJSON, PATH_SCHEMAS, Call, Handler, Operation, Parameter, Reply

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
-from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.errors import body_of
 from kmq.gateway.http.message_json import load

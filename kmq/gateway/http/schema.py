@@ -7,7 +7,7 @@ properties, required, additionalProperties, items, minItems, maxItems, anyOf, $r
 import re
 from typing import Any
 
-from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
 from kmq.gateway.http.console_schema import CONSOLE_SCHEMAS
 from kmq.gateway.http.shapes import REF, Schema, array, number, or_null, record, ref, text

@@ -1,13 +1,12 @@
-"""/api/admin/topics: the topics, over HTTP. kmq/gateway/core/topic_admin.py does the work."""
+"""/api/admin/topics: the topics, over HTTP. kmq/gateway/core/topics.py does the work."""
 
 from typing import Any
 
 from aiohttp import web
 
+from kmq.gateway.core.broker import bad_field
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.refused import bad_field
-from kmq.gateway.core.topic_admin import TopicState
-from kmq.gateway.core.topic_options import OPTIONS
+from kmq.gateway.core.topics import OPTIONS, TopicState
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check

@@ -10,7 +10,7 @@ from html import escape
 
 from aiohttp import web
 
-from kmq.broker.readiness import Reason, Verdict
+from kmq.broker.health import Reason, Verdict
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.console.page import HEADERS, Page
 from kmq.gateway.core import metrics

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kmq.gateway.core.spans import Span
+from kmq.gateway.core.partitions import Span
 from kmq.wire.requests import MAX_REQUEST
 
 _HIGH_BYTES = 1 << 16

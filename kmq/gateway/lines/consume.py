@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Damage
 from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature, moment
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError

@@ -7,7 +7,7 @@ End         When the gateway stops, every connection that is not in the middle o
 import asyncio
 import time
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Reader, Redelivery
 from kmq.gateway.lines.connection import Connection, TooLong

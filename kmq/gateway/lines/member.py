@@ -12,11 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Partitions, Revoke
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.redelivery import Reader, Redelivery
-from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service

@@ -15,13 +15,13 @@ from typing import Protocol, TypeVar
 from kmq import files
 from kmq.access import roles
 from kmq.access.tokens import Tokens
-from kmq.broker.incidents import Strangers
+from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import PATIENCE_S
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waking
 from kmq.gateway.lines.connection import Connection
 from kmq.log.damage import DamageError, MisplacedError
 

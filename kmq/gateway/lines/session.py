@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-from kmq.gateway.core.fetching import Damage, Limit
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.fetching import Damage, Limit, Waiter
 from kmq.gateway.core.partitions import END, Partition, Signature, moment
-from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waiter
 from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.redelivery import Again, Reader, Turn
 from kmq.gateway.lines.connection import Connection

@@ -10,8 +10,8 @@ ERR …       no such question, no valid token, or damaged files; the connection
 
 from collections.abc import Callable
 
-from kmq.gateway.core.locating import Locator, Place
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.finding import Locator, RecordPlace
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
@@ -71,7 +71,7 @@ class StatusPort:
             question = Question(line)
             self._service.authorize(question.token, peer, "GET_STATUS")
             place = await self._service.run(self._place, question.seq)
-            if not isinstance(place, Place):
+            if not isinstance(place, RecordPlace):
                 return place
             where = place.topic, place.partition
             return b"PROCESSED\n" if self._has_committed(where, place.offset, question.group) else b"PENDING\n"
@@ -82,7 +82,7 @@ class StatusPort:
         except DamageError as err:
             return f"ERR damaged: {err}\n".encode()
 
-    def _place(self, seq: int) -> Place | bytes:
+    def _place(self, seq: int) -> RecordPlace | bytes:
         """Return where the record is, or the answer if it is nowhere."""
         if not self._locator.is_numbered(seq):
             return b"UNKNOWN\n"

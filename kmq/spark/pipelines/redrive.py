@@ -33,7 +33,7 @@ from pyspark.storagelevel import StorageLevel
 from kmq.client.producer import Producer
 from kmq.deadletters import letters
 from kmq.deadletters import redrive as rules
-from kmq.deadletters.pace import Pace
+from kmq.deadletters.letters import Pace
 from kmq.errors import ConfigError
 from kmq.log import topic_changes
 from kmq.log.reader import WAL

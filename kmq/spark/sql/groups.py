@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq.gateway.groups.offset_records import TOPIC, Committed, Place, decode_key, decode_payload, scan
+from kmq.gateway.groups.offset_table import TOPIC, Committed, Place, decode_key, decode_payload, scan
 from kmq.log.reader import WAL
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker

@@ -1,0 +1,614 @@
+"""Healing: each record is on disk twice, in the WAL and in its queue, byte for byte the same.
+
+The order is: the list of deleted topics; id, lineage and format; misplaced segments; checkpoints and declarations; the
+WAL from the queues; the queues from the WAL. If both copies of a seq are whole but differ, both are kept.
+
+Bytes that cannot be healed go to `quarantine/<segment>.<byte>`, as they were found, and their records are named in
+`quarantine/log` by file, byte and seqs. In a queue each lost record leaves a bare newline, as compaction does, so every
+offset stays; in the WAL, where a record carries its seq, it leaves nothing. The alternative is to leave the block in
+place and have every reader refuse it for ever: consumers would stop before it, and a router that must replay it would
+never start. So the loss is reported once, by name, the bytes are kept, and the broker runs.
+
+Owner       The caller holds append/.owner and topics/.owner: the broker is down.
+Crash       The next repair continues with what is left; see rewriting.py and places.py.
+"""
+
+import heapq
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kmq.files import QUARANTINE, replace_file
+from kmq.log import checkpoint, compaction, dedupe_file, deletions, dropped, reader, segment, topics, wal
+from kmq.log.partition import EMPTY, State, directory_of
+from kmq.log.segment import SEQ
+from kmq.log.wal import RING_BYTES
+from kmq.message import record, routing
+from kmq.message.routing import Topic
+from kmq.repair.copies import Copies, Difference
+from kmq.repair.directory import At, Directory
+from kmq.repair.places import Locator
+from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
+from kmq.repair.scan import Block, Evidence, Scan, confirmed_lines
+from kmq.repair.scan import Lines as Records
+from kmq.repair.small_files import SmallFiles
+
+# --- wal -------------------------------------------------------------------------------------------------------------
+# Heals the WAL from the queues.
+#
+# A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the WAL
+# are written again from the queues. Bytes that no index line covers (the index was lost) are compared with the queues,
+# record by record. If the queues lack the records, the bytes are kept as they are and reported as not confirmed.
+
+
+class WalHealer:
+    """One run over the WAL."""
+
+    def __init__(self, directory: Directory, rewriter: Rewriter) -> None:
+        self.directory, self.rewriter, self.data = directory, rewriter, directory.data
+        self._unwitnessed: list[int] = []  # seqs of the current segment that nothing else confirms
+
+    def heal(self, known: int) -> None:
+        """Rewrite each segment that is damaged or not indexed. `known`: the last seq in any other file."""
+        log = self.directory.wal()
+        if not log.segments() and known:
+            replace_file(f"{self.data}/append/{segment.name(self._oldest())}", b"")
+        scans = self.rewriter.scans.of_log(log)
+        for number, scan in enumerate(scans):
+            is_last = number + 1 == len(scans)
+            until = max(known, scan.first - 1) if is_last else scans[number + 1].first - 1
+            patches = self._patches(scan, until)
+            if patches or scan.wrong or scan.unindexed:
+                self._unwitnessed = []
+                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
+
+    def _oldest(self) -> int:
+        """Return the first seq of a WAL of which nothing is left.
+
+        That is 1, unless retention has deleted the first records of a queue.
+        """
+        logs = map(self.directory.queue, self.directory.queues())
+        scans = [scan for log in logs for scan in self.rewriter.scans.of_log(log)[:1]]
+        return min([scan.seq_from(0) or 1 for scan in scans], default=1) if any(scan.first for scan in scans) else 1
+
+    def _patches(self, scan: Scan, until: int) -> list[Patch]:
+        """Return the parts of a segment that must be written again: damaged or missing records.
+
+        `until`: the last record of the segment has at least this seq.
+        """
+        patches: list[Patch] = []
+        last_seq, bad = scan.first - 1, list[Block]()
+        for block in [*scan.blocks, None]:
+            if block is not None and not block.is_good:
+                bad.append(block)
+                continue
+            position = block.position if block else scan.size - scan.torn
+            # A damaged digit must not make the segment appear a million records longer.
+            at_most = last_seq + sum(scan.read(damaged).count(b"\n") for damaged in bad) + 1
+            last = block.first_seq - 1 if block else max(until, self._last_in(scan, bad, last_seq, at_most))
+            if bad or (last > last_seq and self._unnamed(last_seq + 1, last)):
+                start = bad[0].position if bad else position
+                patches.append(Patch(min(start, scan.size), position, last_seq + 1, last, bad))
+            if block is not None and not block.is_witnessed:
+                first = max(last_seq + 1, block.first_seq)
+                patches.append(Patch(position, block.end, first, block.last_seq, [block]))
+            last_seq, bad = block.last_seq if block else last, []
+        return patches
+
+    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
+        """Return the last seq in a damaged end, as far as it can be read."""
+        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
+
+    def _unnamed(self, first: int, last: int) -> list[dropped.SeqRange]:
+        return dropped.without(first, last, self.directory.named_gaps())
+
+    def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
+        """Yield the records of a patch, in order."""
+        low, high = patch.first_seq, patch.last_seq
+        evidence = Evidence(scan, patch.blocks, low, high)
+        logs = map(self.directory.queue, self.directory.queues())
+        merged = self._merged(patch, heapq.merge(*(self._between(log, low, high) for log in logs)), evidence)
+        if not patch.blocks:
+            yield from merged
+            return
+        lines = list(merged)
+        candidates = ((seq, text or evidence.doubtful.get(seq)) for seq, text in lines)
+        confirmed = confirmed_lines(patch.blocks, patch.position, candidates)
+        yield from (Line(seq, text or confirmed.get(seq)) for seq, text in lines)
+
+    def _merged(self, patch: Patch, copies: Iterator[tuple[int, bytes, bool]], evidence: Evidence) -> Iterator[Line]:
+        """Yield each record from its best remaining copy.
+
+        `copies`: the records of the queues, as `_between` yields them.
+        """
+        copy, unsure = next(copies, None), evidence.unsure
+        for first, last in self._unnamed(patch.first_seq, patch.last_seq):
+            for seq in range(first, last + 1):
+                text = evidence.proven.get(seq)
+                while copy is not None and copy[0] <= seq:
+                    if copy[0] == seq and (copy[2] or unsure.get(seq) == copy[1]):
+                        text = copy[1]
+                    copy = next(copies, None)
+                if text is None and seq in evidence.unindexed:
+                    text = evidence.unindexed[seq]
+                    self._unwitnessed.append(seq)
+                yield Line(seq, text)
+
+    def _between(self, log: reader.LogReader, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
+        """Yield (seq, line, True if a checksum confirms it) of the records low…high of a queue, in order."""
+        for scan in self.rewriter.scans.of_log(log):
+            last_seq = 0
+            for number, block in enumerate(scan.blocks):
+                if block.is_good and (block.last_seq < low or block.first_seq > high):
+                    last_seq = max(last_seq, block.last_seq)
+                    continue
+                ahead = scan.seq_from(number + 1) or 1 << 63
+                if ahead <= low or last_seq >= high:
+                    continue
+                for line in scan.read(block).split(b"\n"):
+                    stamp = record.parse_stored(line) if line else None
+                    if stamp and last_seq < stamp[0] < ahead:
+                        if low <= stamp[0] <= high:
+                            yield stamp[0], line + b"\n", block.is_witnessed
+                        last_seq = stamp[0]
+
+
+# --- queues ----------------------------------------------------------------------------------------------------------
+# Heals the queues from the WAL, which has been healed before.
+#
+# Damaged parts of a queue are written again from the WAL: the records between the good ones on both sides. Offsets stay,
+# so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are compared
+# with the WAL, record by record. If retention has deleted the WAL's copy, they are kept as they are and reported as not
+# confirmed.
+
+
+class QueueHealer:
+    """Heals one partition."""
+
+    def __init__(self, directory: Directory, rewriter: Rewriter, topic: str, number: int) -> None:
+        self.directory, self.rewriter, self.data = directory, rewriter, directory.data
+        self.number = number
+        self.log = reader.partition(self.data, topic, number)
+        self.table = topics.table(self.data)
+        self.topic = self.table.get(topic.encode()) or Topic(topic, 1, 1)
+        self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
+
+    def heal(self) -> None:
+        """Rewrite each segment that is damaged or not indexed."""
+        row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
+        self._make_front(row)
+        for at in range(len(self.rewriter.scans.of_log(self.log))):
+            scans = self.rewriter.scans.of_log(self.log)  # again: a healed segment tells where the next one begins
+            scans[at], unwitnessed = self._compared(scans[at])
+            scan = scans[at]
+            patches = self._patches(scans, at, row or EMPTY)
+            if patches or scan.wrong or scan.unindexed:
+                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
+
+    def _make_front(self, row: State | None) -> None:
+        """Make an empty segment, to be filled, where the first segments are missing.
+
+        `row`: the queue in router.ckpt.
+        """
+        segments = self.log.segments()
+        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have deleted the records here, too
+        begins = deletions.Deleted.of(self.data).first_offset(self.topic.name, self.number)
+        start = row.start if row else begins if has_rest or not segments else segments[0][0]
+        if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
+            replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
+
+    def _compared(self, scan: Scan) -> tuple[Scan, list[int]]:
+        """Compare the blocks that no index line covers with the WAL, and mark those that differ as bad.
+
+        Return the scan with these blocks, and the seqs that the WAL no longer has.
+        """
+        blocks: list[Block] = []
+        unwitnessed: list[int] = []
+        may_lack_records = compaction.is_compacted(self.data, self.topic.name)
+        for block in scan.blocks:
+            if block.is_good and block.entry is None and block.first_seq:
+                here = Evidence(scan, [block], 1, 1 << 62).unindexed
+                wal = self._from_wal(max(block.first_seq, self.wal_first), min(block.last_seq, self.wal_end))
+                unwitnessed += [seq for seq in here if seq < self.wal_first]
+                both = {seq: line for seq, line in here.items() if seq >= self.wal_first}
+                is_same = both.items() <= wal.items() and (may_lack_records or len(both) == len(wal))
+                block = block if is_same else block._replace(is_good=False)
+            blocks.append(block)
+        return scan._replace(blocks=blocks), unwitnessed
+
+    def _patches(self, scans: list[Scan], at: int, row: State) -> list[Patch]:
+        """Return the parts of segment `at` that must be written again. `row`: the queue in router.ckpt."""
+        scan, patches = scans[at], list[Patch]()
+        next_base = scans[at + 1].first if at + 1 < len(scans) else None
+        last_seq = max([0, *(before.last_seq for before in scans[:at])])
+        later = next(filter(None, (after.seq_from(0) for after in scans[at + 1 :])), 0)
+        offset: int | None = scan.first  # of the next record; None: not known
+        bad: list[Block] = []
+        for number, block in enumerate([*scan.blocks, None]):
+            if block is not None and not block.is_good:
+                bad.append(block)
+                continue
+            next_offset = next_base if block is None else _offset_by_index(scan, block)
+            if bad or (block is None and self._is_short(offset, next_base, last_seq, row)):
+                position = block.position if block else scan.size - scan.torn
+                start = min(bad[0].position, scan.size) if bad else position
+                ahead = scan.seq_from(number) or later
+                last = ahead - 1 if ahead else max(row.last_seq, self._last_in(scan, bad, last_seq))
+                records: int | None = None
+                if offset is not None and next_offset is not None and next_offset >= offset:
+                    records = next_offset - offset
+                is_end = not ahead and next_base is None
+                if is_end and not bad and offset is not None and row.end_offset > offset:
+                    records = row.end_offset - offset
+                patches.append(Patch(start, position, last_seq + 1, last, bad, offset, records, is_end))
+                offset = next_offset
+            if block is not None:
+                offset = offset + block.records if offset is not None else None
+                last_seq, bad = block.last_seq or last_seq, []
+        return patches
+
+    @staticmethod
+    def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: State) -> bool:
+        """Return True if records are missing at the end of a segment that ends at `offset` and `last_seq`."""
+        if next_base is None:
+            return row.last_seq > last_seq
+        return offset is not None and next_base > offset
+
+    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int) -> int:
+        """Return the last seq in a damaged end, as far as it can be read."""
+        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= self.wal_end)])
+
+    def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
+        """Yield the records of a patch, in order."""
+        evidence = Evidence(scan, patch.blocks, patch.first_seq, 1 << 62 if patch.is_end else patch.last_seq)
+        high = self.wal_end if patch.is_end else min(patch.last_seq, self.wal_end)
+        low = max(patch.first_seq, self.wal_first)
+        records = evidence.proven | self._from_wal(low, high)
+        seqs = sorted(records)
+        if patch.is_end:
+            seqs = self._end(patch, seqs, records)
+            if patch.first_seq == 1 and scan.first and patch.records is not None:
+                seqs = seqs[max(0, len(seqs) - patch.records) :]  # retention deleted the records before
+        elif patch.records is not None:
+            # The WAL may have more: records that retention deleted here, or of a bad end in the next segment.
+            at_front = patch.first_seq == 1 and scan.first > 0
+            before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction removed on both sides
+            if at_front or low > patch.first_seq:
+                end = max(0, len(seqs) - behind)
+                seqs = seqs[max(0, end - patch.records) : end]
+            else:
+                seqs = seqs[before : before + patch.records]
+        if patch.records is not None and patch.records > len(seqs):
+            yield from self._with_holes(scan, patch, {seq: records[seq] for seq in seqs}, evidence.doubtful)
+        else:
+            yield from (Line(seq, records[seq]) for seq in seqs)
+
+    def _from_wal(self, low: int, high: int) -> Records:
+        """Return the records low…high of this partition, without those that drop_oldest dropped."""
+        records: Records = {}
+        for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
+            for block in reader.read(self.data, first, last):
+                for line in block.split(b"\n")[:-1]:
+                    seq = record.seq_of(line)
+                    route = routing.resolve(self.table, line.split(b"|", 3)[2], seq)
+                    if route.topic == self.topic.name.encode() and self.topic.partition_of(route, seq) == self.number:
+                        records[seq] = line + b"\n"
+        return records
+
+    def _with_holes(self, scan: Scan, patch: Patch, records: Records, doubtful: Records) -> Iterator[Line]:
+        """Yield the records of a patch, with None in the place of each that no copy has. `patch.records` is known.
+
+        In a compacted topic a bare newline stays a bare newline, because it is no loss.
+        """
+        compacted = b"\n" if compaction.is_compacted(self.data, self.topic.name) else None
+        candidates = {**doubtful, **records}
+        in_order = ((seq, candidates[seq]) for seq in sorted(candidates))
+        known = records | confirmed_lines(patch.blocks, patch.position, in_order)
+        count = patch.records or 0
+        missing = count - len(known)
+        slots: list[Line] = []
+        for block in patch.blocks:
+            for line in scan.read(block).split(b"\n")[:-1]:
+                stamp = record.parse_stored(line)
+                seq = stamp[0] if stamp else 0
+                slots.append(Line(seq, known.get(seq) or (None if line else compacted)))
+        filled = sum(text is not None and text != b"\n" for _, text in slots)
+        if len(slots) != count or filled != count - missing:
+            slots = [*[Line(0, None)] * missing, *(Line(seq, text) for seq, text in sorted(known.items()))]
+        yield from slots
+
+    def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
+        """Return the seqs that the end of a queue had: up to the crc of its index line, else up to the patch's last."""
+        entry = patch.blocks[-1].entry if patch.blocks else None
+        crc, position = 0, patch.position
+        for count, seq in enumerate(seqs if entry is not None else [], 1):
+            if entry is not None and position >= entry.position:
+                crc = zlib.crc32(lines[seq], crc)
+                if crc == entry.crc:
+                    return seqs[:count]
+            position += len(lines[seq])
+        return [seq for seq in seqs if seq <= patch.last_seq]
+
+
+def _offset_by_index(scan: Scan, block: Block) -> int | None:
+    """Return the offset of a block's first record.
+
+    A damaged index is not used, because a wrong offset would invent or lose records.
+    """
+    return block.entry.offset if block.entry is not None and not scan.wrong else None
+
+
+def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
+    """Return how many bare newlines lie right before a patch, and right behind it.
+
+    Compaction never removes the ends of a segment.
+    """
+    before = behind = 0
+    with open(scan.path, "rb") as file:
+        position = patch.position
+        while position > 1 and os.pread(file.fileno(), 2, position - 2) == b"\n\n":
+            before, position = before + 1, position - 1
+        while os.pread(file.fileno(), 1, patch.end + behind) == b"\n":
+            behind += 1
+    return before, behind
+
+
+# --- conflicts -------------------------------------------------------------------------------------------------------
+# Two different records under one seq: both copies are whole, but they differ.
+#
+# That happens when a WAL has lost its end and its seqs were given out again (numbered.py refuses that today). Both
+# records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
+# it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
+# the end of the WAL, and the next start of the router brings it to its queue.
+#
+# If the WAL lacks most records of a queue under their seqs, the queue was never written from this WAL: its segments are
+# set aside, and the queue is rebuilt.
+#
+# Records in another queue than the topics in force give: a release that did not know the partitioner or the growth of the
+# topic has put them there. Offsets do not change here either:
+#
+#     in no other queue      the record stays. In both copies its routing key gets a mark with that partition, so it
+#                            belongs there from now on
+#     in its queue too       the copy in the wrong queue leaves a bare newline. At the end of a queue the next record
+#                            would get the offset of a newline, so there the copy becomes a record of its own
+#     in no queue at all     a copy gets a new seq at the end of the WAL; quarantine/log names the old one
+#
+# Crash       A queue is written before the WAL. So the next repair finds a record with a mark where the WAL has it without
+#             one, and writes the WAL.
+
+
+class _Edit(NamedTuple):
+    """A line of a log, and the line to replace it."""
+
+    byte: int
+    seq: int
+    old: bytes  # without its newline
+    new: bytes  # with its newline
+
+
+class Conflicts:
+    """One run over a directory whose blocks all match their indexes."""
+
+    def __init__(self, data: str, rewriter: Rewriter, progress: Callable[[int], None]) -> None:
+        self.data, self.rewriter, self._progress = data, rewriter, progress
+
+    def settle(self) -> bool:
+        """Keep every record, once; return True if anything changed and the logs must be healed again."""
+        end = reader.wal(self.data).end_offset() - 1
+        found: defaultdict[At, list[Difference]] = defaultdict(list)
+        gaps = Directory(self.data).named_gaps("durable")
+        compared = Copies(self.data, end, gaps, is_live=False, progress=self._progress)
+        for difference in compared.differences(checkpoint.routed_seq(self.data)):
+            found[difference.topic, difference.partition].append(difference)
+        misrouted, missing = list[Difference](), list[Difference]()
+        kept: list[Difference] = []
+        for at, differences in found.items():
+            log = reader.partition(self.data, *at)
+            foreign = [each for each in differences if each.kind in ("differs", "unknown")]
+            if 2 * len(foreign) > log.end_offset() - log.first_offset:
+                self._set_aside(at)
+                continue
+            kept += foreign
+            misrouted += [each for each in differences if each.kind == "misrouted"]
+            if at not in compared.damaged:
+                missing += [each for each in differences if each.kind == "missing"]
+        if kept:
+            self._keep_both(kept)
+        placed, copied = self._keep_place(misrouted)
+        self._send_again([each for each in missing if each.seq not in placed], copied)
+        return bool(found)
+
+    def _set_aside(self, at: At) -> None:
+        directory = directory_of(self.data, *at)
+        quarantine = self.rewriter.quarantine
+        for _, log_path in segment.listing(directory):
+            self.rewriter.scans.forget(log_path)
+            for path in filter(os.path.exists, (log_path, segment.index_path(log_path))):
+                quarantine.set_aside(path, f"{quarantine.flat(path)}.unknown")
+        what = f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
+        self.rewriter.report.add(directory, what)
+
+    def _keep_both(self, differences: list[Difference]) -> None:
+        wal_log = reader.wal(self.data)
+        renumbered: list[bytes] = []  # records that get a new seq
+        edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        for seq, _, topic, partition, _ in differences:
+            queued = reader.partition(self.data, topic, partition).find(seq, SEQ)
+            logged = wal_log.find(seq, SEQ)
+            assert queued is not None  # the difference was read there
+            if logged is not None and _marked(logged.line, topic, partition) == queued.line:
+                edits[logged.path].append(_Edit(logged.byte, seq, logged.line, queued.line + b"\n"))
+            elif logged is None or not logged.line.startswith(b"%d|" % seq) or self._is_in_its_queue(logged.line):
+                edits[queued.path].append(_Edit(queued.byte, seq, queued.line, b"\n"))
+                renumbered.append(queued.line)
+            else:
+                edits[logged.path].append(_Edit(logged.byte, seq, logged.line, queued.line + b"\n"))
+                renumbered.append(logged.line)
+        for path, changes in edits.items():
+            self._edit(path, sorted(changes))
+        self._append(sorted(renumbered, key=record.seq_of))
+
+    def _keep_place(self, differences: list[Difference]) -> tuple[set[int], set[int]]:
+        """Give each record of another queue a mark, unless its own queue has it too.
+
+        Return the seqs of those, and of the records that have a copy of their own now.
+        """
+        wal_log, table = reader.wal(self.data), topics.table(self.data)
+        queue_edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        wal_edits: defaultdict[str, list[_Edit]] = defaultdict(list)
+        doubled: defaultdict[At, list[Difference]] = defaultdict(list)
+        placed, kept, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
+        for difference in differences:
+            seq, _, topic, partition, _ = difference
+            at = topic, partition
+            queued, logged = reader.partition(self.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
+            assert queued is not None and logged is not None  # they were compared
+            line = _marked(queued.line, topic, partition)
+            is_theirs = _place(table, line) == at and queued.line.split(b"|", 3)[2].startswith(topic.encode())
+            if seq in kept or not is_theirs or self._is_in_its_queue(queued.line):
+                doubled[at].append(difference)
+            else:
+                queue_edits[queued.path].append(_Edit(queued.byte, seq, queued.line, line + b"\n"))
+                wal_edits[logged.path].append(_Edit(logged.byte, seq, logged.line, line + b"\n"))
+                placed[at].append(seq)
+                kept.add(seq)
+        for path, changes in [*queue_edits.items(), *wal_edits.items()]:
+            self._edit(path, sorted(changes))
+        for at, seqs in placed.items():
+            what = f"{len(seqs)} records belonged to another partition: they stay, and their routing keys say so now"
+            self.rewriter.report.add(directory_of(self.data, *at), what)
+        for at, extra in doubled.items():
+            copied |= self._remove_doubles(at, extra)
+        return kept, copied
+
+    def _remove_doubles(self, at: At, doubled: list[Difference]) -> set[int]:
+        """Remove records from a queue that is not theirs; return those that are records of their own now."""
+        log = reader.partition(self.data, *at)
+        offsets, end = {each.offset for each in doubled}, log.end_offset()
+        while end - 1 in offsets:
+            end -= 1
+        found = [(each.offset, log.find(each.seq, SEQ)) for each in doubled]
+        lines = {offset: place for offset, place in found if place is not None}
+        last = [lines[offset] for offset in sorted(lines) if offset >= end]
+        texts = {
+            place.line: text
+            for place, text in zip(last, self._append([_marked(place.line, *at) for place in last]), strict=True)
+        }
+        edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        for place in lines.values():
+            edit = _Edit(place.byte, record.seq_of(place.line), place.line, texts.get(place.line, b"\n"))
+            edits[place.path].append(edit)
+        for path, changes in edits.items():
+            self._edit(path, sorted(changes))
+        what = f"{len(lines)} records were in their own partition too: removed here, or records of their own"
+        self.rewriter.report.add(directory_of(self.data, *at), what)
+        return {record.seq_of(place.line) for place in last}
+
+    def _send_again(self, missing: list[Difference], copied: set[int]) -> None:
+        """Append records that no queue has to the WAL, under new seqs. `copied`: that was done already."""
+        by_queue: defaultdict[At, list[int]] = defaultdict(list)
+        lines = []
+        for seq, _, topic, partition, _ in missing:
+            logged = reader.wal(self.data).find(seq, SEQ)
+            if logged is not None and record.seq_of(logged.line) == seq:
+                by_queue[topic, partition].append(seq)
+                lines += [] if seq in copied else [logged.line]
+        self._append(sorted(lines, key=record.seq_of))
+        for at, seqs in by_queue.items():
+            directory = directory_of(self.data, *at)
+            self.rewriter.quarantine.name_lost(f"{directory}/{segment.name(0)}", 0, ranges(sorted(seqs)))
+            what = f"{len(seqs)} records were in no queue: they have new seqs, and {QUARANTINE}/log names the old ones"
+            self.rewriter.report.add(directory, what)
+
+    def _is_in_its_queue(self, line: bytes) -> bool:
+        at = _place(topics.table(self.data), line)
+        found = reader.partition(self.data, *at).find(record.seq_of(line), SEQ) if at else None
+        return found is not None and found.line == line
+
+    def _edit(self, path: str, edits: list[_Edit]) -> None:
+        """Replace some lines of a segment."""
+        by_seq = os.path.basename(os.path.dirname(path)) == "append"
+        new = {edit.seq: edit.new for edit in edits}
+        patches = [Patch(edit.byte, edit.byte + len(edit.old) + 1, edit.seq, edit.seq, []) for edit in edits]
+        scan = self.rewriter.scans.of_segment(path, by_seq)
+        self.rewriter.rewrite(scan, patches, lambda _, patch: iter([Line(patch.first_seq, new[patch.first_seq])]))
+
+    def _append(self, lines: list[bytes]) -> list[bytes]:
+        """Append records to the WAL, each under a new seq; return them as stored, with their newlines."""
+        if not lines:
+            return []
+        seq, recv_ts = wal.last_stored(self.data)
+        seq = max([seq, *(gap.last for gap in dropped.accounted(self.data))])
+        stamp = record.format_ts(recv_ts)
+        renumbered = [b"%d|%b|%b\n" % (seq + n, stamp, line.split(b"|", 2)[2]) for n, line in enumerate(lines, 1)]
+        path = segment.listing(f"{self.data}/append")[-1][1]
+        scan = self.rewriter.scans.of_segment(path, by_seq=True)
+        end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
+        self.rewriter.rewrite(scan, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)))
+        seqs = f"seq {seq + 1} to {seq + len(lines)}"
+        self.rewriter.report.add(path, f"{len(lines)} records could not keep their seqs: they are {seqs} now")
+        return renumbered
+
+
+def _place(table: routing.Table, line: bytes) -> At | None:
+    """Return the queue in which a stored line belongs; None if in none."""
+    seq = record.seq_of(line)
+    route = routing.resolve(table, record.routing_key_of(line), seq)
+    topic = table.get(route.topic)
+    return None if topic is None else (topic.name, topic.partition_of(route, seq))
+
+
+def _marked(line: bytes, topic: str, partition: int) -> bytes:
+    """Return a stored line with a routing key that leads to this partition, whatever its key is."""
+    seq, recv_ts, routing_key, rest = line.split(b"|", 3)
+    key = routing.key_behind(topic.encode(), routing_key)
+    mark = b"%b.@%d" % (topic.encode(), partition) + (b"" if key is None else b"." + key)
+    return b"|".join((seq, recv_ts, mark, rest))
+
+
+# --- rebuild ---------------------------------------------------------------------------------------------------------
+
+
+class Repair:
+    """One run over a data directory. `ring_bytes`: RB_BYTES of its broker."""
+
+    def __init__(
+        self, data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES
+    ) -> None:
+        self._directory, self._rewriter = Directory(data), Rewriter(data, progress, ring_bytes)
+        self._conflicts = Conflicts(data, self._rewriter, progress)
+
+    def run(self) -> list[Healed]:
+        """Heal everything; return what was done, file by file."""
+        report, scans = self._rewriter.report, self._rewriter.scans
+        small = SmallFiles(self._directory, report)
+        small.heal_deletions()
+        small.heal_identity()
+        for path, what in Locator(self._directory.data, self._known(), self._directory.load_checkpoint()[1]).tidy():
+            report.add(path, what)
+        scans.forget_all()
+        small.heal()
+        small.heal_dropped()
+        self._heal_logs()
+        if self._conflicts.settle():
+            self._heal_logs()
+        return report.healed
+
+    def _heal_logs(self) -> None:
+        # A new object, because it caches the named gaps, and the steps before may have named more.
+        directory = Directory(self._directory.data)
+        WalHealer(directory, self._rewriter).heal(self._known())
+        for topic, number in directory.queues():
+            QueueHealer(directory, self._rewriter, topic, number).heal()
+
+    def _known(self) -> int:
+        """Return the last seq in any file except the WAL."""
+        directory = self._directory
+        routed, rows, _ = directory.load_checkpoint()
+        others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]
+        queues = [self._rewriter.scans.last_seq(directory.queue(at)) for at in directory.queues()]
+        return max([*others, *(row.last_seq for row in rows.values()), *queues])
