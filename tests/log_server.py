@@ -15,17 +15,17 @@ from kmq.access.tokens import open_tokens
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
 from kmq.gateway.access import HttpAccess
-from kmq.gateway.console.events import Events
+from kmq.gateway.console.overview import Events
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetStore
-from kmq.gateway.http import bodies, logs
-from kmq.gateway.http import web as pages
-from kmq.gateway.http.api import KEY as API
-from kmq.gateway.http.api import Api
+from kmq.gateway.http import logs, request
+from kmq.gateway.http import server as pages
+from kmq.gateway.http.server import KEY as API
+from kmq.gateway.http.server import Api
 from kmq.links.ownership import FileLock
 from kmq.log import identity
 from kmq.logfmt import Logger
@@ -115,7 +115,7 @@ class _Thread:
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         access = HttpAccess(up.settings, tokens, _strangers(up), Logger("gateway"), Events())
         app.middlewares.append(access.middleware)
-        runner = web.AppRunner(app, **bodies.RUNNER, access_log=None, shutdown_timeout=60)
+        runner = web.AppRunner(app, **request.RUNNER, access_log=None, shutdown_timeout=60)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", up.port).start()
         ready.set()

@@ -23,13 +23,10 @@ from kmq.access.roles import ADMIN, Holder
 from kmq.access.tokens import Tokens
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
-from kmq.gateway.console.events import Events
+from kmq.gateway.console.overview import Events
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.http.caller import CALLER, Caller
-from kmq.gateway.http.console_operations import CONSOLE, CONSOLE_PAGES
-from kmq.gateway.http.errors import response_of
-from kmq.gateway.http.operation import Operation
-from kmq.gateway.http.operations import OPERATIONS
+from kmq.gateway.http.operations import CONSOLE, CONSOLE_PAGES, OPERATIONS
+from kmq.gateway.http.request import CALLER, Caller, Operation, response_of
 from kmq.logfmt import Logger
 
 # --- browsers --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from kmq.gateway.access import UNAUTHORIZED
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front, Relay
-from kmq.gateway.grpc.statuses import refuse
+from kmq.gateway.grpc.schema import refuse
 from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
 from kmq.gateway.lines.connection import Connection
 

@@ -34,16 +34,15 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetKeeper, OffsetStore
 from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc.calls import STREAMS, Calls, Streams
-from kmq.gateway.grpc.health import HEALTH, Health
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.grpc.schema import KMQ, PODBUS
-from kmq.gateway.grpc.service import kmq_handler, podbus_handler
-from kmq.gateway.http import bodies
-from kmq.gateway.http.web import application, monitoring
+from kmq.gateway.grpc.service import HEALTH, Health, kmq_handler, podbus_handler
+from kmq.gateway.http import request
+from kmq.gateway.http.server import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
-from kmq.gateway.lines.status import StatusPort
+from kmq.gateway.lines.service import StatusPort
 from kmq.gateway.ports import Doors, grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
 from kmq.logfmt import Logger
 
@@ -213,7 +212,7 @@ class Gateway:
         """Return the runner of `app`, which counts connections and knows who may do what."""
         app.middlewares.append(self.doors.middleware)
         app.middlewares.append(self.access.middleware)
-        runner = web.AppRunner(app, **bodies.RUNNER, access_log=None, shutdown_timeout=DRAIN_S / 2)
+        runner = web.AppRunner(app, **request.RUNNER, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         return runner
 

@@ -3,8 +3,7 @@
 import sys
 import threading
 
-from kmq.gateway.console.events import Events
-from kmq.gateway.console.history import STEP_S, History
+from kmq.gateway.console.overview import STEP_S, Events, History
 
 
 class Clock:

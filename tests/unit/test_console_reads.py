@@ -11,7 +11,7 @@ from log_server import up
 from made_data import write_data
 
 from kmq.gateway.console import messages
-from kmq.gateway.http import console_messages
+from kmq.gateway.http import console
 
 PATIENCE_S = 30.0
 LINES = [b"t|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 401)]
@@ -36,7 +36,7 @@ def test_a_search_has_one_deadline_for_all_partitions(broker, monkeypatch):
 
 
 def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeypatch):
-    monkeypatch.setattr(console_messages, "_WAITING", 2, raising=False)
+    monkeypatch.setattr(console, "_WAITING", 2, raising=False)
     begun, may_end, statuses = threading.Semaphore(0), threading.Event(), []
 
     def find(self, topic, wanted):
@@ -67,7 +67,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
 
 
 def test_a_stream_that_is_followed_ends_after_its_time(broker, monkeypatch):
-    monkeypatch.setattr(console_messages, "_FOLLOWED_S", 0.3, raising=False)
+    monkeypatch.setattr(console, "_FOLLOWED_S", 0.3, raising=False)
     connection = HTTPConnection("127.0.0.1", broker.port, timeout=10)
     connection.request("GET", "/api/topics/t/follow")
     lines = connection.getresponse().read().splitlines()

@@ -34,8 +34,8 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.grpc import podbus
 from kmq.gateway.grpc.calls import Calls, Streams
-from kmq.gateway.grpc.statuses import status_of
-from kmq.gateway.http import web
+from kmq.gateway.grpc.schema import status_of
+from kmq.gateway.http import server as web
 from kmq.gateway.ports import Doors
 from kmq.gateway.server import Changes, Gateway
 from kmq.log import passes, topics

@@ -15,7 +15,7 @@ from made_data import write_data
 from kmq.access import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import partitions
-from kmq.gateway.http import bodies, schema
+from kmq.gateway.http import request, schema
 
 PATIENCE_S = 30.0
 KEYED = [b"t.k|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 501)]
@@ -347,7 +347,7 @@ def test_a_long_poll_whose_client_has_gone_gives_its_place_back(growing):
 def test_a_body_over_the_limit_is_refused_before_it_is_read(broker):
     with socket.create_connection(("127.0.0.1", broker.port)) as sock:
         sock.settimeout(PATIENCE_S)
-        head = f"POST {PRODUCE} HTTP/1.1\r\nHost: x\r\nContent-Length: {bodies._MOST_BYTES + 1}\r\n\r\n"
+        head = f"POST {PRODUCE} HTTP/1.1\r\nHost: x\r\nContent-Length: {request._MOST_BYTES + 1}\r\n\r\n"
         sock.sendall(head.encode())
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
 

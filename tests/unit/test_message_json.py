@@ -7,7 +7,7 @@ from base64 import b64encode
 import pytest
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.http.message_json import Writer, dump, load
+from kmq.gateway.http.messages import Writer, dump, load
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.message.message import Message
 from kmq.message.text import format_headers, format_text, make_id, make_routing_key

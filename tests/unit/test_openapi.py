@@ -15,8 +15,8 @@ from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.topics import OPTIONS
-from kmq.gateway.http import openapi, operations, schema, web
-from kmq.gateway.http.errors import body_of
+from kmq.gateway.http import openapi, operations, schema, server
+from kmq.gateway.http.request import body_of
 from kmq.wire import refusals
 
 
@@ -24,7 +24,7 @@ from kmq.wire import refusals
 def app(tmp_path):
     with up(write_data(tmp_path, [b"t|||x"], {"t": 1})) as broker:
         core = Core(broker.settings, broker.page, FakeLogger())
-        yield web.application(core, groups_of(core), metrics.Requests())
+        yield server.application(core, groups_of(core), metrics.Requests())
 
 
 def test_the_document_has_every_route_and_no_other(app):

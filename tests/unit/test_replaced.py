@@ -15,7 +15,7 @@ from kmq.errors import BusyError
 from kmq.gateway.core.compactor import Compactor, Pace
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Range
-from kmq.gateway.lines.consume import Consumption
+from kmq.gateway.lines.door import Consumption
 from kmq.gateway.lines.service import Service
 from kmq.log import compaction, identity, passes, reader, replaced, segment, topics
 from kmq.log.passes import Clock, Tables

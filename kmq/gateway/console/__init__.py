@@ -2,7 +2,7 @@
 
 page.py      the files of the page, in static/, as they are sent
 overview.py  the broker as one document, and the task that looks at it
-history.py   an hour of it in steps; events.py: what has happened; turns.py: what the stats page and the logs tell of that
-messages.py  messages by place, seq, key and time; following.py: a sample of what arrives; dead.py: dead letters
-topic_rates.py, group_lags.py   how fast topics grow, how far groups are behind
+overview.py   an hour of it in steps; overview.py: what has happened; overview.py: what the stats page and the logs tell of that
+messages.py  messages by place, seq, key and time; messages.py: a sample of what arrives; dead.py: dead letters
+topic_rates.py, overview.py   how fast topics grow, how far groups are behind
 """

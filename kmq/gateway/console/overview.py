@@ -8,23 +8,383 @@ Cost        A look at the page takes some 0.2 ms; topics and groups have budgets
 
 import asyncio
 import logging
+import math
 import time
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from heapq import merge
+from itertools import islice
+from threading import RLock
 from typing import Any, NamedTuple
 
 from kmq.broker import status
 from kmq.broker import status as links
-from kmq.broker.stats import TIMED, Snapshot, StatsPage, difference, quantile
+from kmq.broker.stats import PROCESSES, TIMED, Snapshot, StatsPage, difference, quantile
 from kmq.config.settings import STAGES
-from kmq.gateway.console.events import Events
-from kmq.gateway.console.group_lags import Asked, GroupLags
-from kmq.gateway.console.history import STEP_S, History
 from kmq.gateway.console.topic_rates import TopicRates
-from kmq.gateway.console.turns import Turns
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
+from kmq.log import reader
+from kmq.log.damage import DamageError
+from kmq.message.message import Message
+
+# --- history ---------------------------------------------------------------------------------------------------------
+# An hour of the broker in steps of 5 s: one number a step and series.
+#
+# Invariant   A step that nobody has measured shows null, never the number of another step.
+# Memory      Fixed: _SLOTS numbers for each series, whose names are fixed, and for each of the _GROUPS groups that were
+#             given a series first.
+
+STEP_S = 5.0
+_SLOTS = 720
+_GROUPS = 200
+_UNKNOWN = math.nan
+SERIES = (
+    *("rate.framer", "rate.durability", "rate.router", "bytes.ingress", "bytes.router"),
+    *("ack.p50", "ack.p99", "sync.p50", "sync.p99", "routed.p50", "routed.p99"),
+    *("fill.raw", "fill.received", "fill.framed", "fill.durable", "lag.total"),
+)
+
+
+class _Series:
+    """The last numbers of one name, in a ring."""
+
+    def __init__(self) -> None:
+        self._values = array("d", [_UNKNOWN]) * _SLOTS
+
+    def put(self, step: int, value: float) -> None:
+        self._values[step % _SLOTS] = value
+
+    def last(self, step: int, count: int) -> list[float | None]:
+        """Return the numbers of the `count` steps up to `step`."""
+        found = (self._values[at % _SLOTS] for at in range(step - count + 1, step + 1))
+        return [None if math.isnan(value) else round(value, 6) for value in found]
+
+
+class History:
+    """The series of the broker, and the lag of its groups."""
+
+    def __init__(self, now: float | None = None) -> None:
+        """`now`: CLOCK_MONOTONIC, whose steps are the slots."""
+        self._first = self._step = int((time.monotonic() if now is None else now) / STEP_S)
+        self._at = time.time()
+        self._series = {name: _Series() for name in SERIES}
+        self._lags: dict[str, _Series] = {}
+
+    @property
+    def count(self) -> int:
+        return min(_SLOTS, self._step - self._first + 1)
+
+    def put(self, values: Mapping[str, float], lags: Mapping[str, float], now: float | None = None) -> None:
+        """Keep the numbers of this step; a name without a number is unknown. `lags`: messages by group."""
+        step = int((time.monotonic() if now is None else now) / STEP_S)
+        for group in lags:
+            if group not in self._lags and len(self._lags) < _GROUPS:
+                self._lags[group] = _Series()
+        for at in range(max(self._step + 1, step - _SLOTS + 1), step):
+            self._put(at, {}, {})
+        self._put(step, values, lags)
+        self._step, self._at = step, time.time()
+
+    def _put(self, step: int, values: Mapping[str, float], lags: Mapping[str, float]) -> None:
+        for name, series in self._series.items():
+            series.put(step, values.get(name, _UNKNOWN))
+        for group, series in self._lags.items():
+            series.put(step, lags.get(group, _UNKNOWN))
+
+    def forget(self, known: set[str]) -> None:
+        """Forget the groups that are not among `known`, so that others have room."""
+        for group in [group for group in self._lags if group not in known]:
+            del self._lags[group]
+
+    def document(self) -> dict[str, Any]:
+        """Return the series as JSON shows them."""
+        return self._head() | {"series": {name: row.last(self._step, self.count) for name, row in self._series.items()}}
+
+    def of_group(self, group: str) -> dict[str, Any]:
+        """Return the lag of a group; empty if it has no series."""
+        series = self._lags.get(group)
+        return self._head() | {"lag": series.last(self._step, self.count) if series else []}
+
+    def _head(self) -> dict[str, Any]:
+        begin = self._at - (self.count - 1) * STEP_S
+        return {"as_of": round(self._at, 3), "step": STEP_S, "times_from": round(begin, 3)}
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+# What has happened to the broker: the last events, in bounded memory.
+#
+# Invariant   Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
+#             strangers cause is one event a minute for each name, with a count. The names stand in our source.
+#             Ids rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that is kept.
+# Threads     The event loop and the console's thread both write and read, so each of them holds the lock.
+# Memory      At most _KEPT events, each of at most _LONGEST characters a field.
+
+_LONGEST = 300
+_COALESCED_S = 60.0
+# Class → kinds, and how many events are kept.
+_CLASSES = {
+    "state": (("started", "stopped", "restarted", "not_ready", "ready", "warning", "cleared", "repaired"), 300),
+    "changed": (("changed",), 200),
+    "files": (("rolled",), 100),
+    "refused": (("refused",), 100),
+}
+_CLASS_OF = {kind: name for name, (kinds, _) in _CLASSES.items() for kind in kinds}
+KINDS = tuple(_CLASS_OF)
+
+
+class Event(NamedTuple):
+    """One event. `at`: unix seconds; `about`: a process, topic, group or code; `text`: one sentence."""
+
+    id: int
+    at: float
+    kind: str
+    about: str
+    text: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return what JSON shows."""
+        return self._asdict()
+
+
+class _Counted:
+    """What strangers have caused under one name since it was last told."""
+
+    def __init__(self, told_at: float) -> None:
+        self.told_at, self.count, self.last = told_at, 0, ""
+
+
+class Events:
+    """The last events of one gateway."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._next = int(clock()) * 1000  # above any id of the gateway before, which had fewer than 1,000 a second
+        self._rings = {name: deque[Event](maxlen=most) for name, (_, most) in _CLASSES.items()}
+        self._refused: dict[str, _Counted] = {}
+        self._lock = RLock()
+
+    def add(self, kind: str, about: str, text: str) -> None:
+        """Keep an event."""
+        with self._lock:
+            self._next += 1
+            event = Event(self._next, round(self._clock(), 3), kind, about[:_LONGEST], text[:_LONGEST])
+            self._rings[_CLASS_OF[kind]].append(event)
+
+    def refused(self, name: str, count: int, peer: str, reason: str) -> None:
+        """Count what strangers have caused: told at once the first time, then once a minute."""
+        with self._lock:
+            known = self._refused.get(name)
+            if known is None:
+                known = self._refused[name] = _Counted(self._clock() - _COALESCED_S)
+            known.count += count
+            known.last = f"last {peer}: {reason}" if peer else reason
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Tell what was counted for a minute. Call about once a second."""
+        now = self._clock()
+        with self._lock:
+            for name, known in self._refused.items():
+                if known.count and now - known.told_at >= _COALESCED_S:
+                    self.add("refused", name, f"{known.count} times: {known.last}")
+                    known.told_at, known.count = now, 0
+
+    def after(self, id: int = 0) -> list[Event]:
+        """Return the events with higher ids, in order."""
+        with self._lock:
+            return [event for event in merge(*self._rings.values()) if event.id > id]
+
+    def newest(self, most: int) -> list[Event]:
+        """Return the last events, oldest first."""
+        with self._lock:
+            last = islice(merge(*(reversed(ring) for ring in self._rings.values()), reverse=True), most)
+            return [*last][::-1]
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+# Turns that the broker takes, as events: processes that start, stop and come back, logs that roll.
+#
+# Readiness and warnings are not here: the gateway follows them for its log, and tells both.
+
+
+class Turns:
+    """What was seen last, for comparison."""
+
+    def __init__(self, data: str, events: Events) -> None:
+        self._data, self._events = data, events
+        self._starts: dict[str, int] = {}
+        self._states: dict[str, str] = {}
+        self._segment: int | None = None
+
+    def follow(self, page: StatsPage) -> None:
+        """Note what has changed on the page. The first call only looks."""
+        for name in PROCESSES:
+            row = page.rows[name]
+            starts, state = row.starts, row.state_name
+            known = self._starts.get(name)
+            before = self._states.get(name, state)
+            if known is not None and starts > known and starts > 1:
+                self._events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
+            elif known is not None and starts != known and starts:
+                self._events.add("started", name, f"{name} was started, pid {row.pid}")
+            if state == "stopped" != before:
+                self._events.add("stopped", name, f"{name} has ended in order")
+            self._starts[name], self._states[name] = starts, state
+
+    def follow_files(self) -> None:
+        """Note that the WAL has begun a new segment."""
+        segments = reader.wal(self._data).segments()
+        newest = segments[-1][0] if segments else None
+        if self._segment is not None and newest is not None and newest != self._segment:
+            self._events.add("rolled", "append.log", f"the WAL has begun a new segment at seq {newest}")
+        self._segment = newest
+
+
+# --- group lags ------------------------------------------------------------------------------------------------------
+# How far the groups are behind, from committed offsets and end offsets, without reading records.
+#
+# Cost        At most _GROUPS groups and _PLACES partitions a look, in turn, so thousands of groups take several looks. Only
+#             for the groups that are shown one record each is read, for its time, and again only when its offset moves.
+# Memory      A few numbers for each group.
+
+_GROUP_LAGS_GROUPS, _PLACES = 200, 2000
+_SHOWN = 20
+Place = tuple[str, int]
+
+
+class Asked(NamedTuple):
+    """A group whose lag is to be found: by partition what it has committed; None: nothing there."""
+
+    group: str
+    state: str
+    members: int
+    committed: Mapping[Place, int | None]
+
+
+class _Lag(NamedTuple):
+    asked: Asked
+    messages: int
+    oldest: tuple[str, int, int] | None  # the partition with the largest lag, and its first offset not committed
+
+
+class GroupLags:
+    """The groups of one broker. `ask` on the event loop, `look` in a thread, one after the other."""
+
+    def __init__(self, groups: Groups, partitions: Partitions) -> None:
+        self._groups, self._partitions = groups, partitions
+        self._lags: dict[str, _Lag] = {}
+        self._received: dict[tuple[str, int, int], float] = {}  # when a record was received
+        self._names: list[str] | None = None  # None: the committed offsets are not loaded yet
+        self._turn = 0
+
+    @property
+    def names(self) -> list[str] | None:
+        """Return the names of all groups; None until they are known."""
+        return self._names
+
+    @property
+    def total(self) -> int | None:
+        """Return the messages that all groups together have not committed; None until each was looked at once."""
+        is_known = self._names is not None and self._lags.keys() >= {*self._names}
+        return sum(lag.messages for lag in self._lags.values()) if is_known else None
+
+    def messages(self) -> dict[str, float]:
+        """Return the lag by group, the largest first."""
+        found = sorted(self._lags.items(), key=lambda pair: -pair[1].messages)
+        return {name: float(lag.messages) for name, lag in found}
+
+    def ask(self) -> list[Asked]:
+        """Return the groups whose turn it is; none until the committed offsets are loaded."""
+        try:
+            self._groups.describe("")
+        except RequestRefused:
+            self._names = None
+            return []
+        self._names = self._groups.coordinator.groups()
+        self._lags = {name: lag for name in self._names if (lag := self._lags.get(name)) is not None}
+        first = self._turn % len(self._names) if self._names else 0
+        asked: list[Asked] = []
+        room = _PLACES
+        for name in islice((*self._names[first:], *self._names[:first]), _GROUP_LAGS_GROUPS):
+            view = self._groups.describe(name)
+            if view is not None:
+                committed: dict[Place, int | None] = {
+                    (place.topic, place.partition): None for member in view.members for place in member.partitions
+                }
+                committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
+                some = dict(islice(committed.items(), room))
+                asked.append(Asked(name, view.state.value, len(view.members), some))
+                room -= len(some)
+            self._turn = first = first + 1
+            if room <= 0:
+                break
+        return asked
+
+    def look(self, asked: list[Asked]) -> None:
+        """Find the lags of these groups."""
+        bounds: dict[Place, tuple[int, int] | None] = {}  # many groups read the same partitions
+        for topic, number in {partition for row in asked for partition in row.committed}:
+            try:
+                bounds[topic, number] = self._partitions.bounds(topic, number)
+            except (RequestRefused, DamageError, OSError):  # deleted a moment ago; damage is told elsewhere
+                bounds[topic, number] = None
+        self._lags |= {row.group: _lag_of(row, bounds) for row in asked}
+        shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
+        self._received = {place: at for place, at in self._received.items() if place in shown}
+        for place in shown - self._received.keys():
+            with suppress(RequestRefused, DamageError, OSError, ValueError):
+                self._received[place] = self._time_of(*place)
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """Return the groups with the largest lag, ready for JSON. `now`: unix seconds."""
+        return [
+            {
+                "group": lag.asked.group,
+                "state": lag.asked.state,
+                "members": lag.asked.members,
+                "lag": lag.messages,
+                "lag_seconds": self._seconds(lag, now),
+            }
+            for lag in self._shown()
+        ]
+
+    def _shown(self) -> list[_Lag]:
+        return sorted(self._lags.values(), key=lambda lag: (-lag.messages, lag.asked.group))[:_SHOWN]
+
+    def _seconds(self, lag: _Lag, now: float) -> float | None:
+        if lag.oldest is None:
+            return 0.0
+        received = self._received.get(lag.oldest)
+        return None if received is None else round(max(0.0, now - received), 3)
+
+    def _time_of(self, topic: str, number: int, offset: int) -> float:
+        begin, lines = self._partitions.open(topic, number).read(offset, 1)
+        line = next((line for line in lines.split(b"\n") if line), b"")
+        return Message(topic, number, begin, line).recv_timestamp
+
+
+def _lag_of(asked: Asked, bounds: Mapping[Place, tuple[int, int] | None]) -> _Lag:
+    total, largest, oldest = 0, 0, None
+    for place, offset in asked.committed.items():
+        found = bounds[place]
+        if found is None:
+            continue
+        start, end = found
+        first = start if offset is None else max(start, offset)
+        lag = max(0, end - first)
+        total += lag
+        if lag > largest:
+            largest, oldest = lag, (place[0], place[1], first)
+    return _Lag(asked, total, oldest)
+
+
+# --- overview --------------------------------------------------------------------------------------------------------
 
 _LOOK_S = 1.0
 _RATES_S = 3  # looks that a rate is measured over

@@ -37,7 +37,7 @@ from kmq.config.values import KIB, MIB
 from kmq.gateway.core.answers import PATIENCE_S, Budget, longest_waiting
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
-from kmq.gateway.grpc.statuses import refuse
+from kmq.gateway.grpc.schema import refuse
 
 ENVELOPE = 64 * KIB  # bytes of a gRPC message besides the record: the id, and gRPC's own framing
 STREAMS = 256  # of all services; fewer than the connections of a port, so that some can always be evicted

@@ -19,9 +19,8 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call, Calls, Streams
-from kmq.gateway.grpc.reading import Reading
 from kmq.gateway.grpc.schema import KMQ
-from kmq.gateway.grpc.subscription import Subscription
+from kmq.gateway.grpc.subscription import Reading, Subscription
 from kmq.message.message import Message
 
 _HELD_BYTES = 64 * MIB

@@ -3,15 +3,27 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 import kmq
+from kmq.gateway.console import messages
+from kmq.gateway.console import messages as following
+from kmq.gateway.console.dead import DeadLetters
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
-from kmq.gateway.http.caller import caller
-from kmq.gateway.http.operation import JSON, Call
+from kmq.gateway.groups.admin import GroupAdmin
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.http.exchange import exchange
+from kmq.gateway.http.messages import micros
+from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller, parse_json
+from kmq.gateway.http.schema import SCHEMAS, check
+from kmq.log.damage import DamageError
+from kmq.wire.requests import Position
 
 
 class Console:
@@ -46,3 +58,155 @@ class Console:
 
     async def session(self, call: Call) -> web.Response:
         return web.json_response(caller().session() | {"instance": self._settings.instance, "version": kmq.__version__})
+
+
+# --- console messages ------------------------------------------------------------------------------------------------
+# Messages and dead letters for the console, and what it may change. kmq/gateway/console does the work.
+#
+# Bounds      _THREADS reads at a time, _WAITING with those that wait, _FOLLOWERS topics followed at a time, one replay at a
+#             time; none of them takes a thread of consumers.
+# End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
+#             _FOLLOWED_S (a token may have been revoked), or the gateway stops.
+
+_THREADS = 2
+_FOLLOWERS = 16
+_WAITING = 32  # requests for messages and letters
+_FOLLOWED_S = 600.0
+_MOST_REPLAYED = 1000  # unless the request says otherwise
+T = TypeVar("T")
+
+
+class ConsoleMessages:
+    """The handlers, by the names of their operations."""
+
+    def __init__(self, core: Core, groups: Groups, bodies: Bodies) -> None:
+        self._core, self._bodies, self._deadline_s = core, bodies, core.settings.line_deadline
+        self._finder = messages.Finder(core)
+        self._dead = DeadLetters(core.partitions)
+        self._admin = GroupAdmin(groups, core.partitions, core.fetching)
+        self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
+        self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
+        self.following = self.reading = 0
+        self.handlers = {
+            "messages": self.messages,
+            "follow": self.follow,
+            "letters": self.letters,
+            "replay": self.replay,
+            "resetGroup": self.reset,
+        }
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._replays.shutdown(wait=False)
+
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def _answer(self, work: Callable[[], dict[str, Any]]) -> web.Response:
+        """Return what `work` finds. A large answer becomes text in the thread, too."""
+        if self.reading >= _WAITING:
+            raise RequestRefused("too_many", f"{_WAITING} requests read messages already; send this one again")
+        self.reading += 1
+        try:
+            return web.Response(text=await self._run(lambda: json.dumps(work())), content_type=JSON)
+        finally:
+            self.reading -= 1
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def messages(self, call: Call) -> web.Response:
+        query = call.query
+        at = messages.position(query, None if query["timestamp"] is None else micros(query["timestamp"]))
+        key = None if query["key"] is None else query["key"].encode(errors="surrogateescape")
+        wanted = messages.Wanted(query["partition"], at, query["seq"], key, query["limit"])
+        return await self._answer(lambda: self._finder.find(call.path["topic"], wanted))
+
+    async def letters(self, call: Call) -> web.Response:
+        return await self._answer(lambda: self._dead.grouped(call.path["topic"]))
+
+    async def follow(self, call: Call) -> web.StreamResponse:
+        if self.following >= _FOLLOWERS:
+            raise RequestRefused("too_many", f"{_FOLLOWERS} topics are being followed already; close one of them")
+        self.following += 1
+        try:
+            make = following.Follower
+            follower = await self._run(make, self._core.partitions, call.path["topic"], call.query["partition"])
+            response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+            response.content_type = NDJSON
+            await response.prepare(call.request)
+            try:
+                await self._stream(call, response, follower)
+            except (ConnectionError, TimeoutError):
+                if call.request.transport is not None:
+                    call.request.transport.abort()
+            return response
+        finally:
+            self.following -= 1
+
+    async def _stream(self, call: Call, response: web.StreamResponse, follower: following.Follower) -> None:
+        await self._write(response, _encoded(follower.line()))
+        written = time.monotonic()
+        until = written + _FOLLOWED_S
+        current = exchange()
+        while not current.is_over and not self._core.fetching.is_stopping and time.monotonic() < until:
+            await asyncio.sleep(following.EVERY_S)
+            try:
+                line = await self._run(lambda: _encoded(follower.look()))
+            except RequestRefused as refused:
+                return await self._write(response, _encoded(follower.line() | {"error": body_of(refused)}))
+            except DamageError as err:
+                line = _encoded(follower.line(damage=err))
+            if not line and time.monotonic() - written > following.QUIET_S:
+                line = _encoded(follower.line())
+            if line:
+                await self._write(response, line)
+                written = time.monotonic()
+
+    async def _write(self, response: web.StreamResponse, line: bytes) -> None:
+        async with asyncio.timeout(self._deadline_s if self._deadline_s != float("inf") else None):
+            await response.write(line)
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
+    async def replay(self, call: Call) -> web.Response:
+        body = await self._read_changes(call, "Replay")
+        given = body.get("filter", [])
+        filters = [given] if isinstance(given, str) else given
+        dry_run = body.get("dryRun", True)
+        work = self._dead.replay
+        most = body.get("max", _MOST_REPLAYED)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(
+            self._replays, work, call.path["topic"], filters, float(body.get("rate", 0)), most, dry_run
+        )
+        return web.json_response(found)
+
+    async def reset(self, call: Call) -> web.Response:
+        body = await self._read_changes(call, "Reset")
+        to, dry_run = body["to"], body.get("dryRun", True)
+        moves = await self._admin.reset(call.path["group"], body["topic"], where_to(to), dry_run)
+        rows = [{"partition": number, "from": before, "to": offset} for number, before, offset in moves]
+        return web.json_response({"dryRun": dry_run, "partitions": rows})
+
+    async def _read_changes(self, call: Call, schema: str) -> dict[str, Any]:
+        """Return the body. Raises RequestRefused if this caller may change nothing."""
+        if not caller().may_change:
+            raise RequestRefused("forbidden")
+        async with self._bodies.read(call.request) as text:
+            body: dict[str, Any] = await self._bodies.parse(text, parse_json)
+        check(SCHEMAS[schema], body)
+        caller().is_dry_run = body.get("dryRun", True)
+        return body
+
+
+def _encoded(line: dict[str, Any] | None) -> bytes:
+    return b"" if line is None else json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def where_to(to: Any) -> Position | dict[int, int]:
+    """Return where a group's offsets go, as a checked body says it."""
+    if isinstance(to, str):
+        return Position(to)
+    if "timestamp" in to:
+        return Position("time", micros(str(to["timestamp"]), "to.timestamp"))
+    return {each["partition"]: each["offset"] for each in to["offsets"]}

@@ -26,11 +26,10 @@ from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.polling import Move, Poller, Pollers
 from kmq.gateway.groups.redelivery import Again, Reader, Redelivery
 from kmq.gateway.groups.terms import SHARED, Client, Terms
-from kmq.gateway.http.bodies import Bodies, parse_json
-from kmq.gateway.http.console_messages import where_to
-from kmq.gateway.http.consume import Consume, response
+from kmq.gateway.http.console import where_to
 from kmq.gateway.http.exchange import exchange
-from kmq.gateway.http.operation import Call
+from kmq.gateway.http.messages import Consume, response
+from kmq.gateway.http.request import Bodies, Call, parse_json
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.message.message import Message
 

@@ -12,7 +12,7 @@
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
-files; messages have an API of their own, /api/topics/{topic}/… Errors: errors.py.
+files; messages have an API of their own, /api/topics/{topic}/… Errors: request.py.
 
 Records     The kernel sends the bytes of the files (sendfile) after their crcs were checked (spans.py). That is at
             least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU time. A
@@ -35,7 +35,7 @@ from aiohttp import web
 from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.catalog import END, Catalog
 from kmq.gateway.core.partitions import Range, Span
-from kmq.gateway.http.errors import answering
+from kmq.gateway.http.request import answering
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 

@@ -12,11 +12,9 @@ from typing import Any
 from aiohttp import web
 
 import kmq
-from kmq.gateway.http.console_operations import CONSOLE
-from kmq.gateway.http.operation import COMMON, NDJSON, PATH_SCHEMAS, Operation, Parameter, Reply
-from kmq.gateway.http.operations import GROUPS, OPERATIONS
+from kmq.gateway.http.operations import CONSOLE, GROUPS, OPERATIONS
+from kmq.gateway.http.request import COMMON, NDJSON, PATH_SCHEMAS, Operation, Parameter, Reply, Schema
 from kmq.gateway.http.schema import SCHEMAS
-from kmq.gateway.http.shapes import Schema
 from kmq.wire import refusals
 
 _NDJSON_SCHEMA = {"type": "string", "description": "one JSON object a line"}

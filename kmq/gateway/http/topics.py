@@ -7,8 +7,7 @@ from aiohttp import web
 from kmq.gateway.core.broker import bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.topics import OPTIONS, TopicState
-from kmq.gateway.http.bodies import Bodies, parse_json
-from kmq.gateway.http.operation import Call
+from kmq.gateway.http.request import Bodies, Call, parse_json
 from kmq.gateway.http.schema import SCHEMAS, check
 
 

@@ -2,9 +2,9 @@
 
 connection.py   one connection: whole lines in, bytes and pieces of files out, deadlines
 door.py         what the first line of a connection asks for, tokens, limits
-consume.py      CONSUME: a topic from somewhere on, as the files have it
+door.py      CONSUME: a topic from somewhere on, as the files have it
 service.py      what all connections share
 session.py      ASSIGN: fetch, seek, offsets, commit on partitions that the client has named
-member.py       GROUP: a session whose partitions a consumer group decides on
-status.py       GET_STATUS
+session.py       GROUP: a session whose partitions a consumer group decides on
+service.py       GET_STATUS
 """

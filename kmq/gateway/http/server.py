@@ -1,4 +1,4 @@
-"""HTTP: metrics, health, the API (api.py), its document (openapi.py), and the logs (logs.py).
+"""HTTP: metrics, health, the API (server.py), its document (openapi.py), and the logs (logs.py).
 
 The start page is the console (kmq/gateway/console). /pages lists what else a browser can open; its row of PAGES says
 what it returns.
@@ -20,11 +20,52 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
-from kmq.gateway.http.api import Api
-from kmq.gateway.http.errors import refuse_unknown_paths
+from kmq.gateway.http.console import Console, ConsoleMessages
 from kmq.gateway.http.exchange import exchanging
+from kmq.gateway.http.groups import GroupCalls
+from kmq.gateway.http.messages import Consume, Produce
+from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
+from kmq.gateway.http.request import Bodies, refuse_unknown_paths
+from kmq.gateway.http.topics import Topics
 
-_MAX_BODY = 1 << 16  # of requests whose body nobody reads; bodies.py has its own limit
+# --- api -------------------------------------------------------------------------------------------------------------
+# The API of topics and messages, /api/…: all handlers of one gateway.
+
+
+class Api:
+    """The handlers and the bounds that they share."""
+
+    def __init__(self, core: Core, groups: Groups, overview: Overview) -> None:
+        self.bodies = Bodies(core.settings)
+        self.topics = Topics(core, self.bodies)
+        self.produce = Produce(core, self.bodies)
+        self.consume = Consume(core)
+        self.console = Console(core, overview)
+        self.console_messages = ConsoleMessages(core, groups, self.bodies)
+        self.groups = GroupCalls(core, groups, self.bodies, self.consume)
+
+    def add_to(self, app: web.Application, requests: Requests) -> None:
+        """Register all operations with `app`; `requests` counts them."""
+        count = requests.count_http
+        register(app, ADMIN, self.topics.handlers, count)
+        register(app, MESSAGES, self.produce.handlers | self.consume.handlers, count)
+        register(app, GROUPS, self.groups.handlers, count)
+        register(app, CONSOLE, {**self.console.handlers, **self.console_messages.handlers}, count)
+        app.on_cleanup.append(self._close)
+        app[KEY] = self
+
+    async def _close(self, app: web.Application) -> None:
+        await self.produce.close()
+        await self.groups.close()
+        self.console_messages.close()
+
+
+KEY = web.AppKey("api", Api)
+
+
+# --- web -------------------------------------------------------------------------------------------------------------
+
+_MAX_BODY = 1 << 16  # of requests whose body nobody reads; request.py has its own limit
 
 PAGES = {
     "/healthz": "200 while every stage is alive, else 503 and the reason; also the last durable write",
