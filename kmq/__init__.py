@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
     from kmq.client.producer_aio import AsyncProducer as AsyncProducer
-    from kmq.cluster.aio import AsyncBroadcastQueue as AsyncBroadcastQueue
+    from kmq.cluster.queue import AsyncBroadcastQueue as AsyncBroadcastQueue
     from kmq.cluster.queue import BroadcastQueue as BroadcastQueue
     from kmq.errors import KmqError as KmqError
     from kmq.message.message import Message as Message
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
 __version__ = "0.2.0"  # written here only: pyproject.toml reads it, a test compares the manifests
 
 _EXPORTS = {
-    "AsyncBroadcastQueue": "kmq.cluster.aio",
+    "AsyncBroadcastQueue": "kmq.cluster.queue",
     "AsyncConsumer": "kmq.client.consumer_aio",
     "AsyncProducer": "kmq.client.producer_aio",
     "Backoff": "kmq.client.handling",

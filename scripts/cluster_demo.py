@@ -21,8 +21,7 @@ import demo_input
 import typer
 from rich.table import Table
 
-from kmq.cli.pipeline_options import On
-from kmq.cli.pipeline_session import running
+from kmq.cli.spark_options import On, running
 from kmq.client.lines import LineSender
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
 from kmq.links import layout

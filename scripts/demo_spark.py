@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kmq.cli.pipeline_session import Job, running
+from kmq.cli.spark_options import Job, running
 from kmq.errors import EXIT_OK, ConfigError
 from kmq.spark.sessions import find_java, require_spark
 

@@ -15,20 +15,19 @@ from kmq.cli import (
     bundle,
     config,
     consume,
-    dlq,
+    deadletters,
     doctor,
     fleet,
     groups,
     lifecycle,
     logs,
     produce,
-    redrive,
     spark,
     status,
     tokens,
     topics,
 )
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples
 from kmq.cli.top import command as top
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
@@ -44,10 +43,10 @@ FAMILIES = (
     config,
     produce,
     consume,
-    redrive,
+    deadletters,
     topics,
     groups,
-    dlq,
+    deadletters,
     tokens,
     logs,
     bq,

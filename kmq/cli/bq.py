@@ -14,8 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kmq.cli.cluster import open_queue
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples, open_queue
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from kmq.cluster.consul import Entry
     from kmq.cluster.following import Condition
     from kmq.cluster.queue import BroadcastQueue
-    from kmq.cluster.status import Node, Status
-    from kmq.cluster.subscriber import Item
+    from kmq.cluster.subscriber import Item, Node, Status
 
 bq_app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +58,7 @@ def publish(
     """
     with open_queue() as queue:
         from kmq.cluster.fleet import COMMANDS, STATE
-        from kmq.cluster.message import MAX_BYTES
+        from kmq.cluster.publisher import MAX_BYTES
 
         if type in (STATE, *COMMANDS):
             how = "kmq fleet set, topics or token" if type == STATE else f"kmq fleet run {type}"

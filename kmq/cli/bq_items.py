@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from kmq.cluster.message import SNAPSHOT, Message
+from kmq.cluster.publisher import SNAPSHOT, Message
 from kmq.cluster.subscriber import Item, Snapshot
 from kmq.config import terminal
 from kmq.config.settings import DRAIN_S

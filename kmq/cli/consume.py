@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kmq.cli.helptext import examples
-from kmq.cli.options import grouped
+from kmq.cli.output import examples, grouped
 from kmq.client.consumer_options import logger, to_topic
 from kmq.client.failures import Refused
 from kmq.client.lines import STALL_S, say

@@ -15,8 +15,8 @@ from kmq.broker.stats import StatsPage, peek
 from kmq.cli import machine
 from kmq.cli import machine as checks
 from kmq.cli import machine as disk_checks
-from kmq.cli.helptext import examples
 from kmq.cli.machine import ERROR, NOTE, OK, WARNING, Check
+from kmq.cli.output import examples
 from kmq.cli.progress import counting
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kmq.cli.cluster import open_queue
 from kmq.cli.fleet_status import print_results, status
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples, open_queue
 from kmq.config.settings import SHARED
 from kmq.config.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
 from kmq.config.values import parse_duration
@@ -227,7 +226,7 @@ def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, Resul
     """Return the result of each broker; wait for those that are there. A Consul that does not answer is asked again."""
     from kmq.cluster.consul import Unanswered
     from kmq.cluster.fleet import Result, watch_results
-    from kmq.cluster.status import Node
+    from kmq.cluster.subscriber import Node
 
     position, found, nodes = 0, dict[str, Result](), list[Node]()
     were_here = set[str]()
@@ -257,7 +256,7 @@ def forget(
     """Take a broker that is gone for good out of the status. If it comes back it is there again."""
     with open_queue() as queue:
         from kmq.cluster.fleet import forget as steps
-        from kmq.cluster.keys import check_broker
+        from kmq.cluster.presence import check_broker
 
         queue.as_publisher(lambda publisher: steps(publisher, queue.keys, check_broker(broker)), timeout)
     print(f"broker {broker} is forgotten")

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kmq.cli.cluster import open_queue
+from kmq.cli.output import open_queue
 from kmq.config import terminal
 from kmq.config.states import SETTINGS, TOKENS, TOPICS
 from kmq.errors import EXIT_FAILED, EXIT_OK
@@ -16,7 +16,7 @@ from kmq.errors import EXIT_FAILED, EXIT_OK
 if TYPE_CHECKING:
     from kmq.cluster.fleet import Report, Result
     from kmq.cluster.queue import BroadcastQueue
-    from kmq.cluster.status import Node
+    from kmq.cluster.subscriber import Node
 
 _COLOURS = {"ready": "green", "behind": "yellow"}  # by health; every other one is red
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 from rich.table import Table
 
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples
 from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, KmqError, RetryError

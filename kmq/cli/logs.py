@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kmq.cli.data import existing_data
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples, existing_data
 from kmq.cli.progress import counting
 from kmq.config import terminal
 from kmq.config.settings import load

@@ -1,6 +1,6 @@
 """`kmq pipeline …`: the commands. Each pipeline is one command, in a section of its own.
 
-A command takes its options in groups (pipeline_options.py), opens a session with `running`, and calls the `start` of
+A command takes its options in groups (spark_options.py), opens a session with `running`, and calls the `start` of
 its module. `start` takes values; the module's `run` makes the same values of keyword arguments, for callers in Python.
 
     @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
@@ -19,10 +19,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kmq.cli.helptext import examples
-from kmq.cli.options import grouped
-from kmq.cli.pipeline_options import Catalog, Checkpoint, Follow, From, On, Once, Target, Topics, seconds
-from kmq.cli.pipeline_session import running
+from kmq.cli.output import examples, grouped
+from kmq.cli.spark_options import Catalog, Checkpoint, Follow, From, On, Once, Target, Topics, running, seconds
 from kmq.errors import ConfigError
 
 pipeline_app = typer.Typer(

@@ -10,7 +10,7 @@ from rich.table import Table
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
 from kmq.broker.status import StageStatus, Status
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError

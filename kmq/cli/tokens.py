@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples
 from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.logfmt import pairs

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from kmq.broker import status as statuses
 from kmq.broker.data_directory import known_id
-from kmq.cli.data import existing_data
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples, existing_data
 from kmq.config import terminal
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 
 from kmq.cluster import consul
 from kmq.cluster.consul import MAX_OPERATIONS, Conflict, ConsulError, Operation, Steps, Watched
-from kmq.cluster.keys import Keys
-from kmq.cluster.lock import GUARDS, Lock
-from kmq.cluster.message import Message
-from kmq.cluster.publisher import Change, Publisher, StateChanged
+from kmq.cluster.presence import GUARDS, Keys, Lock
+from kmq.cluster.publisher import Change, Message, Publisher, StateChanged
 from kmq.cluster.subscriber import Snapshot
 from kmq.config.states import KINDS, UNREADABLE
 from kmq.errors import ConfigError

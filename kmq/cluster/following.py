@@ -5,7 +5,7 @@
 Invariant   An item is marked only after `handler` has returned for it, and handed out again until it has.
             No item is handed out before the one ahead of it was processed.
 Crash       As in subscriber.py: what was processed and not marked is handed out again, by whoever follows next.
-Memory      What one watch brings: all messages of the queue (trimming.py).
+Memory      What one watch brings: all messages of the queue (publisher.py).
 Not covered A handler that never returns: nothing more is received, and the place in Consul is kept.
 """
 

@@ -6,12 +6,83 @@ Invariant   A process that has not beaten for `ttl_s` loses its session and all 
 Not covered The check lives in the agent that was asked. If that agent ends, the session ends too.
 """
 
+import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 
 from kmq.cluster import consul
-from kmq.cluster.consul import Conflict, ConsulError, Entry, Operation, Pause, Steps, Unanswered
-from kmq.cluster.keys import decode_fields
+from kmq.cluster.consul import Conflict, ConsulError, Entry, Operation, Pause, Steps, Unanswered, check_session
+from kmq.errors import BusyError, ConfigError
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+# The keys of a cluster in Consul, and the text that most of their values are.
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
+_EPOCH = re.compile(r"[0-9]{1,18}")  # 64 bits hold it
+STATES = ("shards/", "topics/", "tokens/", "settings/")  # what a message leads to, and a snapshot holds
+
+
+class Keys:
+    """Every key is under `kmq/<cluster>/`."""
+
+    def __init__(self, cluster: str) -> None:
+        if not NAME.fullmatch(cluster):
+            raise ConfigError(f"KMQ_CLUSTER={cluster!r}: must match {NAME.pattern}")
+        self.root = f"kmq/{cluster}/"
+        self.coordinator = self.root + "coordinator"  # the lock of the one publisher
+        self.epoch = self.root + "epoch"  # of the last message
+        self.messages = self.root + "bq/"  # with the slash: the other keys begin with bq- and are no messages
+        self.delivered = self.root + "bq-delivered/"
+        self.subscribers = self.root + "bq-subscriber/"
+        self.brokers = self.root + "brokers/"
+        self.results = self.root + "results/"
+
+    def message(self, epoch: int) -> str:
+        return f"{self.messages}{epoch}"
+
+    def epoch_of(self, key: str) -> int | None:
+        """Return which message a key under `messages` holds; None if it is no key of KMQ's."""
+        number = key.removeprefix(self.messages)
+        return int(number) if _EPOCH.fullmatch(number) else None
+
+    def decode_epoch(self, value: bytes) -> int:
+        """Return what the key `epoch` holds. Raises ConsulError if KMQ has not written it."""
+        text = value.decode(errors="replace")
+        if not _EPOCH.fullmatch(text):
+            raise ConsulError(f"key {self.epoch}: {text[:40]!r} is no epoch; KMQ did not write it")
+        return int(text)
+
+    def delivered_to(self, broker: str) -> str:
+        """Return the key of the last message that this broker has processed."""
+        return self.delivered + broker
+
+    def subscriber(self, broker: str) -> str:
+        """Return the key that the one subscriber of this broker has locked."""
+        return self.subscribers + broker
+
+
+def check_broker(name: str) -> str:
+    """Return the name of a broker. Raises ConfigError if it is none."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"KMQ_BROKER={name!r}: must match {NAME.pattern}")
+    return name
+
+
+_FIELD = re.compile(r"([a-z_]+)=(\S*)")
+
+
+def encode_fields(**fields: object) -> bytes:
+    """Return `a=1 b=2`. Values must not hold white space; an empty one is left out."""
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value != "").encode()
+
+
+def decode_fields(text: bytes) -> dict[str, str]:
+    """Return the fields of such a text; what is none is passed over."""
+    return dict(_FIELD.findall(text.decode(errors="replace")))
+
+
+# --- presence --------------------------------------------------------------------------------------------------------
 
 _SYNC_TRIES, _SYNC_S = 100, 0.05  # until Consul's servers know of a check that the agent has just been told of
 
@@ -106,3 +177,77 @@ class Presence:
 def holder_of(entry: Entry) -> str:
     """Return who holds a lock, as it has said itself."""
     return decode_fields(entry.value).get("holder", "") or f"session {entry.session}"
+
+
+# --- lock ------------------------------------------------------------------------------------------------------------
+# The publisher's lock: held for a while, or taken and given back within one Txn.
+#
+# Invariant   What `around` returns changes nothing unless nobody else holds the lock when it is carried out.
+# Crash       A holder that is killed loses the lock with its session (presence.py).
+
+GUARDS = 2  # operations that `around` adds at most; the first of them is the first of all
+
+_WATCH_S = 1.0  # while another holds the lock: a watch of it ends at the latest after this time
+_POLL_S = 0.1  # while nobody holds it, and it is not given out yet
+_RETRY_S = 0.05  # between two questions while there is no answer
+
+
+class Lock:
+    """One lock, and whether we hold it. `who`: what others are told of its holder."""
+
+    def __init__(self, key: str, presence: Presence, who: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key, self._presence, self._who, self._clock = key, presence, who, clock
+        self.is_held = False
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a holder may be silent."""
+        return self._presence.ttl_s
+
+    def around(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Return a Txn that is refused at its first operation if another has the lock."""
+        session = self._presence.session
+        if self.is_held:
+            return [check_session(self.key, session), *operations]
+        taken = Operation("lock", self.key, self._value(), session=session)
+        return [taken, *operations, Operation("unlock", self.key, session=session)]
+
+    def take(self, timeout_s: float) -> Steps[None]:
+        """Take the lock, waiting at most so long. Raises BusyError that names who holds it."""
+        until = self._clock() + timeout_s
+        while True:
+            try:
+                holder = yield from self._presence.lock(self.key, self._value())
+            except Unanswered:  # while Consul elects a leader; to take a lock twice is to take it once
+                if self._clock() >= until:
+                    raise
+                yield Pause(_RETRY_S)
+                continue
+            if holder is None:
+                self.is_held = True
+                return
+            yield from self._wait(holder, until)
+
+    def wait(self, until: float) -> Steps[None]:
+        """Return when another may have given the lock back. Raises BusyError after `until`, and SessionLost."""
+        holder = yield from self._presence.holder(self.key)
+        if holder is not None:
+            yield from self._wait(holder, until)
+
+    def _wait(self, holder: Entry, until: float) -> Steps[None]:
+        left = until - self._clock()
+        if left <= 0:
+            who = holder_of(holder) if holder.session else "nobody yet: its last holder died just now"
+            raise BusyError(f"the lock {self.key} is held by {who}")
+        if holder.session:
+            yield from consul.watch(self.key, holder.version, min(left, _WATCH_S))
+        else:
+            yield Pause(min(left, _POLL_S))
+
+    def give(self) -> Steps[None]:
+        """Give the lock back."""
+        self.is_held = False
+        yield from self._presence.unlock(self.key)
+
+    def _value(self) -> bytes:
+        return encode_fields(holder=self._who, since=f"{time.time():.6f}")

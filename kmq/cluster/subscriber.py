@@ -19,19 +19,17 @@ Not covered A subscriber that is killed, and Consul restored to before what it h
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from kmq.cluster import consul
 from kmq.cluster.consul import LOCK_DELAY_S, Conflict, ConsulError, Entry, Operation, Pause, Steps, cas, check_session
-from kmq.cluster.keys import STATES, Keys, encode_fields
-from kmq.cluster.message import Message
-from kmq.cluster.presence import Presence, holder_of
-from kmq.cluster.trimming import Mark
+from kmq.cluster.presence import STATES, Keys, Presence, decode_fields, encode_fields, holder_of
+from kmq.cluster.publisher import Mark, Message
 from kmq.errors import BusyError
 
 _POLL_S = 0.1  # between two attempts to become the subscriber
 _ERROR_CHARS = 300  # of a processing error, as others see it
-_REFRESH_S = 3600.0  # an idle subscriber writes its mark again, so that it does not look absent (trimming.py)
+_REFRESH_S = 3600.0  # an idle subscriber writes its mark again, so that it does not look absent (publisher.py)
 
 
 class Displaced(ConsulError):
@@ -236,3 +234,45 @@ class Subscriber:
         """Mark, and give the place to another process."""
         yield from self.mark()
         yield from self._presence.unlock(self._key)
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+# How far the queue is, as Consul has it.
+
+
+class Node(NamedTuple):
+    """One subscriber. `read`: the last epoch it has processed, of `lag` more it has not. `holder`: "": it is away."""
+
+    broker: str
+    read: int
+    lag: int
+    seen: float  # when it last marked, in seconds since the epoch of Unix; 0: never
+    holder: str
+    error: str  # of the message that it cannot process; "": none
+
+
+class Status(NamedTuple):
+    """The queue at one moment."""
+
+    epoch: int
+    publisher: str  # who holds the lock now; "": nobody
+    nodes: list[Node]
+
+
+def read_status(keys: Keys) -> Steps[Status]:
+    """Read the epoch, the lock, and all nodes."""
+    epoch = yield from consul.read(keys.epoch)
+    lock = yield from consul.read(keys.coordinator)
+    marks = yield from consul.watch(keys.delivered, 0, 0)
+    present = yield from consul.watch(keys.subscribers, 0, 0)
+    last = keys.decode_epoch(epoch.value) if epoch is not None else 0
+    delivered = {entry.key.removeprefix(keys.delivered): Mark.decode(entry.value) for entry in marks.entries}
+    here = {entry.key.removeprefix(keys.subscribers): entry for entry in present.entries if entry.session}
+    nodes = [_node(broker, delivered.get(broker), here.get(broker), last) for broker in sorted({*delivered, *here})]
+    return Status(last, holder_of(lock) if lock is not None and lock.session else "", nodes)
+
+
+def _node(broker: str, mark: Mark | None, place: Entry | None, last: int) -> Node:
+    read, seen = (mark.epoch, mark.ts) if mark is not None else (0, 0.0)
+    error = unquote(decode_fields(place.value).get("error", "")) if place is not None else ""
+    return Node(broker, read, max(0, last - read), seen, holder_of(place) if place is not None else "", error)

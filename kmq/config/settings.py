@@ -290,7 +290,7 @@ class Settings:
 
 
 SETTINGS = tuple(row for row in vars(Settings).values() if isinstance(row, Setting))
-# Which texts may hold what nobody else should read (kmq/cli/redaction.py); a value of any other parser cannot.
+# Which texts may hold what nobody else should read (kmq/cli/config.py); a value of any other parser cannot.
 KINDS: dict[object, str] = {
     kind.path: "path",
     kind.non_empty: "text",

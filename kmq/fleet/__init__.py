@@ -2,5 +2,5 @@
 
 agent.py       the process: threads, row, signals, what it says of itself in Consul
 applying.py    states: the file that the other processes read, and topics
-commands.py    commands: each once, and what came of it
+applying.py    commands: each once, and what came of it
 """

@@ -26,13 +26,12 @@ from kmq.cluster.consul import ConsulError, Operation
 from kmq.cluster.fleet import COMMANDS, Report, Result, write_result
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import holder_of
+from kmq.cluster.publisher import Mark
 from kmq.cluster.queue import BroadcastQueue, Heart, Place, who_we_are
 from kmq.cluster.subscriber import Item, Snapshot, Subscriber
-from kmq.cluster.trimming import Mark
 from kmq.config.settings import SHARED, Settings
 from kmq.errors import EXIT_OK, BusyError, KmqError, RetryError, exit_code_of
-from kmq.fleet.applying import Applier
-from kmq.fleet.commands import Commands
+from kmq.fleet.applying import Applier, Commands
 from kmq.links.ownership import FileLock, describe
 from kmq.logfmt import Logger
 

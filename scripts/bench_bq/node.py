@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from kmq.cluster import consul
-from kmq.cluster.keys import Keys
+from kmq.cluster.consul import Transport
+from kmq.cluster.presence import Keys
 from kmq.cluster.queue import WAIT_S, BroadcastQueue, Place
-from kmq.cluster.transport import Transport
 from kmq.config.settings import load
 
 

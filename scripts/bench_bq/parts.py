@@ -13,14 +13,10 @@ from bench.gauges import cpu_seconds
 from bench.pod import wait_until
 from bench.report import Figure, say
 from bench_bq.servers import Servers
-from kmq.cluster.keys import Keys
-from kmq.cluster.lock import Lock
-from kmq.cluster.message import Message
-from kmq.cluster.presence import Presence
-from kmq.cluster.publisher import Publisher
+from kmq.cluster.consul import Address, Transport
+from kmq.cluster.presence import Keys, Lock, Presence
+from kmq.cluster.publisher import KEPT, Message, Publisher
 from kmq.cluster.queue import BroadcastQueue, Heart, Place
-from kmq.cluster.transport import Address, Transport
-from kmq.cluster.trimming import KEPT
 
 PAYLOAD = b"x" * 100
 POLL_S = 0.02

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chaos.consul_servers import ConsulServers
-from kmq.cluster.keys import Keys
-from kmq.cluster.message import Message
-from kmq.cluster.trimming import Mark
+from kmq.cluster.presence import Keys
+from kmq.cluster.publisher import Mark, Message
 
 WORKER = Path(__file__).with_name("bq_worker.py")
 DEADLINE_S = 60.0  # until something that goes on by itself has gone on; a busy machine needs a part of it

@@ -29,10 +29,9 @@ from typing import Any
 
 import httpx
 
-from kmq.cluster import trimming
+from kmq.cluster import publisher as trimming
 from kmq.cluster.consul import ConsulError
-from kmq.cluster.message import Message
-from kmq.cluster.publisher import Deposed
+from kmq.cluster.publisher import Deposed, Message
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.subscriber import Snapshot
 from kmq.config.settings import load

@@ -12,9 +12,7 @@ import pytest
 
 from chaos.bq_facts import Queue, Worker
 from chaos.consul_servers import ConsulServer, ConsulServers, consul_servers
-from kmq.cluster.message import MAX_BYTES
-from kmq.cluster.publisher import TRIM_EVERY
-from kmq.cluster.trimming import KEPT
+from kmq.cluster.publisher import KEPT, MAX_BYTES, TRIM_EVERY
 
 pytestmark = pytest.mark.root
 FULL = pytest.mark.soak

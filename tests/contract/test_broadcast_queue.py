@@ -19,15 +19,12 @@ from waiting import wait_until
 import kmq
 from kmq.cluster import consul as requests
 from kmq.cluster import following
-from kmq.cluster.consul import ConsulError, Unanswered
+from kmq.cluster.consul import Address, ConsulError, Unanswered
 from kmq.cluster.following import Condition, follow
-from kmq.cluster.lock import Lock
-from kmq.cluster.message import MAX_BYTES, Message
-from kmq.cluster.presence import Presence
+from kmq.cluster.presence import Lock, Presence
+from kmq.cluster.publisher import KEPT, MAX_BYTES, Message
 from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Displaced, Snapshot
-from kmq.cluster.transport import Address
-from kmq.cluster.trimming import KEPT
 from kmq.errors import EXIT_CONFIG, BusyError, ConfigError
 
 TTL_S = 1.0
@@ -247,7 +244,7 @@ KILLED = """
 import os, signal, sys
 import kmq
 from kmq.cluster.queue import Place
-from kmq.cluster.transport import Address
+from kmq.cluster.consul import Address
 for item in kmq.BroadcastQueue(Place(Address.of(sys.argv[1]), sys.argv[2], "a", 1.0)).receive():
     print(item.epoch, flush=True)
     if item.epoch == 3:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
-from kmq.cli.redaction import HIDDEN, clean
+from kmq.cli.config import HIDDEN, clean
 from kmq.config import states
 from kmq.config.settings import KINDS, SETTINGS
 

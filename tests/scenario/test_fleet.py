@@ -18,8 +18,8 @@ from kmq.broker.stats import peek
 from kmq.cli import fleet_status
 from kmq.cli.topics import describe
 from kmq.cluster import consul as consul_api
+from kmq.cluster.publisher import KEPT, Mark
 from kmq.cluster.queue import BroadcastQueue, Place
-from kmq.cluster.trimming import KEPT, Mark
 from kmq.config.settings import load
 from kmq.errors import EXIT_RETRY
 from kmq.log import topics

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 QUICK = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
 STREAM = """
 import sys, typer
-from kmq.cli.pipeline_options import On
-from kmq.cli.pipeline_session import running
+from kmq.cli.spark_options import On
+from kmq.cli.spark_options import running
 
 def main(kind: str) -> None:
     with running("stream", On("local[1]", ["{quick}"]), continuous=kind == "continuous") as job:
@@ -50,8 +50,8 @@ typer.run(main)
 EARLY = """
 import sys, time, typer
 from kmq.spark.streaming import streams
-from kmq.cli.pipeline_options import On
-from kmq.cli.pipeline_session import running
+from kmq.cli.spark_options import On
+from kmq.cli.spark_options import running
 
 def main(data: str) -> None:
     with running("stream", On("local[1]", ["{quick}"]), continuous=True) as job:
@@ -66,8 +66,8 @@ typer.run(main)
 HUNG = """
 import os, signal, typer
 from kmq.spark.streaming import stopping
-from kmq.cli.pipeline_options import On
-from kmq.cli.pipeline_session import running
+from kmq.cli.spark_options import On
+from kmq.cli.spark_options import running
 
 def main() -> None:
     stopping.STOP_S = 2.0
@@ -128,8 +128,8 @@ def test_a_signal_before_its_stream_is_active_stops_it_too(tmp_path):
 
 STARTING = """
 import typer
-from kmq.cli.pipeline_options import On
-from kmq.cli.pipeline_session import running
+from kmq.cli.spark_options import On
+from kmq.cli.spark_options import running
 from pyspark import java_gateway
 
 launch = java_gateway.launch_gateway

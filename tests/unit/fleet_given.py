@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from kmq.cluster import fleet
-from kmq.cluster.message import Message
+from kmq.cluster.publisher import Message
 
 PATIENCE_S = 30.0
 

@@ -10,14 +10,11 @@ import time
 import pytest
 
 from kmq.cli.bq_items import Runner, as_fields
-from kmq.cluster.consul import Entry, Request, Response, given_entries
-from kmq.cluster.keys import Keys, check_broker, decode_fields, encode_fields
-from kmq.cluster.message import MAX_BYTES, Message, check_size
-from kmq.cluster.presence import Presence
+from kmq.cluster.consul import Address, Entry, Request, Response, given_entries
+from kmq.cluster.presence import Keys, Presence, check_broker, decode_fields, encode_fields
+from kmq.cluster.publisher import KEPT, KEPT_BYTES, MAX_BYTES, Mark, Message, check_size, superfluous
 from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Snapshot, Subscriber
-from kmq.cluster.transport import Address
-from kmq.cluster.trimming import KEPT, KEPT_BYTES, Mark, superfluous
 from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
 

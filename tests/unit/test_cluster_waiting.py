@@ -5,11 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kmq.cluster.consul import Request, Unanswered, read
-from kmq.cluster.lock import Lock
-from kmq.cluster.presence import Presence
+from kmq.cluster.consul import Address, Request, Transport, Unanswered, read
+from kmq.cluster.presence import Lock, Presence
 from kmq.cluster.queue import Heart
-from kmq.cluster.transport import Address, Transport
 
 
 class Forgetful:
@@ -53,7 +51,7 @@ def test_lock_is_asked_for_again_when_no_answer_came(consul, are_sent):
 
 
 def test_two_threads_that_leave_a_silent_address_both_reach_the_next(consul, monkeypatch):
-    monkeypatch.setattr("kmq.cluster.transport._ANSWER_S", 1.0)
+    monkeypatch.setattr("kmq.cluster.consul._ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         transport = Transport(Address.of(f"127.0.0.1:{silent.getsockname()[1]},{consul.address}"))
         with ThreadPoolExecutor(2) as pool:

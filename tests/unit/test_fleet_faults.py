@@ -12,13 +12,12 @@ from fleet_given import said
 from kmq.access import tokens
 from kmq.cluster import fleet
 from kmq.cluster.fleet import Report, Result
-from kmq.cluster.message import Message
+from kmq.cluster.publisher import Message
 from kmq.cluster.subscriber import Snapshot
 from kmq.config import states
 from kmq.config.settings import load
 from kmq.config.states import InForce, States
-from kmq.fleet.applying import Applier
-from kmq.fleet.commands import CHILD, MOST, Commands, damage
+from kmq.fleet.applying import CHILD, MOST, Applier, Commands, damage
 from kmq.log import topic_changes, topics
 from kmq.log.identity import open_data
 
@@ -180,7 +179,7 @@ def commands(settings):
 def test_notes_do_not_take_the_place_of_damage(commands, monkeypatch):
     row = '{"path": "a", "byte": 1, "what": "w", "is_damage": %s}'
     script = f"for i in range(30): print('{row % 'false'}')\nprint('{row % 'true'}')"
-    monkeypatch.setattr("kmq.fleet.commands.CHILD", script)
+    monkeypatch.setattr("kmq.fleet.applying.CHILD", script)
     assert commands._kmq(damage, "verify")[1] == ["a: byte 1: w"]
 
 

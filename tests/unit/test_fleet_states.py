@@ -18,20 +18,18 @@ from kmq.access import tokens
 from kmq.broker.admission import Admission
 from kmq.cluster import consul as consul_api
 from kmq.cluster import fleet
-from kmq.cluster.consul import Operation
+from kmq.cluster.consul import Address, Operation
 from kmq.cluster.fleet import Report, Result
-from kmq.cluster.message import Message
+from kmq.cluster.publisher import Message
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.subscriber import Snapshot
-from kmq.cluster.transport import Address
 from kmq.config import states
 from kmq.config.settings import load
 from kmq.config.states import InForce, States
 from kmq.config.values import GIB, MIB
 from kmq.errors import ConfigError
 from kmq.fleet.agent import is_left_over
-from kmq.fleet.applying import Applier
-from kmq.fleet.commands import KEPT, Commands
+from kmq.fleet.applying import KEPT, Applier, Commands
 from kmq.log import topic_changes, topics
 from kmq.log.identity import open_data
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kmq.cli import pipeline_list, pipeline_options, pipelines
+from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
 from kmq.spark.sql import results
@@ -30,35 +30,35 @@ def test_the_command_line_starts_without_spark_and_arrow():
 def test_lines_come_from_directories_or_over_http_and_not_from_both(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_DATA", "here")
-    assert pipeline_options.From().options() == {"path": "here"}
-    assert pipeline_options.From(path="a,b").options() == {"path": "a,b"}
-    assert pipeline_options.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
+    assert spark_options.From().options() == {"path": "here"}
+    assert spark_options.From(path="a,b").options() == {"path": "a,b"}
+    assert spark_options.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
     (tmp_path / "token").write_text("secret\n")
-    assert pipeline_options.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
+    assert spark_options.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
     with pytest.raises(ConfigError, match="not both"):
-        pipeline_options.From("a", "b:1").options()
+        spark_options.From("a", "b:1").options()
     with pytest.raises(ConfigError, match="--token-file 'none': No such file"):
-        pipeline_options.From(brokers="a:1", token_file="none").options()
+        spark_options.From(brokers="a:1", token_file="none").options()
 
 
 def test_topics_come_by_name_or_by_pattern():
-    assert pipeline_options.Topics("a,b").options() == {"subscribe": "a,b"}
-    assert pipeline_options.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
-    assert pipeline_options.Topics().options(".*") == {"subscribePattern": ".*"}
+    assert spark_options.Topics("a,b").options() == {"subscribe": "a,b"}
+    assert spark_options.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
+    assert spark_options.Topics().options(".*") == {"subscribePattern": ".*"}
     for wrong in (("a", "b"), ("", "")):
         with pytest.raises(ConfigError, match="--topics or --pattern"):
-            pipeline_options.Topics(*wrong).options()
+            spark_options.Topics(*wrong).options()
 
 
 def test_a_conf_that_is_no_pair_is_named():
-    assert pipeline_options.On(conf=["spark.x=a=b"]).confs() == {"spark.x": "a=b"}
+    assert spark_options.On(conf=["spark.x=a=b"]).confs() == {"spark.x": "a=b"}
     for wrong in ("spark.x", "=1"):
         with pytest.raises(ConfigError, match="must be name=value"):
-            pipeline_options.On(conf=[wrong]).confs()
+            spark_options.On(conf=[wrong]).confs()
 
 
 def test_the_list_has_every_pipeline_with_what_it_does(capsys):
-    pipeline_list.list_pipelines()
+    spark.list_pipelines()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(pipelines.run_app.registered_commands)
     assert all(len(line.split()) > 2 for line in lines)
@@ -289,7 +289,7 @@ def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
 def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(tmp_path):
     for name in ("ours", "theirs"):
         (tmp_path / name).write_text(f"{name}\n")
-    origin = pipeline_options.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
+    origin = spark_options.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
     tls = {
         "kmq.token": "ours",
         "kmq.ssl.ca.location": "ca",
@@ -297,13 +297,13 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
         "kmq.ssl.key.location": "key",
     }
     assert origin.options() == {"kmq.bootstrap.servers": "https://a", "kmq.patience": "5s", **tls}
-    assert pipeline_options.Target().options(origin) == tls
-    assert pipeline_options.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
-    target = pipeline_options.Target(str(tmp_path / "theirs"), "other")
+    assert spark_options.Target().options(origin) == tls
+    assert spark_options.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
+    target = spark_options.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
-    assert pipeline_options.Target().options() == {}
+    assert spark_options.Target().options() == {}
     with pytest.raises(ConfigError, match="--patience: applies to gateways only"):
-        pipeline_options.From("data", patience="5s").options()
+        spark_options.From("data", patience="5s").options()
 
 
 @pytest.mark.parametrize("name", ["archive", "metrics", "mirror", "redrive"])

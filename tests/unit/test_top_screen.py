@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kmq.broker import stats
-from kmq.cli.top import canvas, command, rates, screen, terminal
+from kmq.cli.top import command, rates, screen, terminal
 from kmq.cli.top.changes import Changes
 from kmq.cli.top.latencies import Latencies
 from kmq.cli.top.snapshot import parse
@@ -182,21 +182,21 @@ def test_colours_are_those_of_the_terminal_and_none_with_no_color(monkeypatch):
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (canvas.count(None), "-"),
-        (canvas.count(9_999_999), "9,999,999"),
-        (canvas.count(12_300_000), "12.3M"),
-        (canvas.per_second(0.2), "0.2/s"),
-        (canvas.per_second(0), "0/s"),
-        (canvas.size(1023), "1,023 B"),
-        (canvas.size(1 << 20), "1.0 MiB"),
-        (canvas.duration(0.00085), "850 us"),
-        (canvas.duration(0.0012), "1.2 ms"),
-        (canvas.duration(0.99999), "1 s"),
-        (canvas.duration(7000), "117 m"),
-        (canvas.percent(0.0001), "1%"),
-        (canvas.percent(0), "0%"),
-        (canvas.bar(0.01, 4), "█░░░"),
-        (canvas.bar(None, 4), "░░░░"),
+        (screen.count(None), "-"),
+        (screen.count(9_999_999), "9,999,999"),
+        (screen.count(12_300_000), "12.3M"),
+        (screen.per_second(0.2), "0.2/s"),
+        (screen.per_second(0), "0/s"),
+        (screen.size(1023), "1,023 B"),
+        (screen.size(1 << 20), "1.0 MiB"),
+        (screen.duration(0.00085), "850 us"),
+        (screen.duration(0.0012), "1.2 ms"),
+        (screen.duration(0.99999), "1 s"),
+        (screen.duration(7000), "117 m"),
+        (screen.percent(0.0001), "1%"),
+        (screen.percent(0), "0%"),
+        (screen.bar(0.01, 4), "█░░░"),
+        (screen.bar(None, 4), "░░░░"),
     ],
 )
 def test_numbers_in_few_cells(shown, text):

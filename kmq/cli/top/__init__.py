@@ -5,6 +5,6 @@ readers.py    who looks: at the broker of this directory, or at one elsewhere
 overview.py   asks a gateway
 rates.py      counters → per second; topic_rates.py: files of topics → per second; latencies.py: the last ten seconds
 changes.py    events from what differs between two looks
-canvas.py, screen.py   a snapshot and a size → lines; pure
+screen.py, screen.py   a snapshot and a size → lines; pure
 terminal.py   the terminal: keys, size, signals, and how it was before
 """

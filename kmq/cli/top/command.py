@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kmq.cli.helptext import examples
+from kmq.cli.output import examples
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
 

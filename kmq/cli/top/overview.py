@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from kmq.cli.top.canvas import clean
+from kmq.cli.top.screen import clean
 from kmq.cli.top.snapshot import Document
 from kmq.errors import ConfigError, KmqError, RetryError
 

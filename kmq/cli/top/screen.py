@@ -3,13 +3,364 @@
 Invariant   `draw` returns exactly `height` lines of at most `width` cells, for every snapshot and size from 20x5 on.
 """
 
+import math
 import textwrap
 import time
 from typing import NamedTuple
 
-from kmq.cli.top import pipeline, tables
-from kmq.cli.top.canvas import Line
-from kmq.cli.top.snapshot import Snapshot
+from rich.cells import cell_len, set_cell_size
+
+from kmq.cli.top.snapshot import Link, Snapshot, Stage
+from kmq.config.settings import STAGES
+
+# --- canvas ----------------------------------------------------------------------------------------------------------
+# Lines of a screen: text with styles, never wider than the screen, never a control character.
+#
+# Invariant   `Line.fit` returns exactly `width` cells, or fewer for a terminal that shows fewer. Whatever a name or a text
+#             holds, only printable characters get into a line: others are escaped (\x1b), and all but ASCII become ? or a
+#             look-alike where the terminal is not one for UTF-8.
+
+_ASCII = str.maketrans({"═": "=", "─": "-", "▶": ">", "█": "#", "░": ".", "…": "~", "·": "-", "↑": "^", "↓": "v"})
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+NONE = "-"
+
+
+def clean(text: str, is_ascii: bool) -> str:
+    """Return `text` without anything that a terminal would obey."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else _escaped(c) for c in text)
+    if is_ascii and not text.isascii():
+        text = text.translate(_ASCII)
+        text = "".join(c if c.isascii() else "?" for c in text)
+    return text
+
+
+def _escaped(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+
+
+def cut(text: str, width: int) -> str:
+    """Return `text` in at most `width` cells; … says that there was more."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1) + "…" if width > 0 else ""
+
+
+class Line:
+    """One line: parts of text, each in a style of screen.STYLES."""
+
+    def __init__(self, text: str = "", style: str = "") -> None:
+        self.parts: list[tuple[str, str]] = []
+        self.add(text, style)
+
+    def add(self, text: str, style: str = "") -> "Line":
+        if text:
+            self.parts.append((text, style))
+        return self
+
+    def cell(self, text: str, width: int, style: str = "", right: bool = False) -> "Line":
+        """Add text in exactly `width` cells."""
+        text = cut(clean(text, False), width)
+        blank = " " * (width - cell_len(text))
+        return self.add(blank).add(text, style) if right else self.add(text, style).add(blank)
+
+    def fit(self, width: int, is_ascii: bool) -> list[tuple[str, str]]:
+        """Return the parts, cleaned, cut and filled with blanks to `width`."""
+        left, fitted = width, []
+        parts = [(clean(text, is_ascii), style) for text, style in self.parts]
+        for number, (text, style) in enumerate(parts):
+            rest = sum(cell_len(later) for later, _ in parts[number + 1 :])
+            size = cell_len(text)
+            if size > left or (size == left and rest):
+                text = clean(cut(text + "  " * (rest > 0), left), is_ascii)
+                size = cell_len(text)
+                fitted.append((text, style))
+                left -= size
+                break
+            fitted.append((text, style))
+            left -= size
+        return [*fitted, (" " * left, "")] if left > 0 else fitted
+
+    @property
+    def plain(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+# --- numbers, in few cells -------------------------------------------------------------------------------------------
+
+
+def count(value: float | None) -> str:
+    """12,345 · 12.3M"""
+    if value is None:
+        return NONE
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e7, "M")):
+        if abs(value) >= size:
+            return f"{value / (1e6 if unit == 'M' else size):,.1f}{unit}"
+    return f"{value:,.0f}"
+
+
+def per_second(value: float | None) -> str:
+    """Small rates keep a digit, because 0/s would say that nothing moves."""
+    if value is None:
+        return NONE
+    return f"{value:.1f}/s" if 0 < value < 10 else f"{count(value)}/s"
+
+
+def size(value: float | None) -> str:
+    """512 B · 12.3 KiB"""
+    if value is None:
+        return NONE
+    power = 0
+    while abs(value) >= 1023.95 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:,.0f} B" if not power else f"{value:,.1f} {_UNITS[power]}"
+
+
+def duration(value: float | None) -> str:
+    """850 us · 1.2 ms · 3.4 s · 12 m"""
+    if value is None:
+        return NONE
+    if value < 0.9995:
+        return f"{value * 1e6:.0f} us" if value < 0.0009995 else f"{value * 1e3:.3g} ms"
+    for limit, unit, seconds in ((120, "s", 1.0), (7200, "m", 60.0), (172_800, "h", 3600.0)):
+        if value < limit:
+            return f"{value / seconds:.3g} {unit}"
+    return f"{value / 86_400:,.0f} d"
+
+
+def percent(fill: float | None) -> str:
+    if fill is None:
+        return NONE
+    return f"{math.ceil(fill * 100)}%"  # never 0 % while something waits
+
+
+def bar(fill: float | None, width: int) -> str:
+    """A bar of `width` cells."""
+    full = 0 if fill is None else min(width, math.ceil(max(0.0, fill) * width))
+    return "█" * full + "░" * (width - full)
+
+
+# --- pipeline --------------------------------------------------------------------------------------------------------
+# The pipeline as it is in the README: producers, ingress, framer, durability, router, queues, and what links them.
+
+_LEAST = 80  # columns for the drawing; fewer: one line per stage and link
+_STAGE, _LINK, _MOST_LINK = 11, 10, 24  # columns of a stage and of a link
+_ENDS = 6  # columns for the arrows at both ends
+_AFTER = {"ingress": "raw", "framer": "framed", "durability": "durable"}
+_FULL = 0.8  # of a link: from here on it is shown as a warning
+_FINE, _SLOW = ("ready",), ("draining", "recovering", "starting", "waiting")
+_ABSENT = Stage("", "-", None, None, None, None, None, None, None)
+
+
+def state_style(state: str) -> str:
+    """Return the style of a state; the word itself says the same without colours."""
+    return "good" if state in _FINE else "warn" if state in _SLOW else "dim" if state == "-" else "bad"
+
+
+def between(snapshot: Snapshot, stage: str) -> Link | None:
+    """Return the link behind a stage. The FIFO and the ring behind ingress are one."""
+    name = _AFTER.get(stage)
+    if name is None:
+        return None
+    fifo, ring = snapshot.link(name), snapshot.link("received") if name == "raw" else None
+    if fifo is None or ring is None:
+        return fifo or ring
+    nbytes = None if fifo.nbytes is None else fifo.nbytes + (ring.nbytes or 0)
+    fills = [link.fill for link in (fifo, ring) if link.fill is not None]
+    return Link(name, nbytes, None, None, max(fills) if fills else None)
+
+
+def waits(link: Link | None) -> str:
+    """Return what waits: messages where they are counted, else bytes."""
+    if link is None:
+        return "-"
+    return f"{count(link.messages)} msg" if link.messages is not None else size(link.nbytes)
+
+
+def fill_style(link: Link | None) -> str:
+    return "warn" if link is not None and (link.fill or 0) >= _FULL else ""
+
+
+def draw_pipeline(snapshot: Snapshot, width: int) -> list[Line]:
+    """Return the pipeline, how long things take, and the other processes."""
+    drawn = _wide(snapshot, width) if width >= _LEAST else _narrow(snapshot)
+    times = "  ".join(f"{row.name} {duration(row.p50)} / {duration(row.p99)}" for row in snapshot.latency)
+    drawn.append(Line("p50 / p99  ", "dim").add(times))
+    others = [stage for stage in snapshot.stages if stage.name not in STAGES]
+    if others:
+        line = Line()
+        for stage in others:
+            line.add(f"{stage.name} ").add(stage.state, state_style(stage.state)).add(_and(_restarted(stage)) + "  ")
+        drawn.append(line)
+    return drawn
+
+
+def _wide(snapshot: Snapshot, width: int) -> list[Line]:
+    link_width = min(_MOST_LINK, (width - _ENDS - len(STAGES) * _STAGE) // (len(STAGES) - 1))
+    names, states, moved, seqs, again = Line("─▶ ", "bar"), Line("   "), Line("   "), Line("   "), Line("   ")
+    for name in STAGES:
+        stage, link = snapshot.stage(name) or _ABSENT, between(snapshot, name)
+        is_last = name == STAGES[-1]
+        names.add(name, "head")
+        states.cell(stage.state, _STAGE, state_style(stage.state))
+        rate = _rate(name, stage)
+        gap = int(len(rate) >= _STAGE)  # a rate that fills its place stays apart from what follows
+        moved.cell(rate, _STAGE).add(" " * gap)
+        place = width - _ENDS // 2 - (len(STAGES) - 1) * (_STAGE + link_width) if is_last else _STAGE + link_width
+        seqs.cell(_about(name, stage), place)
+        again.cell(_restarted(stage), place)
+        if is_last:
+            names.add(" " * (_STAGE - len(name) - 1)).add("─▶", "bar")
+            continue
+        room = _STAGE + link_width - len(name) - 2
+        names.add(" ").add(f"{'═' + _AFTER[name]:═^{room - 1}}▶ ", "bar")
+        fill = percent(link.fill if link else None)
+        states.add(bar(link.fill if link else None, link_width - 6), fill_style(link) or "bar").cell(f" {fill}", 6)
+        moved.cell(waits(link), link_width - gap, fill_style(link))
+    is_again = any(stage.restarts for stage in snapshot.stages if stage.name in STAGES)
+    return [names, states, moved, seqs, *([again] if is_again else [])]
+
+
+def _narrow(snapshot: Snapshot) -> list[Line]:
+    lines = []
+    for name in STAGES:
+        stage, link = snapshot.stage(name) or _ABSENT, between(snapshot, name)
+        line = (
+            Line()
+            .cell(name, _STAGE, "head")
+            .cell(stage.state, _STAGE, state_style(stage.state))
+            .cell(_rate(name, stage), 13)
+        )
+        lines.append(line.add(_about(name, stage) + _and(_restarted(stage))))
+        if link is not None or name in _AFTER:
+            line = Line("  ═▶ ", "bar").cell(_AFTER[name], 8).add(bar(link.fill if link else None, 8), "bar")
+            fill = percent(link.fill if link else None)
+            lines.append(line.add(f" {fill:<5}", fill_style(link)).add(waits(link)))
+    return lines
+
+
+def _rate(name: str, stage: Stage) -> str:
+    """Return what a stage moves: ingress passes bytes on unread, so it counts no messages."""
+    if name != "ingress":
+        return per_second(stage.rate)
+    return "-" if stage.byte_rate is None else size(stage.byte_rate) + "/s"
+
+
+def _about(name: str, stage: Stage) -> str:
+    producers = f"{count(stage.connections)} producer{'s' if stage.connections != 1 else ''}"
+    return producers if name == "ingress" else f"seq {_whole(stage.seq)}"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _restarted(stage: Stage) -> str:
+    return f"{stage.restarts:.0f} restart{'s' if stage.restarts != 1 else ''}" if stage.restarts else ""
+
+
+def _and(text: str) -> str:
+    return f", {text}" if text else ""
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+# Tables of the screen: topics, groups, connections and links, events. The first line of each is its title.
+
+_NUMBER = 11
+
+
+def _title(name: str, total: int, shown: int, columns: tuple[str, ...], width: int) -> Line:
+    what = f"{name} ({total:,})" if total <= shown else f"{name} ({shown:,} of {total:,})"
+    line = Line().cell(what, _first(width, len(columns)), "head")
+    for column in columns:
+        line.cell(column, _NUMBER, "dim", right=True)
+    return line
+
+
+def _first(width: int, columns: int) -> int:
+    return max(12, width - columns * _NUMBER)
+
+
+def _few(width: int, *columns: str) -> tuple[str, ...]:
+    """Return as many columns as have room beside a name."""
+    return columns[: max(1, (width - 24) // _NUMBER)]
+
+
+def topics(snapshot: Snapshot, width: int) -> list[Line]:
+    """Topics, the highest rate first."""
+    columns = _few(width, "msg/s", "bytes/s", "records", "bytes", "partitions")
+    lines = [_title("topics", snapshot.topics_total, len(snapshot.topics), columns, width)]
+    for row in snapshot.topics:
+        cells = (
+            per_second(row.rate).removesuffix("/s"),
+            size(row.byte_rate),
+            count(row.records),
+            size(row.nbytes),
+            count(row.partitions),
+        )
+        line = Line().cell(row.topic, _first(width, len(columns)))
+        for cell in cells[: len(columns)]:
+            line.cell(cell, _NUMBER, right=True)
+        lines.append(line)
+    return _with_note(lines, snapshot, "topics", "no topics yet; the first message makes one")
+
+
+def groups(snapshot: Snapshot, width: int) -> list[Line]:
+    """Groups, the largest lag first."""
+    columns = _few(width, "lag", "lag time", "members", "state")
+    lines = [_title("groups", snapshot.groups_total, len(snapshot.groups), columns, width)]
+    for row in snapshot.groups:
+        line = Line().cell(row.group, _first(width, len(columns)))
+        for cell in (count(row.lag), duration(row.lag_seconds), count(row.members), row.state)[: len(columns)]:
+            line.cell(cell, _NUMBER, right=True)
+        lines.append(line)
+    return _with_note(lines, snapshot, "groups", "no groups yet")
+
+
+def events(snapshot: Snapshot, width: int) -> list[Line]:
+    """Events, the newest first."""
+    lines = [Line("events", "head")]
+    for event in snapshot.events:
+        style = {"not_ready": "bad", "warning": "warn", "ready": "good"}.get(event.kind, "")
+        at = time.strftime("%H:%M:%S", time.gmtime(max(0.0, min(event.at, 1e11))))
+        lines.append(Line(f"{at} ", "dim").cell(event.kind, 10, style).cell(event.about, 12).add(f" {event.text}"))
+    return _with_note(lines, snapshot, "events", "none")
+
+
+def _with_note(lines: list[Line], snapshot: Snapshot, about: str, empty: str) -> list[Line]:
+    note = snapshot.notes.get(about, "")
+    if note:
+        lines[0].add(f"  {note}", "dim") if about == "events" else lines.append(Line(f"  {note}", "dim"))
+    elif len(lines) == 1:
+        lines.append(Line(f"  {empty}", "dim"))
+    return lines
+
+
+def connections(snapshot: Snapshot, width: int) -> list[Line]:
+    """Connections of the processes that have some, then the links."""
+    lines = [_title("processes", len(snapshot.stages), len(snapshot.stages), ("state", *_COUNTS), width)]
+    for stage in snapshot.stages:
+        line = Line().cell(stage.name, _first(width, 5)).cell(stage.state, _NUMBER, state_style(stage.state), True)
+        for value in (stage.connections, stage.restarts, stage.refused, stage.dropped):
+            line.cell(count(value), _NUMBER, right=True)
+        lines.append(line)
+    titles = Line().cell("links", _first(width, 5), "head")
+    for title in ("fill", "", "bytes", "capacity", "messages"):
+        titles.cell(title, _NUMBER, "dim", right=True)
+    lines += [Line(), titles]
+    for link in snapshot.links:
+        line = Line().cell(link.name, _first(width, 5)).cell(percent(link.fill), _NUMBER, fill_style(link), True)
+        line.add(" ").add(bar(link.fill, _NUMBER - 1), "bar")
+        for cell in (size(link.nbytes), size(link.capacity), count(link.messages)):
+            line.cell(cell, _NUMBER, right=True)
+        lines.append(line)
+    return lines
+
+
+_COUNTS = ("connected", "restarts", "refused", "dropped")
+
+
+# --- screen ----------------------------------------------------------------------------------------------------------
 
 NAMELESS = "broker"
 VIEWS = {"p": "pipeline", "t": "topics", "g": "groups", "c": "connections", "l": "log"}
@@ -54,7 +405,7 @@ def rows(snapshot: Snapshot, view: str) -> int:
 
 
 def _table(snapshot: Snapshot, view: str, width: int) -> list[Line]:
-    makers = {"t": tables.topics, "g": tables.groups, "c": tables.connections, "l": tables.events}
+    makers = {"t": topics, "g": groups, "c": connections, "l": events}
     return makers[view](snapshot, width)
 
 
@@ -90,14 +441,14 @@ def header(snapshot: Snapshot, width: int) -> list[Line]:
 
 def overview(snapshot: Snapshot, width: int, room: int) -> list[Line]:
     """Return pipeline, findings, and as much of topics, groups and events as has room."""
-    lines = pipeline.draw(snapshot, width)
+    lines = draw_pipeline(snapshot, width)
     found = findings(snapshot, width)
     left = room - len(lines)
     shown = found[: max(min(_FINDINGS, left), left // 2)]
     if len(shown) < len(found) and shown:
         shown[-1] = Line("… more; a larger terminal shows all", "dim")
     lines += shown
-    parts = [tables.topics(snapshot, width), tables.groups(snapshot, width), tables.events(snapshot, width)]
+    parts = [topics(snapshot, width), groups(snapshot, width), events(snapshot, width)]
     return lines + shared(parts, room - len(lines))
 
 

@@ -21,7 +21,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from kmq.cli.top.canvas import Line
+from kmq.cli.top.screen import Line
 from kmq.errors import EXIT_OK, EXIT_SIGINT
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[0m\x1b[?25h\x1b[?1049l"

@@ -1,0 +1,76 @@
+"""The part of help texts that all commands share: examples."""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from kmq.broker import supervisor
+from kmq.config.settings import load
+from kmq.errors import ConfigError, pip_install
+
+if TYPE_CHECKING:
+    from kmq.cluster.queue import BroadcastQueue
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a help text: commands to paste, each at most 74 columns wide, to fit a terminal of 80."""
+    return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+# Options that travel together are one value: a parameter of a NamedTuple type becomes one option per field.
+
+
+def grouped(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer in which the fields of each NamedTuple parameter are options."""
+    groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if hasattr(kind, "_fields")}
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in group._fields})
+        function(**given)
+
+    flat = [option for parameter in signature(function).parameters.values() for option in _options(parameter, groups)]
+    command.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in flat}
+    return command
+
+
+def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
+    """Return the options that a parameter stands for: the fields of a group, or the parameter itself.
+
+    A default of the group gives each field its default.
+    """
+    options = [parameter]
+    if parameter.name in groups:
+        options = list(signature(groups[parameter.name]).parameters.values())
+        if parameter.default is not Parameter.empty:
+            options = [option.replace(default=getattr(parameter.default, option.name)) for option in options]
+    return [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+# The data directory of a command that only reads.
+
+
+def existing_data() -> str:
+    """Return KMQ_DATA. Raises ConfigError unless it is a data directory: a command that reads never makes one."""
+    settings = load()
+    if not supervisor.is_data(settings.data):
+        raise ConfigError(supervisor.why_not_here(settings))
+    return settings.data
+
+
+# --- cluster ---------------------------------------------------------------------------------------------------------
+# What the commands of a cluster share: the queue that the settings name.
+
+
+def open_queue() -> "BroadcastQueue":
+    """Return the Broadcast Queue of this directory's settings. Raises ConfigError that says what is missing."""
+    try:
+        from kmq.cluster.queue import BroadcastQueue
+    except ImportError as error:
+        raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
+    return BroadcastQueue()
