@@ -26,8 +26,7 @@ from kmq.client.lines import LineSender
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
 from kmq.links import layout
 from kmq.message.text import format_message
-from kmq.spark.sessions import find_java, require_spark
-from kmq.spark.standalone import Standalone
+from kmq.spark.sessions import Standalone, find_java, require_spark
 
 PODS = 2
 WORKERS = 2

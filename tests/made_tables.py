@@ -15,27 +15,27 @@ from deltalake import DeltaTable
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import StaticTable
 
-from kmq.spark.tables import Iceberg, Table, bound, delta, disk, places, staging, synced
+from kmq.spark.tables import Iceberg, Table, base, formats, places, synced
 
 SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("topic", pa.string())])
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
 # What a table does to files and to what names them: (owner, name). To die behind one is to die before the next.
 STEPS: list[tuple[Any, str]] = [
-    (staging, "replace_file"),
-    (bound, "replace_file"),
-    (staging, "sync_directory"),
-    (staging, "sync_file"),
+    (base, "replace_file"),
+    (base, "replace_file"),
+    (base, "sync_directory"),
+    (base, "sync_file"),
 ]
-STEPS += [(disk, "sync_directory")]
-STEPS += [(disk, "sync_file"), (delta, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
+STEPS += [(places, "sync_directory")]
+STEPS += [(places, "sync_file"), (formats, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
 STEPS += [(places, "replace_file"), (places, "sync_directory"), (synced, "sync_directory")]
 STEPS += [(DeltaTable, "create_write_transaction"), (SqlCatalog, "commit_table")]
 S3_STEPS = [
     *STEPS[-2:],
     (places.S3, "_store"),
     (places.S3, "replace"),
-    (staging, "replace_file"),
-    (bound, "replace_file"),
+    (base, "replace_file"),
+    (base, "replace_file"),
     (shutil, "rmtree"),
 ]
 FORMATS = ["parquet", "delta", "iceberg"]

@@ -27,8 +27,6 @@ from kmq.files import file_id
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
-if TYPE_CHECKING:
-    pass  # HOUSE-DROPPED
 
 
 # --- histogram -------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from kmq.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from kmq.spark.streaming.progress import Progress
-    from kmq.spark.streaming.streams import Trigger
+    from kmq.spark.streaming.streams import Progress, Trigger
 
 
 # --- pipeline options ------------------------------------------------------------------------------------------------
@@ -189,11 +188,10 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
     Errors: an error of Spark becomes one line and an exit code.
     Signals: Ctrl-C and SIGTERM stop the streams and the session in order; unfinished work is done again at the next
     start. That is the normal end of a continuous run (exit code 0); any other run has not done its work (128 + signal).
-    A second signal ends the process at once, and a minute ends it anyway (kmq/spark/streaming/stopping.py).
+    A second signal ends the process at once, and a minute ends it anyway (kmq/spark/streaming/streams.py).
     """
     from kmq.spark import failures, sessions
-    from kmq.spark.streaming.progress import Progress
-    from kmq.spark.streaming.stopping import Stop
+    from kmq.spark.streaming.streams import Progress, Stop
 
     confs = (conf or {}) | on.confs()
     spark = None

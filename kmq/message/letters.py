@@ -8,7 +8,7 @@ the last error. A message that was a letter before loses the headers of the old 
 
 Once        The id names the place of the message. Sent in the window of its group, it is stored once, although a
             consumer that dies behind the letter and before its commit sends it again.
-Read        `parse_letter` also reads the letters of Spark's pipelines (kmq/spark/pipelines/dead_letters.py), which have
+Read        `parse_letter` also reads the letters of Spark's pipelines (kmq/spark/pipelines/archive.py), which have
             `reason`, `from` (topic-partition-offset), the old `id`, and `other` with headers of odd names. Any other
             record is no letter.
 Cut         A letter that is too long for a line keeps the beginning of the payload, and its old length in `len`.

@@ -28,9 +28,8 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.spark.connections import SECRETS
 from kmq.spark.source import columns
-from kmq.spark.source.batch_reader import BatchReader, PushdownReader
 from kmq.spark.source.options import Options
-from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.source.reader import BatchReader, PushdownReader, StreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -5,28 +5,134 @@ need the extra `spark` for the same Python (PYSPARK_PYTHON), or `spark.submit.py
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from kmq.broker.health import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
-from kmq.spark.disconnects import without_disconnects
 
 if TYPE_CHECKING:
     from pyspark import SparkConf
     from pyspark.sql import SparkSession
+
+
+# --- disconnects -----------------------------------------------------------------------------------------------------
+# Removes from a stream of lines the tracebacks of Spark's Python workers whose JVM has closed their connection.
+#
+# The JVM closes it when a stream ends. A Unix socket, unlike TCP, reports that to the worker at once, and the worker
+# prints it. Several workers share one stderr, so that their tracebacks may interleave line by line.
+#
+# Invariant   A line of any other error is never removed. Which line belongs to which of several interleaved tracebacks
+#             cannot be told, so they are removed together, and only if each of them is proven to be of a closed
+#             connection. Interleaved with any other error all of them are passed on, in the order in which their lines
+#             came.
+# Delay       A traceback is held back until the line that names its exception, and at most MAX_LINES. All other lines are
+#             passed on at once.
+# Not covered Tracebacks that cut each other in the middle of a line: they are passed on.
+
+MAX_LINES = 1000  # of tracebacks that interleave: the ones of 50 workers
+_HEADER = b"Traceback (most recent call last)"
+_CHAINED = b"During handling of the above exception"
+# The name of an exception, and its message. A log line has a space or a `=` before its first colon.
+_ENDING = re.compile(rb"[^\s:=|]+(?:: .*)?$")
+_CLOSED = (b"BrokenPipeError", b"EOFError")
+# Frames of the loops in which a worker talks to the JVM. No traceback has two frames of the same function there.
+_FRAME = re.compile(
+    rb'  File "[^"]*/pyspark/(daemon|sql/streaming/python_streaming_source_runner)\.py", line \d+, in (\S+)'
+)
+
+
+class _Tracebacks:
+    """Tracebacks that interleave, from the first header until each of them has named its exception."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._count = self._begun = self._ended = 0
+        self._frames: Counter[tuple[bytes, bytes]] = Counter()
+        self._has_other = False  # an error that is not a closed connection: all lines are passed on
+        self.is_over = False
+
+    @staticmethod
+    def begin_with(line: bytes) -> bool:
+        return line.startswith((_HEADER, _CHAINED))
+
+    def include(self, line: bytes) -> bool:
+        """Return True if a line may be part of them."""
+        return line.startswith((b" ", b"\n", _CHAINED)) or _HEADER in line or _ENDING.match(line) is not None
+
+    def add(self, line: bytes) -> None:
+        self._held.append(line)
+        self._count += 1
+        self._begun += line.count(_HEADER)
+        if frame := _FRAME.match(line):
+            self._frames[frame[1], frame[2]] += 1
+        elif _ENDING.match(line):
+            self._ended += 1
+            self._has_other |= not line.startswith(_CLOSED)
+            self.is_over = self._ended >= self._begun
+            self._has_other |= self.is_over and not self._are_all_of_workers()
+        if self._count >= MAX_LINES:
+            self.is_over = self._has_other = True
+
+    def _are_all_of_workers(self) -> bool:
+        """Return True if each traceback is proven to have a frame of a worker's loop.
+
+        Two frames of one function are of two tracebacks; frames of two functions may be of one.
+        """
+        files = {file for file, _ in self._frames}
+        proven = sum(max(count for (file, _), count in self._frames.items() if file == each) for each in files)
+        return 0 < self._begun <= proven
+
+    def released(self) -> list[bytes]:
+        """Return the lines that are to be passed on by now, each of them once."""
+        if not self._has_other:
+            return []
+        released, self._held = self._held, []
+        return released
+
+    def rest(self) -> list[bytes]:
+        return self._held
+
+
+def without_disconnects(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines, except tracebacks of workers whose connection was closed, and blank lines right after these."""
+    tracebacks: _Tracebacks | None = None
+    has_removed = False
+    for line in lines:
+        if has_removed and line == b"\n":
+            continue
+        has_removed = False
+        if tracebacks is None and _Tracebacks.begin_with(line):
+            tracebacks = _Tracebacks()
+        if tracebacks is None or not tracebacks.include(line):
+            yield line
+            continue
+        tracebacks.add(line)
+        yield from tracebacks.released()
+        if tracebacks.is_over:
+            has_removed = bool(tracebacks.rest())
+            tracebacks = None
+    if tracebacks is not None:
+        yield from tracebacks.rest()
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
 
 JAVA = 17  # the oldest that Spark 4 runs on
 GET_JAVA = "apt-get install openjdk-17-jre-headless"
@@ -106,7 +212,7 @@ def default_confs(master: str) -> dict[str, str]:
     confs = {
         "spark.driver.memory": "512m",
         "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",  # kmq.spark.streaming.progress shows it
+        "spark.ui.showConsoleProgress": "false",  # kmq.spark.streaming.streams shows it
         "spark.sql.session.timeZone": "UTC",
         # Spark creates this directory at the first unknown table name, by default in the working directory.
         "spark.sql.warehouse.dir": f"{tempfile.gettempdir()}/spark-warehouse-{os.getuid()}",
@@ -264,3 +370,107 @@ def _pass_on(stderr: IO[bytes], last_lines: deque[bytes]) -> None:
                 os.write(2, line)
             except OSError:
                 pass  # a closed terminal must not stop the job
+
+
+# --- standalone ------------------------------------------------------------------------------------------------------
+# Runs a Spark cluster on this machine's loopback: a standalone master and workers, as child processes.
+#
+#     with Standalone(workers=2) as cluster:
+#         spark = session(cluster.url, conf=cluster.conf)
+#
+# For tests, the cluster demo and benchmarks. Each executor is a process of its own and shares nothing with the driver, as
+# on a cluster of machines. The system chooses free ports. Only processes started here are ended here, including
+# executors.
+
+_READY_S = 90.0  # longest wait until a JVM reports that it is ready; on an idle machine it takes a few seconds
+_STOP_S = 10.0
+_POLL_S = 0.05
+_FRUGAL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # master and workers do little work, and should start fast
+_MASTER = "org.apache.spark.deploy.master.Master"
+_WORKER = "org.apache.spark.deploy.worker.Worker"
+
+
+class Standalone:
+    """A master and its workers, each offering `cores` and `memory_mb` for one executor."""
+
+    def __init__(self, workers: int = 2, cores: int = 1, memory_mb: int = 512) -> None:
+        require_spark()
+        self._wanted, self._cores, self._memory_mb = workers, cores, memory_mb
+        self.home = Path(tempfile.mkdtemp(prefix="kmq-spark-"))
+        self._all: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.url = ""
+        self.conf = {"spark.executor.memory": f"{memory_mb}m", "spark.executor.cores": str(cores)}
+
+    def __enter__(self) -> "Standalone":
+        try:
+            port = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+            master = self._start("master", _MASTER, *port)
+            self.url = self._wait_for_log("master", master, rb"Starting Spark master at (spark://[\w.:]+)")
+            offer = ("--cores", str(self._cores), "--memory", f"{self._memory_mb}m", "--work-dir", f"{self.home}/work")
+            names = [f"worker-{number}" for number in range(self._wanted)]
+            self.workers = [self._start(name, _WORKER, *port, *offer, self.url) for name in names]
+            for name, worker in zip(names, self.workers, strict=True):
+                self._wait_for_log(name, worker, rb"(Successfully registered with master)")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End workers, executors and the master, and remove what they wrote."""
+        for process in reversed(self._all):  # workers first: they end their executors
+            process.terminate()
+        deadline = time.monotonic() + _STOP_S
+        for process in reversed(self._all):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):  # the group has no process left, as expected
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def kill_worker(self, number: int) -> None:
+        """SIGKILL a worker and its executors, as if their machine were lost."""
+        os.killpg(self.workers[number].pid, signal.SIGKILL)
+        self.workers[number].wait()
+
+    def _start(self, name: str, main_class: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        import pyspark
+
+        home = Path(pyspark.__file__).parent
+        env = os.environ | {
+            "JAVA_HOME": str(find_java()),
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": f"{log_options('info')} {_FRUGAL}",
+        }
+        command = [str(home / "bin" / "spark-class"), main_class, *arguments]
+        with open(self.home / f"{name}.log", "wb") as log:
+            # A process group of its own, so that Ctrl-C reaches only the driver, and a worker's executors end with it.
+            process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._all.append(process)
+        return process
+
+    def _wait_for_log(self, name: str, process: "subprocess.Popen[bytes]", pattern: bytes) -> str:
+        """Wait until `pattern` is in the log of a process; return its group. Raises RetryError if the process ends."""
+        log = self.home / f"{name}.log"
+        deadline = time.monotonic() + _READY_S
+        while not (found := re.search(pattern, log.read_bytes())):
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = log.read_text(errors="replace").strip().splitlines()[-3:]
+                raise RetryError(f"Spark's {name} did not start: {' / '.join(last) or 'it printed nothing'}")
+            time.sleep(_POLL_S)
+        return found[1].decode()

@@ -15,9 +15,8 @@ from kmq.log import index, reader, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message import record
-from kmq.spark.source import brokers, remote
-from kmq.spark.source.brokers import Directory
-from kmq.spark.source.remote import Remote
+from kmq.spark.source import brokers
+from kmq.spark.source.brokers import Directory, Remote
 
 LINES = [b"%b.k%d|%d|%d|%b" % ((b"a", b"b", b"c")[n % 3], n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(3000)]
 DECLARED = {"a": 1, "b": 4, "empty": 3}
@@ -28,7 +27,7 @@ def small_pieces(monkeypatch):
     """So that a few hundred KB have many blocks, pieces and segments."""
     for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
-    for module in (brokers, remote):
+    for module in (brokers, brokers):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
     monkeypatch.setattr(partitions, "PIECE_BYTES", 10_000)
 

@@ -10,8 +10,8 @@ from kmq.log.reader import WAL
 from kmq.log.segment import last_line
 from kmq.message import record
 from kmq.spark.connections import Access, Tls
-from kmq.spark.source import remote
-from kmq.spark.source.remote import Remote
+from kmq.spark.source import brokers
+from kmq.spark.source.brokers import Remote
 
 COUNT = 20_000
 
@@ -44,7 +44,7 @@ def test_a_gateway_that_is_killed_in_the_middle_of_a_read_is_not_noticed(broker,
     assert broker.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
     broker.send_lines([b"orders.k%d|||%d %b" % (n % 100, n, b"x" * 2000) for n in range(COUNT)])
     broker.wait_routed(1 + COUNT)  # the declaration has the first seq
-    monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(brokers, "BLOCK_BYTES", 1 << 18)
     access, connections = Remote(name), []
     connect = access.connect
     monkeypatch.setattr(access, "connect", lambda: connections.append(connect()) or connections[-1])

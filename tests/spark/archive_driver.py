@@ -13,10 +13,10 @@ from typing import Any
 from pyspark import SparkContext
 
 from kmq.spark.pipelines import archive
-from kmq.spark.pipelines.dead_letters import DeadLetters
+from kmq.spark.pipelines.archive import DeadLetters
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
-from kmq.spark.tables.bound import BoundStream
+from kmq.spark.tables.base import BoundStream
 
 point, batch, with_jvm, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 

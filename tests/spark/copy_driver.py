@@ -28,7 +28,7 @@ from kmq.spark.sessions import session
 from kmq.spark.sink.numbering import BATCH_ID
 from kmq.spark.sink.sink import KmqStreamWriter, KmqWriter
 from kmq.spark.source.options import Options
-from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.source.reader import StreamReader
 
 Plan = dict[str, Any]
 

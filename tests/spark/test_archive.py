@@ -27,8 +27,7 @@ from time_zone import tokyo
 from kmq.errors import EXIT_CONFIG, EXIT_RETRY, ConfigError
 from kmq.spark import failures, tables
 from kmq.spark.pipelines import archive
-from kmq.spark.pipelines.archive import READ, enrich, with_text
-from kmq.spark.pipelines.dead_letters import dead_letters
+from kmq.spark.pipelines.archive import READ, dead_letters, enrich, with_text
 from kmq.spark.pipelines.payloads import infer, parse
 from kmq.spark.sink.lines import to_lines
 

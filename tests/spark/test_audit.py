@@ -20,8 +20,7 @@ from kmq.log.index import IndexWriter
 from kmq.spark.audit import audit
 from kmq.spark.audit.auditor import audit_task
 from kmq.spark.audit.findings import FINDINGS, NOTES
-from kmq.spark.audit.snapshot import sources
-from kmq.spark.audit.tasks import plan
+from kmq.spark.audit.snapshot import plan, sources
 
 COUNT = 600
 MANY, ONE = 4096, 1 << 30  # bytes of a stretch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kmq.spark.standalone import Standalone
+from kmq.spark.sessions import Standalone
 
 JOB = Path(__file__).with_name("cluster_job.py")
 COUNT = 3000  # orders in each pod

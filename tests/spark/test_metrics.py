@@ -19,7 +19,7 @@ from kmq.errors import ConfigError
 from kmq.spark import failures
 from kmq.spark.pipelines import metrics
 from kmq.spark.pipelines.metrics import READ, measure
-from kmq.spark.streaming.late import LateError
+from kmq.spark.streaming.checkpoint import LateError
 
 START = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
 

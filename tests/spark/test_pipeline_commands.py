@@ -25,7 +25,7 @@ from rich.console import Console
 
 from kmq.spark import register
 from kmq.spark.streaming import streams
-from kmq.spark.streaming.progress import Progress
+from kmq.spark.streaming.streams import Progress
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 

@@ -10,8 +10,8 @@ from fixed_port import payloads, routed
 
 from kmq.errors import RetryError
 from kmq.spark.sink import sender as senders
-from kmq.spark.sink import stored
-from kmq.spark.sink.write_options import WriteOptions
+from kmq.spark.sink import sender as stored
+from kmq.spark.sink.targets import WriteOptions
 
 
 def sender(*brokers, name="one", timeout="60", at=0, **options):

@@ -13,7 +13,7 @@ import spark_job
 import yaml
 from brokers import ROOT
 
-from kmq.spark.standalone import Standalone
+from kmq.spark.sessions import Standalone
 
 COUNT = 300
 PATIENCE_S = 600.0  # for a cluster's JVMs on a machine that others use too: reached only by a bug

@@ -39,7 +39,7 @@ FLOORS = [
     ["kmq.gateway.groups"],
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
-    ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],
+    ["kmq.spark.connections kmq.spark.failures kmq.spark.pinned"],
     ["kmq.ingress", "kmq.framing", "kmq.durability", "kmq.router", "kmq.repair", "kmq.deadletters"],
     ["kmq.broker"],
     ["kmq.client kmq", "kmq.log"],

@@ -11,7 +11,7 @@ from kmq.log.damage import DamageError
 from kmq.message import record
 
 np = pytest.importorskip("numpy")
-blocks = pytest.importorskip("kmq.spark.source.blocks")
+blocks = pytest.importorskip("kmq.spark.source.columns")
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(700)]
 

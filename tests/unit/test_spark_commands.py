@@ -16,7 +16,7 @@ from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, Corru
 from kmq.spark import failures, sessions
 from kmq.spark.sql import results
 from kmq.spark.sql import shell as sql
-from kmq.spark.streaming import lag, streams
+from kmq.spark.streaming import checkpoint, streams
 
 
 def test_the_command_line_starts_without_spark_and_arrow():
@@ -275,15 +275,15 @@ def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
         "latestOffset": {"b": {"__id": "2f", "t": {"0": 15, "1": 8}, "u": {"0": 2}}},
     }
     said = {"sources": [source], "batchId": 3, "numInputRows": 12, "processedRowsPerSecond": 99.6, "batchDuration": 120}
-    figures = lag.batch_figures("stream", said)
+    figures = checkpoint.batch_figures("stream", said)
     assert figures == {
         **{"query": "stream", "batch": 3, "rows": 12, "rows_per_s": 100, "ms": 120},
         **{"behind": 13, "late": None},
     }
     said["stateOperators"] = [{"numRowsDroppedByWatermark": 2}, {"numRowsDroppedByWatermark": 3}]
-    assert lag.batch_figures("stream", said)["late"] == 5
+    assert checkpoint.batch_figures("stream", said)["late"] == 5
     source["latestOffset"] = None
-    assert lag.batch_figures("stream", said)["behind"] is None
+    assert checkpoint.batch_figures("stream", said)["behind"] is None
 
 
 def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from kmq.errors import ConfigError
 from kmq.spark.connections import Access, Tls
+from kmq.spark.source.brokers import Remote
 from kmq.spark.source.options import Options
-from kmq.spark.source.remote import Remote
 
 
 def test_durations_have_units_and_bare_numbers_are_seconds():

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kmq.spark.source import cutting
-from kmq.spark.source.cutting import LEAST_BYTES, SPLIT_BYTES, cut
-from kmq.spark.source.plan import Range, cut_up
+from kmq.spark.source import plan
+from kmq.spark.source.plan import LEAST_BYTES, SPLIT_BYTES, Range, cut, cut_up
 
 A, B, C = ("b1", "a", 0), ("b1", "b", 0), ("b1", "c", 0)
 KIB = 1024  # of each record
@@ -69,4 +68,4 @@ def test_partitions_that_are_enough_for_the_cores_stay_whole():
 
 def test_very_much_data_is_cut_into_a_bounded_number_of_tasks():
     spans = [Range(A, 0, 4_000_000 * 64)]
-    assert cutting.MOST_TASKS // 2 < len(sizes(spans, cut(spans, kib_each, cores=2))) <= cutting.MOST_TASKS + 1
+    assert plan.MOST_TASKS // 2 < len(sizes(spans, cut(spans, kib_each, cores=2))) <= plan.MOST_TASKS + 1

@@ -16,10 +16,11 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.source import group, stream_reader
+from kmq.spark.source import group
+from kmq.spark.source import reader as stream_reader
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import Options
-from kmq.spark.streaming import committing
+from kmq.spark.streaming import listener
 
 OTHERS = (409, {"code": "unknown_member", "message": "group g has members; only they may commit"})
 
@@ -258,8 +259,8 @@ def test_the_source_commits_a_batch_when_the_next_is_asked_for_and_no_start(tmp_
 def committer(monkeypatch):
     """A committer for two sources, the first with a group: (committer, recorder)."""
     recorder = Recorder()
-    monkeypatch.setattr(committing, "groups_of", lambda _: [recorder, None])
-    return committing.Committer(None), recorder
+    monkeypatch.setattr(listener, "groups_of", lambda _: [recorder, None])
+    return listener.Committer(None), recorder
 
 
 def progress(offset):
@@ -278,7 +279,7 @@ def test_the_listener_commits_the_last_batch_of_a_run_and_only_that(committer):
 
 
 def test_the_listener_commits_a_batch_that_no_other_follows_soon(committer, monkeypatch):
-    monkeypatch.setattr(committing, "IDLE_S", 0.01)
+    monkeypatch.setattr(listener, "IDLE_S", 0.01)
     made, recorder = committer
     made.finished(progress(5))
     assert recorder.came.wait(60)

@@ -6,8 +6,7 @@ from math import inf
 
 import pytest
 
-from kmq.spark.source.limits import limited
-from kmq.spark.source.plan import Range
+from kmq.spark.source.plan import Range, limited
 
 
 class Logs:

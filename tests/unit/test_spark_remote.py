@@ -15,10 +15,9 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.source import remote
-from kmq.spark.source.broker import Layout
-from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.remote import Remote as PatientRemote
+from kmq.spark.source import brokers
+from kmq.spark.source.brokers import Layout, open_broker
+from kmq.spark.source.brokers import Remote as PatientRemote
 
 PATIENCE_S = 30.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
@@ -76,7 +75,7 @@ def records(first, end, cut=None):
 
 @pytest.fixture(autouse=True)
 def quick_again(monkeypatch):
-    monkeypatch.setattr(remote, "_PAUSES_S", (0.001, 0.01))
+    monkeypatch.setattr(brokers, "_PAUSES_S", (0.001, 0.01))
 
 
 # --- reading on ------------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def test_a_response_that_breaks_off_is_asked_for_again_behind_its_last_whole_lin
 
 
 def test_a_response_that_ends_before_what_was_asked_for_is_followed_by_the_next(monkeypatch):
-    monkeypatch.setattr(remote, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(brokers, "BLOCK_BYTES", 50)
     with Gateway(records(0, 7), records(7, 15), records(15, 15)) as gateway:
         got = list(Remote(gateway.name).read("t", 0, 0, 20))
     assert b"".join(lines for _, lines in got) == b"".join(LINES[:15])

@@ -4,7 +4,7 @@ from itertools import chain, zip_longest
 
 import pytest
 
-from kmq.spark.disconnects import MAX_LINES, without_disconnects
+from kmq.spark.sessions import MAX_LINES, without_disconnects
 
 RUNNER = b"""Traceback (most recent call last):
   File "/x/pyspark/sql/streaming/python_streaming_source_runner.py", line 265, in main

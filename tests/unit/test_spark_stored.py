@@ -3,7 +3,7 @@
 import pytest
 
 from kmq.message.record import fingerprint
-from kmq.spark.sink.stored import ranges, says_the_same
+from kmq.spark.sink.sender import ranges, says_the_same
 
 SENT = b"orders.@.k|1.5|7;host=a|pay|load"
 SAME = [

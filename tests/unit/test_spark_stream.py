@@ -13,11 +13,11 @@ from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
-from kmq.spark.source import lineage
+from kmq.spark.source import planner as lineage
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import Options
 from kmq.spark.source.plan import DataLossError
-from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.source.reader import StreamReader
 
 ALL = ReadAllAvailable()
 

@@ -13,7 +13,7 @@ from spark_job import find, rendered
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
-from kmq.spark.streaming.stopping import STOP_S
+from kmq.spark.streaming.streams import STOP_S
 
 OVERLAY = ROOT / "k8s/overlays/spark-stream"
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="the overlay is rendered by kubectl")

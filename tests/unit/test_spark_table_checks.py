@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from kmq.errors import ConfigError
-from kmq.spark.tables import FORMATS, checks, columns, open_table
+from kmq.spark.tables import FORMATS, base, open_table, places
 
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
 TEXT, NUMBER = StringType(), LongType()
@@ -37,7 +37,7 @@ def made(path, format):
     """A table without rows."""
     table = open_table(str(path), format, ["topic"])
     with table:
-        table.create(columns.arrow_schema(rows(COLUMNS)))
+        table.create(places.arrow_schema(rows(COLUMNS)))
     return table
 
 
@@ -144,4 +144,4 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(tmp_path):
     (tmp_path / "odd" / "metadata").write_text("no JSON")
     for path, what in ((tmp_path / "file", "is a file"), ("/proc/x", "cannot be written"), (tmp_path / "odd", "Spark")):
         with pytest.raises(ConfigError, match=rf"^--checkpoint {path}: .*{what}"):
-            checks.checkpoint(str(path), "t", "")
+            base.checkpoint(str(path), "t", "")

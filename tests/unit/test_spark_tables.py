@@ -13,7 +13,7 @@ from pyiceberg.utils.config import Config
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import ownership
-from kmq.spark.tables import bound, disk, iceberg, open_table
+from kmq.spark.tables import base, iceberg, open_table, places
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -109,7 +109,7 @@ def test_a_state_that_is_older_than_its_table_adds_no_batch_of_a_known_number(tm
 
 
 def test_the_offsets_of_the_last_batches_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(bound, "KEEP", 2)
+    monkeypatch.setattr(base, "KEEP", 2)
     with open_table(str(tmp_path / "t"), "parquet", ["topic"]) as table:
         for batch in range(4):
             add(table, batch, [batch])
@@ -176,11 +176,11 @@ def test_directories_change_places_at_once(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    disk.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    places.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
-    assert disk.can_exchange(str(tmp_path)) and sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
+    assert places.can_exchange(str(tmp_path)) and sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
     with pytest.raises(FileNotFoundError, match="cannot change places"):
-        disk.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
+        places.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
 
 
 def test_an_iceberg_table_is_in_the_catalog_that_pyiceberg_knows_by_its_name(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The logs over HTTP, read-only: for kmq.spark.source.remote, and for any other remote reader, such as curl.
+"""The logs over HTTP, read-only: for kmq.spark.source.brokers, and for any other remote reader, such as curl.
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "partitioner", "from_seq", "first_offsets": […],

@@ -3,8 +3,8 @@
     kmq pipeline run audit --path data                               a data directory, of a broker that may be running
     kmq pipeline run audit --brokers a:8082,b:8082                   or over HTTP, each broker by itself
 
-Steps       snapshot.py (the brokers at one moment), tasks.py (cut by seqs), auditor.py and queue.py (within a task),
-            this module (Spark adds up), found.py (the result), report.py and page.py. auditor.py says what is audited,
+Steps       snapshot.py (the brokers at one moment), snapshot.py (cut by seqs), auditor.py and auditor.py (within a task),
+            this module (Spark adds up), report.py (the result), report.py and page.py. auditor.py says what is audited,
             what cannot be, and why.
 Speed       Nothing is shuffled. The WAL and each queue are in order of seq, so a task reads a range of the WAL and the
             part of each queue that belongs to it. Only rows about topics, moments and findings leave the task. They are
@@ -19,19 +19,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.spark.audit import found, page
+from kmq.spark.audit import page
+from kmq.spark.audit import report as found
 from kmq.spark.audit import report as reports
 from kmq.spark.audit.auditor import audit_task
 from kmq.spark.audit.findings import FINDINGS, NOTES, Row
-from kmq.spark.audit.found import Key, Moment, Result
-from kmq.spark.audit.snapshot import BUCKETS, Source, sources
-from kmq.spark.audit.tasks import OlderTask, Task, plan
-from kmq.spark.source.cutting import SPLIT_BYTES
+from kmq.spark.audit.report import Key, Moment, Result
+from kmq.spark.audit.snapshot import BUCKETS, OlderTask, Source, Task, plan, sources
+from kmq.spark.source.plan import SPLIT_BYTES
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from kmq.spark.streaming.progress import Progress
+    from kmq.spark.streaming.streams import Progress
 
 _WINDOW = 1 << 20  # seqs of a broker that `gaps` sorts at once
 _MAX_LISTED = 5_000  # findings, and notes, that are listed one by one; all are counted
@@ -150,7 +150,7 @@ def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTE
         else:
             totals.setdefault(what, {})[broker, topic, partition] = records
     shown, noted = (
-        [found.found(audited, row) for row in _listed(rows, kinds)] if totals.keys() & kinds.keys() else []
+        [found.located(audited, row) for row in _listed(rows, kinds)] if totals.keys() & kinds.keys() else []
         for kinds in (FINDINGS, NOTES)
     )
     moments.sort(key=lambda moment: (moment.time, moment.broker, moment.topic))

@@ -6,7 +6,8 @@ Order       The router's routed seq, the ends of the queues, the end of the WAL,
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.log import identity, segment
@@ -16,9 +17,9 @@ from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
-from kmq.spark.source.broker import Broker
-from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import Options
+from kmq.spark.source.plan import SPLIT_BYTES
 
 BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_000)  # µs; each divides an hour
 _MOMENTS, _MAX_MOMENTS = 240, 50_000  # about the points in a plot over time; points of all topics together
@@ -110,3 +111,81 @@ def _bucket(broker: Broker, taken: Snapshot) -> int:
     duration = max(stamps) - min(stamps) if stamps else 0
     points = min(_MOMENTS, _MAX_MOMENTS // (len(taken.topics) + 1))
     return next((bucket for bucket in BUCKETS if duration // bucket <= points), BUCKETS[-1])
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+# Cuts an audit into tasks: ranges of the WAL's seqs, each with the offsets of every queue that belong to them.
+#
+# Invariant   The offsets of each queue are always covered exactly once, whatever the queue holds: cuts never go back.
+
+_MAX_LOOKUPS = 20_000  # of a seq in a queue; with very many queues the tasks are larger
+
+
+class Task(NamedTuple):
+    """WAL seqs low…high-1, and the offsets of the queues that belong to them."""
+
+    low: int
+    high: int
+    queues: dict[Place, OffsetRange]
+
+
+class OlderTask(NamedTuple):
+    """Queue records that are older than the WAL."""
+
+    place: Place
+    offsets: OffsetRange
+
+
+def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Task | OlderTask]:
+    """Return tasks of about `nbytes` of the WAL, with their parts of all queues; then tasks for older queue records."""
+    first, end = taken.wal
+    try:
+        cuts = broker.cuts(*THE_WAL, first, end, nbytes)
+    except DamageError:  # in an index; the reader will report it
+        cuts = []
+    step = 1 + len(cuts) * len(taken.queues) // _MAX_LOOKUPS
+    starts = {place: offsets[0] for place, offsets in taken.queues.items()}
+    older: list[Task | OlderTask] = []
+    if first > 1:
+        oldest = _offsets(broker, taken, first, starts) or starts
+        older = [
+            OlderTask(place, offsets)
+            for place, start in starts.items()
+            for offsets in _blocks(broker, place, (start, oldest[place]), nbytes)
+        ]
+        starts = oldest
+    tasks: list[Task | OlderTask] = []
+    low = first
+    for cut in cuts[step - 1 :: step]:
+        ends = _offsets(broker, taken, cut, starts)
+        if ends is not None:  # else damage hides the offsets, and the task extends to the next cut
+            tasks.append(Task(low, cut, {place: (starts[place], ends[place]) for place in starts}))
+            low, starts = cut, ends
+    rest = {place: (start, taken.queues[place][1]) for place, start in starts.items()}
+    if low == end:  # the WAL is empty
+        return [*(OlderTask(place, offsets) for place, offsets in rest.items()), *older]
+    return [*tasks, Task(low, end, rest), *older]
+
+
+def _offsets(broker: Broker, taken: Snapshot, seq: int, least: dict[Place, int]) -> dict[Place, int] | None:
+    """Return the offset where each queue reaches `seq`, never below `least`; None if damage hides one."""
+    found = {}
+    for place, (_, end) in taken.queues.items():
+        if least[place] == end:
+            found[place] = end
+            continue
+        try:
+            found[place] = min(max(broker.offset_of_seq(*place, seq), least[place]), end)
+        except DamageError:
+            return None
+    return found
+
+
+def _blocks(broker: Broker, place: Place, offsets: OffsetRange, nbytes: int) -> Iterator[OffsetRange]:
+    start, end = offsets
+    try:
+        cuts = broker.cuts(*place, start, end, nbytes) if end > start else []
+    except DamageError:
+        cuts = []
+    edges = [start, *cuts, end]
+    yield from ((low, high) for low, high in pairwise(edges) if low < high)

@@ -38,7 +38,7 @@ from kmq.log.compaction import Sealed
 from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:
-    from kmq.spark.streaming.progress import Progress
+    from kmq.spark.streaming.streams import Progress
 
 MIN_DIRTY = 0.5  # minimum share of sealed bytes: below it rewriting costs more than it gains (also Kafka's default)
 READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"

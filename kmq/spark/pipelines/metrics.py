@@ -5,7 +5,7 @@
 
 `measure` works on a DataFrame of a batch or of a stream. In a stream a window is written once, when records of
 WATERMARK later have arrived; records that arrive even later are counted in no window. `run` then ends with an error
-(streaming/late.py), or drops such records if requested. It shows a table, or adds rows to a Parquet, Delta or Iceberg
+(streaming/checkpoint.py), or drops such records if requested. It shows a table, or adds rows to a Parquet, Delta or Iceberg
 table (exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once per query and batch,
 kmq/spark/sink/sink.py).
 """
@@ -21,11 +21,10 @@ from rich.table import Table
 
 from kmq.errors import ConfigError
 from kmq.spark.pinned import IN_UTC, utc_date
-from kmq.spark.pipelines.following import starting
-from kmq.spark.pipelines.into_table import follow
-from kmq.spark.pipelines.keywords import Keywords
+from kmq.spark.pipelines.table import Keywords, follow, starting
 from kmq.spark.sink.targets import Destination, Target
-from kmq.spark.streaming import late, streams
+from kmq.spark.streaming import checkpoint as late
+from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import PARQUET, TableSpec
 

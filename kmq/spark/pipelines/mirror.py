@@ -46,19 +46,16 @@ from pyspark.sql import functions as F
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
 from kmq.message.text import percent_encode
-from kmq.spark.pipelines.following import BATCH_BYTES
-from kmq.spark.pipelines.keywords import Keywords
+from kmq.spark.pipelines.table import BATCH_BYTES, Keywords
 from kmq.spark.sink.routing import unambiguous
-from kmq.spark.sink.targets import Target
-from kmq.spark.sink.write_options import STOP, TRUST
-from kmq.spark.source.broker import Broker, Layout
-from kmq.spark.source.brokers import Directory, open_broker
+from kmq.spark.sink.targets import STOP, TRUST, Target
+from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
 from kmq.spark.source.options import Options as ReadOptions
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 
 if TYPE_CHECKING:
-    from kmq.spark.streaming.progress import Progress
+    from kmq.spark.streaming.streams import Progress
 
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary,"

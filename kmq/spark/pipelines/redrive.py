@@ -39,10 +39,8 @@ from kmq.log import topic_changes
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.letters import parse_letter
-from kmq.spark.arrow import map_in_arrow
-from kmq.spark.pipelines.keywords import Keywords
-from kmq.spark.pipelines.pods import Pods
-from kmq.spark.pipelines.route import among, route
+from kmq.spark.pipelines.route import Pods, among, route
+from kmq.spark.pipelines.table import Keywords, map_in_arrow
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns

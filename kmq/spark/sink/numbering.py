@@ -26,7 +26,7 @@ from pyspark import TaskContext
 from kmq.errors import ConfigError, KmqError
 from kmq.message.ids import MAX_NAME
 from kmq.spark.sink.lines import Ints, RowError, numbers
-from kmq.spark.sink.write_options import NAME
+from kmq.spark.sink.targets import NAME
 
 # Local properties of a task (Spark's own names, guarded by a test): set in streams, and inside foreachBatch.
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"

@@ -43,7 +43,7 @@ Ids         The line of a row carries a producer and an id (numbering.py): from 
             checkpoint, it gives the batch the same number.
 Invariant   A row never counts as stored because of another row. `!dup` (the broker has this id) counts only if the
             record stored under the id has the same content: topic, key, the user's headers and value, to the byte
-            (stored.py). So whatever has changed between two runs of a batch, no row of the last run is missing when it
+            (sender.py). So whatever has changed between two runs of a batch, no row of the last run is missing when it
             succeeds. Without `path` or kmq.bootstrap.servers the broker compares, by a 32-bit checksum, and only the
             last 4,096 ids of a producer. A task that meets an older id stops, and asks for the option.
 Crash       of the driver, an executor, a Python worker: Spark sends the rows again with the same ids. If they are the
@@ -87,8 +87,7 @@ from kmq.errors import ConfigError
 from kmq.spark.sink.lines import RowError, block, pieces, to_lines
 from kmq.spark.sink.numbering import BATCH_ID, ORIGIN, ORIGIN_BROKER, QUERY_ID, Counted, Identity, numbering
 from kmq.spark.sink.sender import NoPartition, ReplayError, Senders, log
-from kmq.spark.sink.targets import check_all, has_begun
-from kmq.spark.sink.write_options import WriteOptions
+from kmq.spark.sink.targets import WriteOptions, check_all, has_begun
 
 _TEXT = ("string", "binary")
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")

@@ -1,22 +1,98 @@
-"""The two ways to a broker's logs (broker.py): its data directory, or its gateway over HTTP (remote.py)."""
+"""The two ways to a broker's logs (brokers.py): its data directory, or its gateway over HTTP (brokers.py)."""
 
 import glob
+import json
 import os
+import random
+import re
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
+from ssl import SSLContext, SSLError
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote, urlencode
 
 from kmq.broker import stats
 from kmq.config.settings import SHM
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.ownership import FileLock
-from kmq.log import identity, reader, topics
+from kmq.log import identity, reader, segment_reader, topics
+from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.repair import ledger
-from kmq.spark.connections import PLAIN, Access
-from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
+from kmq.spark.connections import PLAIN, Access, Tls
 
-if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must work without
-    from kmq.spark.source.blocks import Lines
+if TYPE_CHECKING:
+    from kmq.spark.source.columns import Lines
+
+
+# --- broker ----------------------------------------------------------------------------------------------------------
+# What a reader needs of a broker's logs, however it reads them: brokers.py has the two ways.
+#
+# An implementation keeps no state that matters: each call reads again, on the driver or in a task.
+
+BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
+
+
+class Layout(NamedTuple):
+    """How keys lead to the partitions of a topic."""
+
+    partitions: int
+    partitioner: str
+
+
+class Broker(Protocol):
+    """One broker's logs: the partitions of its topics, and as topic `__append`, partition 0, its WAL (offset = seq)."""
+
+    name: str  # as the user spells it
+
+    def identity(self) -> str:
+        """Return the id of the data directory: another directory at the same place has another id."""
+        ...
+
+    def marks_from(self) -> int:
+        """Return the first seq whose routing key may have a mark (kmq/log/identity.py)."""
+        ...
+
+    def topics(self) -> dict[str, Layout]:
+        """Return how keys lead to partitions in each topic, without the WAL."""
+        ...
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        """Return (topic, partition) → (first offset, next offset to be given). Missing topics are left out."""
+        ...
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        """Return the offset of the first record received then (µs since the epoch) or later; without one, the end."""
+        ...
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        """Return the offset of the first record with this seq or a later one; without one, the end."""
+        ...
+
+    def ledger(self) -> dict[str, Any]:
+        """Return the broker's own accounts beside its logs: see kmq.repair.ledger.read."""
+        ...
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        """Return ascending offsets that cut the records from `start` to `end` into ranges of about `nbytes`."""
+        ...
+
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        """Yield the whole stored lines of the offsets start…end-1, in order, checked, in blocks.
+
+        A bare newline is a compacted record. The blocks begin later if retention has removed the start, and end early
+        if the log does: callers check the offsets. Raises DamageError at bytes that must not be served.
+        """
+        ...
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the same blocks as (offset of the first line, lines)."""
+        return ((lines.offset, lines.data) for lines in self.blocks(topic, partition, start, end))
+
+
+# --- brokers ---------------------------------------------------------------------------------------------------------
 
 
 class Directory(Broker):
@@ -106,15 +182,239 @@ class Directory(Broker):
         return self._log(topic, partition).cuts(start, end, nbytes)
 
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
-        from kmq.spark.source import blocks
+        from kmq.spark.source import columns
 
-        return blocks.read(self._log(topic, partition), start, end, BLOCK_BYTES)
+        return columns.read(self._log(topic, partition), start, end, BLOCK_BYTES)
 
 
 def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
     """Return the broker of this name: a path, or host:port of a gateway."""
     if is_path:
         return Directory(name)
-    from kmq.spark.source.remote import Remote
-
     return Remote(name, access)
+
+
+# --- remote ----------------------------------------------------------------------------------------------------------
+# A broker read remotely: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
+#
+# State       Only a connection, so any process may send requests. A Remote can be pickled; in another process it connects
+#             anew.
+# Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
+#             reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
+#             the gateway in the middle of a read goes unnoticed.
+# Complete    A response states its first and last offset and its size in bytes. Only whole lines are handed out, and
+#             those of a partition are counted. The missing rest of a response is requested again.
+# Damage      is raised as DamageError, as if the files were read here, after all records before it were handed out.
+
+_PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
+_LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
+_PORTS = {"http": 8082, "https": 8443}
+_NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
+_LATER = (429, 503)
+# OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
+_FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
+
+T = TypeVar("T")
+
+
+class Remote(Broker):
+    """The broker whose gateway listens at `name`: host:port, or https://host:port."""
+
+    _connection: HTTPConnection | None = None
+    _context: SSLContext | None = None
+
+    def __init__(self, name: str, access: Access = PLAIN) -> None:
+        self.name, self._access = name, access
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[3] or 0) > 65535:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
+        if match[1] == "http" and access.tls:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
+        self._scheme, self._host = match[1] or ("https" if access.tls else "http"), match[2]
+        self._port = int(match[3] or _PORTS[self._scheme])
+
+    def __del__(self) -> None:  # a Broker has no close method
+        self.close()
+
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access]]:
+        return Remote, (self.name, self._access)
+
+    # --- the interface -----------------------------------------------------------------------------------------------
+
+    def identity(self) -> str:
+        return str(self._get("/v1/broker")["data_id"])
+
+    def marks_from(self) -> int:
+        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # an older gateway does not send it
+
+    def topics(self) -> dict[str, Layout]:
+        # A gateway of a release before names no partitioner, because there was one.
+        rows = self._get("/v1/topics?internal=true")
+        return {row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32")) for row in rows}
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        asked = urlencode([("topic", name) for name in topics])
+        # Request all topics if a request line cannot name these.
+        rows = self._get(f"/v1/logs?{asked}" if len(asked) < _LONGEST_QUERY else "/v1/logs") if topics else []
+        found = {(row["topic"], row["partition"]): (row["first_offset"], row["end_offset"]) for row in rows}
+        return {key: ends for key, ends in found.items() if key[0] in set(topics)}
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", seq=seq))["offset"])
+
+    def ledger(self) -> dict[str, Any]:
+        return dict(self._get("/v1/ledger"))
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])
+
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        from kmq.spark.source import columns
+
+        offset, trial = start, _Trial(self._access.patience_s)
+        while offset < end:
+            target = _at(topic, partition, "records", start=offset, end=end)
+            try:
+                with closing(self.connect()) as connection:
+                    response = self._ask(connection, target)
+                    first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
+                    if not response.length:  # the log ends here, or begins after `end`
+                        return
+                    offset = first
+                    for data in _blocks(response):
+                        trial.progress()
+                        lines = columns.of_bytes(offset, data, topic == WAL)
+                        yield lines
+                        offset = lines.next_offset
+                    if response.length:
+                        raise ConnectionError("the response ended too early")
+            except _AGAIN as err:
+                self._again(trial, err, target)
+                continue
+            if offset != following and (topic != WAL or offset > following):
+                raise CorruptError(f"{self.describe(target)}: {offset - first} records came of {following - first}")
+            offset = following
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _get(self, target: str) -> Any:
+        """Return the JSON of the response."""
+        trial = _Trial(self._access.patience_s)
+        while True:
+            try:
+                self._connection = self._connection or self.connect()
+                return json.loads(self._ask(self._connection, target).read())
+            except _AGAIN as err:
+                self.close()
+                self._again(trial, err, target)
+
+    def close(self) -> None:
+        """Close the connection; the next request opens a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def connect(self) -> HTTPConnection:
+        """Return a new connection, which opens with its first request."""
+        timeout = self._access.timeout_s
+        if self._scheme == "http":
+            return HTTPConnection(self._host, self._port, timeout=timeout)
+        if self._context is None:
+            self._context = (self._access.tls or Tls()).context()
+        return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
+
+    def authorization(self) -> dict[str, str]:
+        """Return the headers that show the token, if there is one."""
+        return {"Authorization": f"Bearer {self._access.token}"} if self._access.token else {}
+
+    def describe(self, target: str = "") -> str:
+        """Return the broker's name and the URL of a request, as errors name them."""
+        return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
+
+    def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
+        """Wait before a request is repeated. Raises RetryError after kmq.patience."""
+        advice = ""
+        if (
+            isinstance(err, RemoteDisconnected)
+            and self._scheme == "https"
+            and not (self._access.tls or Tls()).certificate
+        ):
+            advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
+        trial.failed(err, self.describe(target), advice)
+
+    def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
+        """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
+        try:
+            connection.request("GET", target, headers=self.authorization())
+            response = connection.getresponse()
+        except SSLError as err:
+            if not _FINAL.search(str(err.reason)):
+                raise
+            advice = "options kmq.ssl.ca.location (whom to trust) and kmq.ssl.certificate.location (what to show)"
+            raise ConfigError(f"{self.describe(target)}: {err}; see {advice}") from err
+        if response.status == 200:
+            return response
+        raise self._refusal(target, response.status, response.read())
+
+    def _refusal(self, target: str, status: int, body: bytes) -> Exception:
+        try:
+            said = json.loads(body)
+            code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
+        except (ValueError, KeyError, TypeError):
+            return ConfigError(
+                f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
+            )
+        if status in _LATER:
+            return _LaterError(f"{code}: {text}")
+        if code == "damaged":
+            fields = (said[name] for name in ("byte", "end", "first_offset", "next_offset", "what"))
+            return DamageError(f"{self.name}:{said['path']}", *fields)
+        if code == "unauthorized":
+            return ConfigError(f"{self.describe(target)}: option kmq.token: {text}")
+        return (RetryError if status >= 500 else ConfigError)(f"{self.describe(target)}: {code}: {text}")
+
+
+class _LaterError(Exception):
+    """The gateway asks for a later retry."""
+
+
+_AGAIN = (OSError, HTTPException, _LaterError)
+
+
+class _Trial:
+    """How often and how long a request is retried."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.progress()
+
+    def progress(self) -> None:
+        """Restart the time limit, because data has arrived."""
+        self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
+
+    def failed(self, err: Exception, url: str, advice: str) -> None:
+        """Wait before the next attempt. Raises RetryError when it has taken too long."""
+        if time.monotonic() + self._pause > self._deadline:
+            raise RetryError(
+                f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
+            ) from err
+        time.sleep(self._pause * random.uniform(0.5, 1))  # random, so that the tasks of a job do not retry all at once
+        self._pause = min(2 * self._pause, _PAUSES_S[1])
+
+
+def _at(topic: str, partition: int, what: str, **query: int) -> str:
+    return f"/v1/logs/{quote(topic, safe='')}/{partition}/{what}?{urlencode(query)}"
+
+
+def _blocks(response: HTTPResponse) -> Iterator[bytes]:
+    """Yield the body in blocks of whole lines; if it breaks off, response.length tells how much is missing."""
+    while response.length:
+        data = response.read(BLOCK_BYTES) + response.readline()
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            yield data[:whole]  # no copy if the block ends with a whole line
+        if whole < len(data) or not data:
+            return

@@ -9,21 +9,200 @@ The lines come from kmq.log.reader or the gateway, which have checked them: each
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kmq.errors import ConfigError
-from kmq.spark.names import nearest
-from kmq.spark.source import bars, digits
-from kmq.spark.source.blocks import Lines, of_bytes
+from kmq.log.reader import Extent, LogReader
+from kmq.log.segment import last_line, within
+from kmq.message import record
+from kmq.spark.connections import nearest
+
+# --- digits ----------------------------------------------------------------------------------------------------------
+# Decimal numbers in a buffer as integers, eight digits at a time, without a string for each.
+#
+# Eight bytes are one 64-bit word. Three multiplications add up its digits for all numbers at once: pairs of digits, pairs
+# of pairs, and the two halves. A shorter number is shifted to the end of its word and padded with zeros.
 
 Numbers = np.ndarray[Any, Any]
+
+_WORD = 8  # digits
+_ZEROS = np.uint64(0x3030303030303030)
+_UPPER = np.uint64(0xF0F0F0F0F0F0F0F0)
+_SIX = np.uint64(0x0606060606060606)  # carries a byte above "9" into its upper half
+_ONLY_DIGITS = np.uint64(0x3333333333333333)
+_DIGITS = np.uint64(0x0F0F0F0F0F0F0F0F)
+_PAIRS, _TENS = np.uint64(0x00FF00FF00FF00FF), np.uint64(2561)  # 10 · 2⁸ + 1
+_FOURS, _HUNDREDS = np.uint64(0x0000FFFF0000FFFF), np.uint64(6553601)  # 100 · 2¹⁶ + 1
+_THOUSANDS = np.uint64(42949672960001)  # 10,000 · 2³² + 1
+_ONE, _4, _8, _16, _32 = (np.uint64(bits) for bits in (1, 4, 8, 16, 32))
+
+
+def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
+    """Return the numbers at begins[i]…ends[i]. They must have up to 8 digits each or 9 to 16 each, else None."""
+    if not len(begins) or len(data) < 2 * _WORD:
+        return None
+    widths = ends - begins
+    least, most = int(widths.min()), int(widths.max())
+    if least < 1 or most > 2 * _WORD or least <= _WORD < most or int(begins.max()) + _WORD > len(data):
+        return None
+    words = np.ndarray((len(data) - _WORD + 1,), "<u8", data, strides=(1,))
+    if most <= _WORD:
+        return _parse(words[begins], _WORD - widths)
+    upper, lower = _parse(words[begins], 2 * _WORD - widths), _parse(words[ends - _WORD], None)
+    return None if upper is None or lower is None else upper * 10**_WORD + lower
+
+
+def _parse(words: Numbers, missing: Numbers | None) -> Numbers | None:
+    """Return words as numbers; the last `missing` bytes of a word do not belong to its number."""
+    if missing is not None and missing.any():
+        bits = missing.astype(np.uint64) * _8
+        words = (words << bits) | (_ZEROS & ((_ONE << bits) - _ONE))
+    if (((words & _UPPER) | (((words + _SIX) & _UPPER) >> _4)) != _ONLY_DIGITS).any():
+        return None
+    words = ((words & _DIGITS) * _TENS) >> _8
+    words = ((words & _PAIRS) * _HUNDREDS) >> _16
+    return (((words & _FOURS) * _THOUSANDS) >> _32).astype(np.int64)
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+# Find the bars that separate the fields of stored lines, for many lines at once (numpy).
+
+FIELDS = 6
+_BAR = ord("|")
+_LONG, _HEAD = 512, 96  # bytes: if lines average _LONG, only their first _HEAD bytes are searched at first
+
+
+def find(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers]:
+    """Return where the first five bars of each line are, one array for each bar. Lines are data[starts[i]:ends[i]]."""
+    count = len(starts)
+    if len(data) > _LONG * count and (near := _find_near(data, starts, ends)):
+        return near
+    bars = np.flatnonzero(data == _BAR)
+    if len(bars) == (FIELDS - 1) * count:  # no payload holds a bar
+        return [bars[at :: FIELDS - 1] for at in range(FIELDS - 1)]
+    first = np.searchsorted(bars, starts)
+    return [bars[first + at] for at in range(FIELDS - 1)]
+
+
+def _find_near(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers] | None:
+    """Return the same, from the first bytes of each line only; None if a bar is not among them."""
+    count, last = len(starts), len(data) - _HEAD
+    if not count or starts[-1] > last:
+        return None
+    heads = np.ndarray((last + 1, _HEAD), np.uint8, data, strides=(1, 1))[starts]
+    places = np.flatnonzero(heads == _BAR)
+    rows = np.arange(count + 1) * _HEAD
+    first = np.searchsorted(places, rows)
+    if (np.diff(first) < FIELDS - 1).any():
+        return None
+    shift = starts - rows[:-1]
+    bars = [places[first[:-1] + at] + shift for at in range(FIELDS - 1)]
+    return bars if (bars[-1] < ends).all() else None
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+# Stored lines in blocks whose newlines are known: each byte is read once, summed once and searched once.
+#
+# Most of a log is final blocks of an index. LogReader.extents gives about 1 MiB of them, their crcs checked; one search
+# finds their newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
+#
+# Invariant   Records and damage are always those that LogReader.read reports. If an extent differs from its index, or
+#             there is no extent (the open block, the unindexed tail, a segment that is being swapped or was removed),
+#             LogReader.read continues from there, and serves or raises. Only whole lines of the requested range are
+#             handed out, in order.
+# Memory      One extent at a time; a block that was handed out shares no bytes with the next one.
+
+BLOCK_BYTES = 1 << 20  # size of the blocks handed out: they stay in the processor's cache
+_LINE_BYTES = 512  # an assumed length; longer lines cost more calls of LogReader.read
+_NEWLINE = ord("\n")
+
+
+class Lines:
+    """Whole stored lines from record `offset` up to `next_offset`. A bare newline is a compacted record."""
+
+    __slots__ = ("data", "newlines", "next_offset", "offset")
+
+    def __init__(self, offset: int, data: bytes, newlines: npt.NDArray[np.int64], by_seq: bool) -> None:
+        self.offset, self.data, self.newlines = offset, data, newlines
+        self.next_offset = record.seq_of(last_line(data)) + 1 if by_seq else offset + len(newlines)
+
+    def within(self, low: int, high: int, by_seq: bool) -> "Lines | None":
+        """Return the lines with offsets low…high-1, or None."""
+        if self.offset >= low and self.next_offset <= high:
+            return self
+        if by_seq:
+            kept = within(self.data, low, high - 1)
+            return of_bytes(record.seq_of(kept), kept, by_seq) if kept else None
+        first, stop = max(0, low - self.offset), min(len(self.newlines), high - self.offset)
+        if first >= stop:
+            return None
+        begin, end = int(self.newlines[first - 1]) + 1 if first else 0, int(self.newlines[stop - 1]) + 1
+        return Lines(self.offset + first, self.data[begin:end], self.newlines[first:stop] - begin, by_seq)
+
+
+def find_newlines(data: bytes) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE)
+
+
+def of_bytes(offset: int, data: bytes, by_seq: bool) -> Lines:
+    return Lines(offset, data, find_newlines(data), by_seq)
+
+
+def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
+    """Yield records start…end-1, checked. They begin later if retention removed the start. They end with the log."""
+    offset = start
+    while offset < end:
+        for lines in _final(log, offset, end, nbytes):
+            yield lines
+            offset = lines.next_offset
+        if offset >= end:
+            return
+        # For a micro-batch of a few records do not read a whole block.
+        first, data = log.read(offset, min(nbytes, (end - offset + 128) * _LINE_BYTES))
+        if not data or first >= end:
+            return
+        found = of_bytes(first, data, log.by_seq)
+        offset = found.next_offset
+        if kept := found.within(first, end, log.by_seq):
+            yield kept
+
+
+def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
+    """Yield the same from the final blocks of one segment."""
+    low = offset
+    for extent in log.extents(offset, end, nbytes):
+        counted = _counted(extent, log.by_seq)
+        if counted is None:
+            return
+        if kept := counted.within(low, end, log.by_seq):
+            yield kept
+            low = 0  # do not hide seqs that are out of order
+        if len(counted.data) < len(extent.data):
+            return
+
+
+def _counted(extent: Extent, by_seq: bool) -> Lines | None:
+    """Return the blocks of an extent before the first whose record count in the index is wrong; None without any."""
+    newlines = find_newlines(extent.data)
+    if by_seq:
+        return Lines(extent.offsets[0], extent.data, newlines, by_seq)
+    counts = np.searchsorted(newlines, extent.edges)
+    wrong = np.flatnonzero(counts != np.array(extent.offsets) - extent.offsets[0])
+    good = int(wrong[0]) - 1 if len(wrong) else len(counts) - 1
+    if not good:
+        return None
+    return Lines(extent.offsets[0], extent.data[: extent.edges[good]], newlines[: counts[good]], by_seq)
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
 
 # In this order, with Spark's names of types. Columns of TEXT may also be binary: the exact bytes as stored.
 COLUMNS = {
@@ -111,7 +290,7 @@ class Block:
             starts, ends = starts[kept], ends[kept]
         self.count = len(ends)
         # Where the six fields of each line begin and end: one array per field.
-        self.starts = [starts, *(found + 1 for found in bars.find(self.bytes, starts, ends))]
+        self.starts = [starts, *(found + 1 for found in find(self.bytes, starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
         self.ascii = lines.data.isascii()
 
@@ -147,7 +326,7 @@ class Block:
 
     def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
         """Return the decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid if one is not a number."""
-        found = digits.parse(self.bytes, begins, ends)
+        found = parse(self.bytes, begins, ends)
         return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
 
     def seq(self) -> pa.Array:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kmq.errors import ConfigError
-from kmq.spark.names import nearest
+from kmq.spark.connections import nearest
 
 EARLIEST, LATEST = -2, -1
 STRATEGY = "startingOffsetsByTimestampStrategy"

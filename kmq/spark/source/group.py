@@ -26,8 +26,8 @@ from kmq.errors import KmqError
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.spark.connections import Access
+from kmq.spark.source.brokers import Remote
 from kmq.spark.source.plan import Key, Offsets
-from kmq.spark.source.remote import Remote
 
 BUDGET_S = 3.0  # of one call: what is left goes with the next one
 PAUSE_S = 5.0  # between a failure and the next attempt

@@ -46,8 +46,7 @@ from kmq.log.reader import WAL as WAL
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark import connections
-from kmq.spark.connections import Access
-from kmq.spark.names import check_options
+from kmq.spark.connections import Access, check_options
 from kmq.spark.source import ends
 from kmq.spark.source.ends import EARLIEST as EARLIEST
 from kmq.spark.source.ends import LATEST as LATEST

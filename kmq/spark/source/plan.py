@@ -16,7 +16,7 @@ by broker   The name is as the query spells it. __id is the data id, and decides
             another name, and another directory under the same name is refused.
 __format    2. Without it the JSON is of format 1, which had __id and the offsets only; it stays readable forever.
 offsets     by topic and partition, the only numbers in the JSON: their sum tells how far the stream is.
-__last      seq and recv_ts of the last record before the offset, where there is one. kmq/spark/source/lineage.py
+__last      seq and recv_ts of the last record before the offset, where there is one. kmq/spark/source/planner.py
             compares it.
 __cuts      where the batch that ends here is cut into tasks, so that a replay has the same tasks, in the order of this
             JSON.
@@ -26,10 +26,11 @@ __from      where the batch begins in a new partition, which has no offset in th
 Invariant   `partitions` of a batch depends only on its two offsets, never on options, cores, retention or compaction.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from kmq.errors import ConfigError, KmqError
 from kmq.log.reader import WAL
@@ -210,3 +211,241 @@ def cut_up(span: Range, at: Iterable[int]) -> list[Range]:
     """Return the range cut at those of the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
     return [Range(span.key, low, high) for low, high in pairwise(edges)]
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+# How ranges are cut into tasks: by bytes, so that all cores work, and by minPartitions and maxRecordsPerPartition.
+#
+# Bytes       The size of a task gives every core _TASKS_A_CORE tasks, with at least LEAST_BYTES and at most SPLIT_BYTES
+#             each. Very much data is cut into MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
+#             the index is read: twice for a range of many records, not at all for a range of few.
+# Options     minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
+#             range. maxRecordsPerPartition: no task has more records.
+
+SPLIT_BYTES = 64 << 20  # of lines in one task, at most
+LEAST_BYTES = 4 << 20  # a task costs some 10 ms, as much as reading this
+MOST_TASKS = 1000  # of a batch cut by bytes: a stream keeps its cuts in the checkpoint
+_TASKS_A_CORE = 2  # more than one, so that no core idles long
+_FEW = 1_000  # records: a smaller range is not cut by bytes
+
+
+def cut(
+    spans: list[Range], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0
+) -> dict[Key, list[int]]:
+    """Return where to cut each range; ranges that stay whole are left out."""
+    pieces = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
+    pieces = _at_least(pieces, min_partitions)
+    if max_records:
+        pieces = [part for piece in pieces for part in evenly(piece, -(-len(piece) // max_records))]
+    found: dict[Key, list[int]] = {}
+    starts = {span.key: span.start for span in spans}
+    for piece in pieces:
+        if piece.start > starts[piece.key]:
+            found.setdefault(piece.key, []).append(piece.start)
+    return found
+
+
+def _by_bytes(spans: list[Range], cuts: Cuts, tasks: int) -> list[Range]:
+    """Return the ranges cut into about `tasks` shares of all their bytes."""
+    large = [span for span in spans if len(span) >= _FEW]
+    edges = {span.key: cuts(span.key, span.start, span.end, SPLIT_BYTES) for span in large}
+    coarse = sum(map(len, edges.values()))
+    if coarse < tasks:  # less than SPLIT_BYTES per task: cut more finely
+        edges = {span.key: cuts(span.key, span.start, span.end, LEAST_BYTES) for span in large}
+        total = sum(map(len, edges.values())) + len(edges)  # in LEAST_BYTES
+        step = min(-(-total // tasks) or 1, SPLIT_BYTES // LEAST_BYTES)
+    else:
+        step = -(-coarse // MOST_TASKS)
+    return [piece for span in spans for piece in cut_up(span, edges.get(span.key, [])[step - 1 :: step])]
+
+
+def _at_least(pieces: list[Range], count: int) -> list[Range]:
+    """Cut the pieces by records, in proportion to their sizes, into `count` pieces, or one per record."""
+    if len(pieces) >= count or not pieces:
+        return pieces
+    total = sum(map(len, pieces))
+    count = min(count, total)
+    shares = [max(1, count * len(piece) // total) for piece in pieces]
+    missing = count - sum(shares)
+    for at in sorted(range(len(pieces)), key=lambda n: -(count * len(pieces[n]) % total)):
+        if missing > 0 and shares[at] < len(pieces[at]):
+            shares[at], missing = shares[at] + 1, missing - 1
+    return [part for piece, share in zip(pieces, shares, strict=True) for part in evenly(piece, share)]
+
+
+def evenly(span: Range, count: int) -> list[Range]:
+    """Return the range in `count` parts, equal but for one record."""
+    return cut_up(span, (span.start + len(span) * n // count for n in range(1, count)))
+
+
+def cut_as_format_1(spans: Iterable[Range], cuts: Cuts, min_partitions: int) -> list[Range]:
+    """Return the pieces of a repeated batch that a release before format 2 of offsets has planned."""
+    pieces = [
+        piece
+        for span in spans
+        for piece in cut_up(span, cuts(span.key, span.start, span.end, SPLIT_BYTES) if len(span) >= 10_000 else [])
+    ]
+    if len(pieces) >= min_partitions or not pieces:
+        return pieces
+    total = sum(map(len, pieces))
+    shares = [min(len(piece), max(1, round(min_partitions * len(piece) / total))) for piece in pieces]
+    return [part for piece, share in zip(pieces, shares, strict=True) for part in evenly(piece, share)]
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+# Where a micro-batch ends: the limits maxOffsetsPerTrigger and maxBytesPerTrigger, and the time at which they cut.
+#
+# Invariant   A batch that a limit cuts off always ends at one recv_ts over all partitions of all brokers: no partition is
+#             read beyond a time that another partition has not reached. So a watermark on an event time that follows
+#             recv_ts never runs ahead of a slower partition, however different the partitions are in size. The records
+#             received at exactly that time fill the batch partition by partition, because equal times are never late.
+# Offsets     Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count.
+# Bytes       About maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
+# Cost        The search reads the time of a record in the largest partition, near the expected end, and asks each
+#             partition for the offset of that time. It usually takes two to four rounds, with two requests to each
+#             partition.
+
+_LEAST_LINE = 24  # bytes; each stored line is longer
+_LINE_BYTES = 512  # assumed where the index does not tell
+_MARKS = 16  # places of a partition at which its bytes are known
+_BLOCK = 64 << 10  # bytes of lines that an index line covers
+_LIMITS_FEW = 16  # a block with fewer records has long lines
+
+Weigh = Callable[[Key, int], float]  # how much of a partition's range lies before an offset
+
+
+class Times(Protocol):
+    """Lookups by recv_ts, in microseconds, and by offset."""
+
+    def offset_of_time(self, key: Key, micros: int) -> int:
+        """Return the offset of the first record received at that time or later; without one, the end."""
+        ...
+
+    def time_at(self, key: Key, start: int, end: int) -> int | None:
+        """Return when the first record of offsets start…end-1 was received; None if all of them were compacted."""
+        ...
+
+    def bytes_of(self, key: Key, start: int, end: int) -> int:
+        """Return the size of the lines of a few records."""
+        ...
+
+
+def limited(spans: list[Range], max_offsets: int, max_bytes: int, cuts: Cuts, times: Times) -> Offsets:
+    """Return where each range ends in this batch; 0 is no limit. At least one range advances, unless all are empty."""
+    spans = [span for span in spans if len(span)]
+    if max_offsets and sum(map(len, spans)) > max_offsets:
+        starts = {span.key: span.start for span in spans}
+        ends = at_one_time(spans, max_offsets, lambda key, offset: offset - starts[key], times)
+        spans = [Range(span.key, span.start, ends[span.key]) for span in spans]
+    if max_bytes:
+        bytes_of = Bytes(spans, max_bytes, cuts, times)
+        if sum(bytes_of(span.key, span.end) for span in spans) > max_bytes:
+            ends = at_one_time(spans, max_bytes, bytes_of, times)
+            spans = [Range(span.key, span.start, ends[span.key]) for span in spans]
+    return {span.key: span.end for span in spans}
+
+
+class Bytes:
+    """Estimate how many bytes of a range lie before an offset, from the cuts in its index."""
+
+    def __init__(self, spans: list[Range], max_bytes: int, cuts: Cuts, times: Times) -> None:
+        blocks = max(1, max_bytes // _MARKS // _BLOCK)
+        self._places: dict[Key, list[int]] = {}
+        self._mark: dict[Key, float] = {}  # bytes between two places
+        for span in spans:
+            # Cut no more than a batch can take from this partition: a backlog of years would be cut up each time.
+            end = min(span.end, span.start + max_bytes // _LEAST_LINE + 1)
+            # A block ends with a whole line. With half a block added, a cut covers as many blocks as intended.
+            places = [span.start, *cuts(span.key, span.start, end, blocks * _BLOCK + _BLOCK // 2)]
+            self._places[span.key], self._mark[span.key] = places, blocks * _BLOCK
+            if len(places) > 1 and places[1] - places[0] < _LIMITS_FEW:  # a block of long lines is larger than _BLOCK
+                self._mark[span.key] = max(blocks * _BLOCK, times.bytes_of(span.key, places[0], places[1]))
+
+    def __call__(self, key: Key, offset: int) -> float:
+        places, mark = self._places[key], self._mark[key]
+        at = max(1, bisect_right(places, offset)) - 1
+        if at + 1 < len(places):
+            return mark * (at + (offset - places[at]) / (places[at + 1] - places[at]))
+        known = places[at] - places[0]  # after the last place: assume the same density as before it
+        density = mark * at / known if known else _LINE_BYTES
+        return mark * at + density * (offset - places[at])
+
+
+def at_one_time(spans: list[Range], limit: int, weigh: Weigh, times: Times) -> Offsets:
+    """Return where the ranges end at the latest recv_ts up to which they weigh at most `limit`.
+
+    As a whole the ranges must weigh more than `limit`.
+    """
+    search = _Search([span for span in spans if len(span)], limit, weigh, times)
+    return {span.key: span.end for span in spans} | search.run()
+
+
+class _Search:
+    """A search between two times: offsets before `low` are in the batch, offsets from `high` on are not."""
+
+    def __init__(self, spans: list[Range], limit: int, weigh: Weigh, times: Times) -> None:
+        self._limit, self._weigh, self._times = limit, weigh, times
+        self._low = {span.key: span.start for span in spans}
+        self._high = {span.key: span.end for span in spans}
+        self._starts = dict(self._low)
+
+    def run(self) -> Offsets:
+        turn = 0
+        while any(self._low[key] < self._high[key] for key in self._low):
+            turn += 1
+            micros = self._probe(halve=turn % 3 == 0)
+            if micros is None:
+                if self._weight(self._high) <= self._limit:
+                    return self._high
+                continue
+            before = self._offsets_at(micros)
+            if self._weight(before) > self._limit:
+                self._high = before
+                continue
+            after = self._offsets_at(micros + 1)
+            if self._weight(after) > self._limit:
+                return self._fill(before, after)
+            self._low = after
+        return self._low
+
+    def _weight(self, offsets: Offsets) -> float:
+        return sum(self._weigh(key, offset) for key, offset in offsets.items())
+
+    def _probe(self, halve: bool) -> int | None:
+        """Return the recv_ts of a record near the expected end.
+
+        None if there is no such record: `high` has then moved down to the offset looked at.
+        """
+        low, high = self._low, self._high
+        key = max(low, key=lambda candidate: high[candidate] - low[candidate])
+        low_weight = self._weight(low)
+        share = 0.5 if halve else (self._limit - low_weight) / max(1.0, self._weight(high) - low_weight)
+        width = high[key] - low[key]
+        at = low[key] + min(width - 1, max(0, int(width * share)))
+        micros = self._times.time_at(key, at, high[key])
+        if micros is None:
+            self._high = high | {key: at}
+        return micros
+
+    def _offsets_at(self, micros: int) -> Offsets:
+        """Return the offset of this time in each range."""
+        offsets = {}
+        for key, low in self._low.items():
+            high = self._high[key]
+            offsets[key] = min(max(self._times.offset_of_time(key, micros), low), high) if low < high else low
+        return offsets
+
+    def _fill(self, before: Offsets, after: Offsets) -> Offsets:
+        """Return `before`, moved on by as many records as the limit permits; those up to `after` share one recv_ts."""
+        reached = dict(before)
+        left = self._limit - self._weight(before)
+        for key, start in before.items():
+            # Take the last offset whose weight is within the limit.
+            room = self._weigh(key, start) + left
+            candidates = range(start, after[key] + 1)
+            reached[key] = start + max(0, bisect_right(candidates, room, key=lambda at: self._weigh(key, at)) - 1)
+            left = room - self._weigh(key, reached[key])
+        if reached == self._starts:
+            key = next(key for key in before if after[key] > before[key])
+            reached[key] += 1
+        return reached

@@ -10,9 +10,8 @@ from pyspark.sql.types import StructType
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
 from kmq.spark.source import columns
-from kmq.spark.source.blocks import Lines
-from kmq.spark.source.broker import Broker
-from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.columns import Lines
 from kmq.spark.source.plan import DataLossError, Key, Range
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kmq.gateway.groups.offset_table import TOPIC, Committed, Place, decode_key, decode_payload, scan
 from kmq.log.reader import WAL
-from kmq.spark.source.broker import Broker
-from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmq.config.terminal import while_read
-from kmq.spark.streaming.progress import Progress
+from kmq.spark.streaming.streams import Progress
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -20,7 +20,7 @@ from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.sql import groups
 from kmq.spark.sql.results import Show
-from kmq.spark.streaming.progress import Progress
+from kmq.spark.streaming.streams import Progress
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -13,13 +13,123 @@ run again at the next start.
 import json
 import os
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, KmqError
 from kmq.links.ownership import FileLock
+from kmq.log.reader import WAL
 from kmq.spark.source.plan import IDENTITY, Key
-from kmq.spark.streaming.lag import positions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+# --- late ------------------------------------------------------------------------------------------------------------
+# Finds rows that a streaming query dropped because they came later than its watermark. In a pipeline that is an error.
+#
+# Spark counts these rows per operator (numRowsDroppedByWatermark) and continues, so that the result is silently wrong. Of
+# the counters that Spark 4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts
+# rows that the query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
+#
+# Numbers     Rows may be aggregates of several records (of one task, topic and window). The number is Spark's count of
+#             rows, so at least so many records were dropped.
+
+DROPPED = "numRowsDroppedByWatermark"
+FAIL, DROP = "fail", "drop"  # what a pipeline does about late rows
+ADVICE = (
+    "begin again with a new table or topic, a new checkpoint and a longer --watermark,"
+    " or leave them out with --late drop"
+)
+
+
+class LateError(KmqError):
+    """Raised when rows came later than the watermark, so that they are in no result."""
+
+    def __init__(self, query: str, batch: int, rows: int, kept: str) -> None:
+        super().__init__(
+            f"{query}: batch {batch} has records that came later than the watermark ({rows} or more): {kept}; {ADVICE}"
+        )
+
+
+def check_mode(mode: str) -> None:
+    """Raise ConfigError if --late is neither `fail` nor `drop`."""
+    if mode not in (FAIL, DROP):
+        raise ConfigError(f"--late {mode!r}: must be {FAIL} or {DROP}")
+
+
+def dropped(progress: Mapping[str, Any]) -> int:
+    """Return how many late rows a batch has dropped. `progress`: a StreamingQueryProgress, parsed from JSON."""
+    return sum(int(operator.get(DROPPED, 0)) for operator in progress.get("stateOperators", ()))
+
+
+def dropped_so_far(spark: "SparkSession", query: str) -> int:
+    """Return how many late rows the batch in `foreachBatch` has dropped, as far as its jobs have ended.
+
+    Call it after all rows of the batch were written and before they are committed. It asks the JVM, because Python
+    hears of the number only after the batch, when it is too late to hold the commit back.
+    """
+    running = spark._jsparkSession.streams().get(query)
+    return _of_plan(running.streamingQuery().lastExecution().executedPlan())
+
+
+def _of_plan(plan: Any) -> int:
+    metric, below = plan.metrics().get(DROPPED), plan.children()
+    mine = int(metric.get().value()) if metric.isDefined() else 0
+    return mine + sum(_of_plan(below.apply(number)) for number in range(below.size()))
+
+
+# --- lag -------------------------------------------------------------------------------------------------------------
+# Computes the figures of a micro-batch: how far the query is, how far behind, and how many rows it dropped.
+#
+# Works on the JSON of Spark's StreamingQueryProgress and of its checkpoints. Needs neither pyspark nor a JVM.
+
+
+def positions(offsets: Any) -> dict[Key, int]:
+    """Return (broker, topic, partition) → next offset from the JSON of a stream of format("kmq"); else nothing.
+
+    Other entries of a broker are ignored: their names begin with __, such as that of its identity.
+    """
+    if isinstance(offsets, str):
+        offsets = json.loads(offsets)
+    return {
+        (broker, topic, int(number)): offset
+        for broker, topics in (offsets.items() if isinstance(offsets, dict) else ())
+        if isinstance(topics, dict)
+        for topic, numbers in topics.items()
+        if isinstance(numbers, dict) and (topic == WAL or not topic.startswith("__"))
+        for number, offset in numbers.items()
+        if number.isdecimal() and type(offset) is int
+    }
+
+
+def behind(latest: Any, end: Any) -> int | None:
+    """Return how many records lie between two positions; None if that is unknown."""
+    if not latest or not end:
+        return None
+    reached = positions(end)
+    return sum(max(0, stop - reached.get(key, 0)) for key, stop in positions(latest).items())
+
+
+def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a batch: query, batch, rows, rows_per_s, ms, behind, late.
+
+    `behind`: records that are not read yet; None: unknown. `late`: rows that were dropped; None: no rows.
+    """
+    gaps = [behind(source.get("latestOffset"), source.get("endOffset")) for source in progress.get("sources", ())]
+    known = [gap for gap in gaps if gap is not None]
+    return {
+        "query": query,
+        "batch": progress["batchId"],
+        "rows": progress["numInputRows"],
+        "rows_per_s": round(progress.get("processedRowsPerSecond") or 0),
+        "ms": progress["batchDuration"],
+        "behind": sum(known) if known else None,
+        "late": dropped(progress) or None,
+    }
+
+
+# --- checkpoint ------------------------------------------------------------------------------------------------------
 
 STATUS, OWNER = "kmq-status.json", "kmq-owner"
 _VERSION = "v1"

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 from kmq.errors import BusyError, ConfigError
 from kmq.files import replace_file
 from kmq.links.ownership import describe
-from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Broker
 from kmq.spark.source.plan import Key, Offsets, least, to_json
-from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours
-from kmq.spark.streaming.lag import positions
+from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours, positions
 from kmq.spark.streaming.status import AS_NAMED, Sources
 
 EARLIEST, LATEST = "earliest", "latest"

@@ -5,21 +5,33 @@ Python interpreter. No setting changes that, and on a busy machine it is not eno
 again, as after a kill.
 """
 
+import contextlib
 import json
 import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark import failures
-from kmq.spark.streaming import checkpoint, late
+from kmq.spark.streaming import checkpoint
+from kmq.spark.streaming import checkpoint as late
+from kmq.spark.streaming.checkpoint import batch_figures
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
+
 
 EVERY = "10 seconds"
 STARTS = 8  # starts of a stream in a row without a finished batch
@@ -144,3 +156,215 @@ def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str
         run(stream, trigger, late.DROP)
     finally:
         turn.acquire()  # a batch that Spark no longer waits for may still be committing
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+# Shows Spark's progress on stderr: a bar on a terminal, else a logfmt line every few seconds.
+#
+#     with Progress(spark, "audit") as progress:
+#         progress.describe("reading the WAL")
+#         …
+#
+# A thread asks Spark a few times a second which stages run, how many of their tasks are done, and what each streaming
+# query did in its last batch. The job itself is not involved and not slowed down.
+
+_PROGRESS_POLL_S = 0.3  # between two polls, each of a few calls that take a millisecond
+_LOG_S = 5.0  # between two log lines, without a terminal
+
+
+class Progress:
+    """Shows the jobs and streams of a session while the `with` block runs."""
+
+    def __init__(
+        self, spark: "SparkSession", name: str = "spark", console: Console | None = None, log_s: float = _LOG_S
+    ) -> None:
+        """`name`: of the step and of the logger. `log_s`: seconds between two log lines, without a terminal."""
+        self._spark, self._log_s = spark, log_s
+        self.console = console or Console(stderr=True, highlight=False)
+        self._log = Logger(name)
+        self._what = name
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[done]}"))
+        self._bars = Bars(
+            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=not self.console.is_terminal
+        )
+        self._bar = self._bars.add_task(name, total=None, done="")
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._run, daemon=True)
+
+    def describe(self, what: str) -> None:
+        """Set a short description of the current step, such as `reading the WAL`. Spark's list of jobs shows it too."""
+        self._what = what
+        self._spark.sparkContext.setJobDescription(what)
+        if not self.console.is_terminal:
+            self._log.info("step", what=what)
+
+    def print(self, *objects: Any) -> None:
+        """Print on the same console, above the bar."""
+        self.console.print(*objects)
+
+    def stop(self) -> None:
+        """Remove the bar, before a result is printed on stdout. The end of the `with` block does it too."""
+        self._ended.set()
+        if self._watch.is_alive():
+            self._watch.join()
+        self._bars.stop()
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        self._watch.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    # --- the watching thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        logged = time.monotonic()
+        while not self._ended.wait(_PROGRESS_POLL_S):
+            try:
+                done, total = self._tasks()
+                streams = self._streams()
+            except Exception:  # the session or its JVM ends: the job will report that
+                continue
+            if self.console.is_terminal:
+                self._show(done, total, streams)
+            elif (total or streams) and time.monotonic() - logged >= self._log_s:
+                logged = time.monotonic()
+                self._log_figures(done, total, streams)
+
+    def _tasks(self) -> tuple[int, int]:
+        """Return (tasks done, all tasks) of the running stages."""
+        tracker = self._spark.sparkContext.statusTracker()
+        infos = [info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]
+        return sum(info.numCompletedTasks for info in infos), sum(info.numTasks for info in infos)
+
+    def _streams(self) -> list[dict[str, Any]]:
+        """Return the figures of the last batch of each streaming query."""
+        return [
+            batch_figures(query.name or "stream", json.loads(progress.json()))
+            for query in self._spark.streams.active
+            if (progress := query._jsq.lastProgress())
+        ]
+
+    def _show(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
+        parts = [f"{done}/{total} tasks"] if total else []
+        for s in streams:
+            behind = f", {s['behind']:,} behind" if s["behind"] is not None else ""
+            dropped = f", {s['late']:,} late: dropped" if s["late"] else ""
+            parts.append(f"batch {s['batch']}: {s['rows']:,} rows, {s['rows_per_s']:,}/s{behind}{dropped}")
+        self._bars.update(self._bar, description=self._what, completed=done, total=total or None, done="; ".join(parts))
+
+    def _log_figures(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
+        if total:
+            self._log.info("progress", what=self._what, tasks_done=done, tasks=total)
+        for figures in streams:
+            self._log.info("batch", **{name: value for name, value in figures.items() if value is not None})
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+# Ends a command on Spark at Ctrl-C or SIGTERM: in order, or by force after a deadline.
+#
+# Owns        The handlers of both signals while the command runs.
+# Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
+#             doing. What was begun is done again at the next start, as after a kill.
+# Cases       before the session exists      the process ends at once, and the JVM with it, because its stdin closes
+#             before the query is active     it is stopped as soon as it is active, and no other query is started
+#                                            (streams.stopping)
+#             while a stream runs            query.stop() is repeated, because the code that it interrupts may lose the
+#                                            interrupt
+#             in a job without a stream      its jobs are cancelled repeatedly, because another job may follow
+#             a second signal                the process ends at once
+#             No signal keeps its default action: the first process of a container has none, and would ignore the signal.
+
+STOP_S = 60.0  # longest time from the first signal to the end
+_CANCEL_S = 0.2  # between two attempts to cancel jobs and stop streams
+_AGAIN_S = 5  # how long Spark waits for a stream to end before query.stop() is repeated
+
+
+class Stop:
+    """Ends streams, or else jobs, from the first signal on, so that the main thread returns from Spark.
+
+    Another thread does this, because a call of Spark in the main thread occupies the main thread's connection.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._spark: SparkSession | None = None
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stoppers: dict[str, threading.Thread] = {}  # by run
+        stopping.clear()
+        self._handle()
+
+    def begin(self, spark: "SparkSession") -> None:
+        """Note that the session exists: from now on a signal ends it in order."""
+        self._spark = spark
+        self._handle()  # again, to replace Spark's own handler, which raises an exception anywhere
+
+    def _handle(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.number or self._spark is None:
+            _exit(number)
+        self.number = number
+        stopping.set()
+        # A thread of its own, because a call to the JVM may wait for ever.
+        limit = threading.Timer(STOP_S, self._give_up)
+        limit.daemon = True
+        limit.start()
+        self._thread = threading.Thread(target=self._end, daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        assert self._spark is not None
+        with contextlib.suppress(Exception):
+            self._spark.conf.set("spark.sql.streaming.stopTimeout", f"{_AGAIN_S}s")
+        while not self._done.wait(_CANCEL_S):
+            with contextlib.suppress(Exception):  # the JVM is ending
+                active = self._spark.streams.active
+                for query in active:
+                    self._request_stop(query)
+                if not active:
+                    self._spark.sparkContext.cancelAllJobs()
+
+    def _request_stop(self, query: "StreamingQuery") -> None:
+        """Stop a query in a thread, because query.stop() waits for its end."""
+        stopper = self._stoppers.get(query.runId)
+        if stopper is None or not stopper.is_alive():
+            self._stoppers[query.runId] = threading.Thread(target=_stop, args=(query,), daemon=True)
+            self._stoppers[query.runId].start()
+
+    def _give_up(self) -> None:
+        text = f"kmq: not stopped within {STOP_S:.0f} s; ended anyway; what was begun is done again at the next start"
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+        _exit(self.number)
+
+    def done(self) -> None:
+        """Note that the main thread has returned from Spark. After this the session may be closed.
+
+        The time limit stays in force.
+        """
+        self._done.set()
+        if self._thread:
+            self._thread.join()
+        self._spark = None  # nothing is left to stop in order: a signal ends the process at once
+
+
+def _stop(query: "StreamingQuery") -> None:
+    with contextlib.suppress(Exception):  # the thread that awaits the query gets its error
+        query.stop()
+
+
+def _exit(number: int) -> NoReturn:
+    """End this process with the signal's exit code. Kill its JVM first, because a JVM that hangs would survive it."""
+    with contextlib.suppress(Exception):
+        from pyspark import SparkContext
+
+        process = getattr(SparkContext._gateway, "proc", None)
+        if process is not None:
+            process.kill()
+    os._exit(128 + number)

@@ -3,8 +3,8 @@
     with open_table("archive", "parquet", ["topic", "date"]) as table:
         table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: the batch was added before
 
-Each format has a file (parquet.py, delta.py, iceberg.py). base.py holds what they share: a batch is staged, sealed,
-published, committed. places.py: a directory or an S3 store. checks.py, columns.py: checks before a stream starts.
+Each format has a file (formats.py, formats.py, iceberg.py). base.py holds what they share: a batch is staged, sealed,
+published, committed. places.py: a directory or an S3 store. base.py, places.py: checks before a stream starts.
 
 Owns        The directory `to`, with one writer at a time under an exclusive lock. Beside the table's files lies .kmq/.
             Readers ignore it (Spark, pandas, pyarrow, Delta: because of the dot; as a glob: to/*=*/**/*.parquet):
@@ -20,7 +20,7 @@ Invariant   A reader finds only rows of committed batches, each row at most once
             one, a reader may see some of them, never other rows. Delta: the table is what its log names, and the entry
             of a batch holds the batch's number and offsets. Iceberg: the table is what its snapshot names, and number
             and offsets are in the same commit. A batch that comes again is skipped if it has the same number and the
-            same offsets; with other offsets it is an error (bound.py).
+            same offsets; with other offsets it is an error (base.py).
 Crash       before the seal      making/ is deleted, and the batch is written again under another id; tasks that outlive
                                  their driver on a cluster write to a directory that nothing reads
             after the seal       the next start first moves the remaining files to their places, and writes `batch`
@@ -40,16 +40,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmq.errors import ConfigError
-from kmq.spark.tables import checks
+from kmq.spark.tables import base
 from kmq.spark.tables.base import Table
-from kmq.spark.tables.delta import Delta
+from kmq.spark.tables.formats import Delta, Parquet
 from kmq.spark.tables.iceberg import Iceberg
-from kmq.spark.tables.parquet import Parquet
 
 __all__ = ["FORMATS", "PARQUET", "Delta", "Iceberg", "Parquet", "Table", "TableSpec", "open_table"]
 
-FORMATS = tuple(checks.MARKS)
-PARQUET = checks.PARQUET
+FORMATS = tuple(base.MARKS)
+PARQUET = base.PARQUET
 
 
 class TableSpec(NamedTuple):

@@ -5,22 +5,322 @@ columns of the table (known_columns, create), and how small files are merged (me
 """
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
-from kmq.files import FULL
+from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.files import FULL, replace_file, sync_directory, sync_file
 from kmq.links.ownership import FileLock, describe
 from kmq.spark.pinned import pinned
-from kmq.spark.tables import checks, columns
-from kmq.spark.tables.bound import BoundStream, Offsets
+from kmq.spark.tables import places
 from kmq.spark.tables.places import S3, Directory, Place
-from kmq.spark.tables.staging import Staging
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+# Checks before a stream starts, so that a wrong directory gives an error of one line, not a stack trace in a batch.
+
+PARQUET, DELTA, ICEBERG = "parquet", "delta", "iceberg"
+MARKS = {PARQUET: "", DELTA: "_delta_log", ICEBERG: "metadata"}  # format → the directory that only its tables have
+_PROBE = ".kmq-probe"
+_PROBE_BYTES = 4096
+
+
+def usable(option: str, path: str) -> None:
+    """Create a directory with its parents, and prove that files can be written there. Errors name the option."""
+    probe = f"{path}/{_PROBE}"
+    try:
+        os.makedirs(path, exist_ok=True)
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            if os.path.exists(probe):
+                os.unlink(probe)
+    except OSError as err:
+        raise explained(option, path, err) from err
+
+
+def explained(option: str, path: str, err: OSError) -> KmqError:
+    """Return the error that says why files cannot be written below `path`."""
+    if err.errno in FULL:
+        return RetryError(f"{option} {path}: the disk is full; run again when there is room, nothing is lost")
+    if file := _file_among(path):
+        return ConfigError(f"{option} {path}: {file} is a file; name a directory")
+    return ConfigError(f"{option} {path}: cannot be written: {err.strerror}")
+
+
+def _file_among(path: str) -> str | None:
+    """Return the part of a path that is a file, so that nothing can be below it; None if there is none."""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path if path and not os.path.isdir(path) else None
+
+
+def checkpoint(path: str, table: str, query: str) -> None:
+    """Raise an error if a stream's checkpoint cannot be used, or belongs to another table.
+
+    `query`: id of the stream whose rows the table holds; "" for a new table.
+    """
+    if "://" in path:  # Spark checks these
+        return
+    usable("--checkpoint", path)
+    advice = "give each table a checkpoint of its own"
+    found = _query_id(path)
+    if query and not found:
+        raise ConfigError(
+            f"--checkpoint {path}: is new, but the rows of --to {table} are of another checkpoint; {advice}"
+        )
+    if query and found != query:
+        raise ConfigError(f"--checkpoint {path}: belongs to another query than the rows of --to {table}; {advice}")
+    if not query and found and any(name.isdigit() for name in _names(f"{path}/commits")):
+        raise ConfigError(
+            f"--checkpoint {path}: has written batches to another table, and --to {table} is new; {advice}"
+        )
+
+
+def _query_id(path: str) -> str:
+    try:
+        with open(f"{path}/metadata", encoding="utf-8") as file:
+            return str(json.load(file)["id"])
+    except FileNotFoundError:
+        return ""
+    except (ValueError, KeyError, TypeError, OSError) as err:
+        raise ConfigError(f"--checkpoint {path}: its file metadata must be one that Spark wrote: {err}") from err
+
+
+def _names(path: str) -> Sequence[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return ()
+
+
+def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
+    """Raise ConfigError if a name is not a column of the rows, or if the names leave no other column."""
+    known = {column.lower() for column in columns}  # as Spark looks for them
+    for name in names:
+        if name.lower() not in known:
+            near = get_close_matches(name, columns, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(columns)}"
+            raise ConfigError(f"--partition-by {name!r}: the rows have no such column{hint}")
+    if {name.lower() for name in names} >= known:
+        raise ConfigError("--partition-by: names all columns; at least one must be left for the files")
+
+
+def format_is(wanted: str, to: str, state: str, place: Place) -> None:
+    """Raise ConfigError if the place holds a table of another format, or an error if its store cannot be reached."""
+    found = next((name for name, mark in MARKS.items() if mark and place.has(mark)), "")
+    if not found and (os.path.exists(f"{state}/batch") or places.directories(to)):
+        found = PARQUET
+    if found and found != wanted:
+        raise ConfigError(f"--to {to}: holds a {found} table, not {wanted}; name another --to")
+
+
+def same_partitions(to: str, table: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise ConfigError if a table is partitioned by other columns."""
+    if list(table) != list(wanted):
+        had, have = (", ".join(names) or "nothing" for names in (table, wanted))
+        raise ConfigError(f"--to {to}: the table is partitioned by {had}, not by {have}; name another --to")
+
+
+# --- bound -----------------------------------------------------------------------------------------------------------
+# Records which stream a table belongs to, and the batches of that stream that were committed to it.
+#
+# A batch is its number and its offsets: a checkpoint that was restored from an older copy uses the numbers again for
+# other records.
+#
+# Invariant   A batch is never skipped unless the table has a batch with this number and these offsets. Batches that a
+#             release before the offsets has committed are known by number: only the last can come again.
+
+Offsets = list[str]  # where a batch ends: the line of each source, as in Spark's own note of the batch
+
+KEEP = 100  # batches whose offsets are kept, as Spark keeps its own notes
+_VERSION = "v1"
+_MAX_SHOWN = 5  # partitions in an error
+
+
+class BoundStream:
+    """The files `query`, `batch` and offsets/<batch> of a table's state; in an object store a note beside the table."""
+
+    def __init__(self, to: str, state: str, place: Place) -> None:
+        self._to, self._state, self._place = to, state, place
+
+    @property
+    def query(self) -> str:
+        """The stream's id; "" before the first batch."""
+        return places.read(f"{self._state}/query")
+
+    @property
+    def last_batch(self) -> int:
+        """The number of the last committed batch, -1 before the first."""
+        return int(places.read(f"{self._state}/batch") or -1)
+
+    def bind(self, query: str, batch_id: int) -> None:
+        """Bind the table to a stream at its first batch. Raises ConfigError if the table belongs to another stream."""
+        known = self.query
+        if not known and batch_id == 0:
+            self._own(query)
+            replace_file(f"{self._state}/query", query.encode())
+        elif known != query:
+            why = "holds rows of another checkpoint" if known else "is new, but the checkpoint is not"
+            raise ConfigError(f"--to {self._to}: {why}; give each table a checkpoint of its own")
+
+    def _own(self, query: str) -> None:
+        """Note the owner in an object store, where only this note keeps two checkpoints apart."""
+        if isinstance(self._place, S3):
+            if (owner := self._place.owner()) and owner != query:
+                raise ConfigError(f"--to {self._to}: holds rows of another checkpoint; name another --to")
+            self._place.own(query)
+
+    def offsets(self, batch_id: int) -> Offsets | None:
+        """Return the offsets of a committed batch; None if they are not kept, or not any more."""
+        version, *lines = places.read(f"{self._state}/offsets/{batch_id}").splitlines() or [""]
+        if version not in ("", _VERSION):
+            raise ConfigError(f"{self._state}/offsets/{batch_id}: unknown format {version!r}; expected {_VERSION}")
+        return lines if version else None
+
+    def committed(self, batch_id: int, offsets: Offsets | None) -> None:
+        """Note the last batch. Its offsets come first: without them its number alone would decide."""
+        if offsets is not None:
+            directory = f"{self._state}/offsets"
+            os.makedirs(directory, exist_ok=True)
+            replace_file(f"{directory}/{batch_id}", "\n".join((_VERSION, *offsets)).encode())
+            for name in os.listdir(directory):
+                if name.isdecimal() and int(name) <= batch_id - KEEP:
+                    os.unlink(f"{directory}/{name}")
+        replace_file(f"{self._state}/batch", b"%d" % batch_id)
+
+    def check_same(self, batch_id: int, offsets: Offsets | None, taken: Offsets | None, last: int) -> None:
+        """Raise ConfigError if the batch is not the one that the table took under this number.
+
+        `taken`: the offsets of that batch; `last`: the number of the table's last batch.
+        """
+        if offsets is None or (taken is None and batch_id == last):
+            return  # the stream's checkpoint cannot be read here, or an earlier release took the batch: by number
+        if taken is None:
+            why = f"took a batch of this number long ago, and is at batch {last}"
+        elif differing := _differing(offsets, taken):
+            why = f"took a batch of this number with other offsets: {differing}"
+        else:
+            return
+        raise ConfigError(
+            f"--to {self._to}: batch {batch_id} of the checkpoint is not in the table, which {why}; was the checkpoint"
+            " restored from an older copy? Nothing was added. Go on with the newest copy of the checkpoint, or begin a"
+            " new table with a new checkpoint"
+        )
+
+    def check_checkpoint(self, path: str) -> None:
+        """Raise ConfigError if the checkpoint does not belong to the table's stream."""
+        checkpoint(path, self._to, self.query)
+
+
+def _differing(offsets: Offsets, taken: Offsets) -> str:
+    """Return the partitions whose offsets differ, for an error; "" if none does."""
+    ours, theirs = (dict(_leaves([_parsed(line) for line in lines])) for lines in (offsets, taken))
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return (
+        ", ".join(
+            f"{'/'.join(name[1:]) or 'source'} {ours.get(name, 'none')} now, {theirs.get(name, 'none')} in the table"
+            for name in names[:_MAX_SHOWN]
+        )
+        + more
+    )
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line
+
+
+def _leaves(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (names of the keys, value) of everything within a JSON value."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, (*name, str(key)))
+    else:
+        yield name, value
+
+
+# --- staging ---------------------------------------------------------------------------------------------------------
+# Holds a batch on its way into a table: written by Spark, sealed with a manifest, removed when its files are in place.
+#
+# Invariant   A batch is sealed by one rename, and never before all its files and the manifest are synced. Readers of the
+#             table never see these directories.
+# Crash       Before the seal: the next start deletes `making/`. After it: the next start finds `sealed/` and resumes.
+
+File = dict[str, Any]  # from, to, rows, size: see disk.describe
+
+
+class Staging:
+    """The directories `making` and `sealed` of a table's state."""
+
+    def __init__(self, state: str) -> None:
+        self._state = state
+        self._making = f"{state}/making"
+        self.sealed = f"{state}/sealed"
+        self._attempt = ""  # directory of the batch that is being written
+
+    @property
+    def is_sealed(self) -> bool:
+        return os.path.isdir(self.sealed)
+
+    def discard(self) -> None:
+        """Delete batches that were not sealed."""
+        shutil.rmtree(self._making, ignore_errors=True)
+
+    def begin(self) -> str:
+        """Return a new directory for a batch. Tasks that outlive their driver keep writing to an older directory."""
+        self._attempt = f"{self._making}/{uuid4().hex[:12]}"
+        return self._attempt
+
+    def seal(
+        self, batch_id: int, offsets: Offsets | None, place: Callable[[str], str], sync: Iterable[str]
+    ) -> list[File]:
+        """Seal the batch that was written; return all its files.
+
+        `place`: maps a directory of the batch to the table's directory for its files.
+        `sync`: paths of other files, synced before the batch is sealed.
+        """
+        files = [
+            places.describe(self._attempt, name, place(os.path.dirname(name)), f"{batch_id:010}-{number:04}")
+            for number, name in enumerate(places.parquet_files(self._attempt))
+        ]
+        for path in sync:
+            sync_file(path)
+        manifest = {"batch": batch_id, "files": [file for file in files if file["rows"]], "offsets": offsets}
+        replace_file(f"{self._attempt}/manifest.json", json.dumps(manifest).encode())
+        os.rename(self._attempt, self.sealed)  # the commit point
+        sync_directory(self._state)
+        return files
+
+    def manifest(self) -> tuple[int, Offsets | None, list[File]]:
+        """Return (number, offsets, files) of the sealed batch. Earlier releases have sealed it without offsets."""
+        with open(f"{self.sealed}/manifest.json", "rb") as file:
+            manifest = json.load(file)
+        return manifest["batch"], manifest.get("offsets"), manifest["files"]
+
+    def finish(self) -> None:
+        """Remove the sealed batch as a whole: a rename first, so that a crash never leaves it half deleted."""
+        os.makedirs(self._making, exist_ok=True)
+        os.rename(self.sealed, f"{self._making}/done")
+        shutil.rmtree(self._making)
+
+
+# --- base ------------------------------------------------------------------------------------------------------------
 
 TARGET_BYTES = 128 << 20  # of a merged file; a file below half of this is small
 MERGE_FILES = 8  # a directory with at least so many small files is merged
@@ -44,12 +344,12 @@ class Table:
         self._lock = FileLock(f"{self.state}/owner")
 
     def __enter__(self) -> "Table":
-        checks.usable(self._option, self.state)
+        usable(self._option, self.state)
         self._lock.acquire(f"--to {self.path}", describe("pipeline", self.path))
         try:
             if isinstance(self.place, S3):
                 self.place.check()
-            checks.format_is(self.format, self.path, self.state, self.place)
+            format_is(self.format, self.path, self.state, self.place)
             self.staging.discard()
             shutil.rmtree(self.merging, ignore_errors=True)
             if self.staging.is_sealed:
@@ -92,7 +392,7 @@ class Table:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            raise checks.explained("--to", self.path, err) from err
+            raise explained("--to", self.path, err) from err
 
     def has(self, batch_id: int, offsets: Offsets | None = None) -> bool:
         """Return True if the batch was added before. Raises ConfigError if another one was, with this number."""
@@ -114,10 +414,10 @@ class Table:
 
         Returns True if the table exists.
         """
-        checks.partition_by(self.partition_by, rows.columns)
+        partition_by(self.partition_by, rows.columns)
         found = self.known_columns()
         if found is not None:
-            columns.compare(self.path, found, self._describe(columns.arrow_schema(rows)))
+            places.compare(self.path, found, self._describe(places.arrow_schema(rows)))
         return found is not None
 
     def known_columns(self) -> dict[str, str] | None:
@@ -128,7 +428,7 @@ class Table:
         raise NotImplementedError
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
-        return columns.described(schema)
+        return places.described(schema)
 
     def create(self, schema: "pa.Schema") -> None:
         """Create the table with these columns."""
@@ -137,7 +437,7 @@ class Table:
     def stage(self, rows: "DataFrame") -> None:
         """Write the rows of a batch where no reader sees them yet; create the table if it does not exist."""
         if not self.expect(rows):
-            self.create(columns.arrow_schema(rows))
+            self.create(places.arrow_schema(rows))
         self._write(rows, self.partition_by)
 
     def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
@@ -147,7 +447,7 @@ class Table:
                 writer(rows).partitionBy(*partition_by).parquet(attempt)
         except Exception as err:  # from the JVM: only the text names the errno
             if os.strerror(errno.ENOSPC) in str(err):
-                raise checks.explained("--to", self.path, OSError(errno.ENOSPC, "")) from err
+                raise explained("--to", self.path, OSError(errno.ENOSPC, "")) from err
             raise
 
     def _place(self, directory: str) -> str:

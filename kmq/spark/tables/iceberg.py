@@ -32,9 +32,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kmq.errors import ConfigError, RetryError, pip_install
-from kmq.spark.tables import checks, columns, disk
-from kmq.spark.tables.base import Table
-from kmq.spark.tables.bound import Offsets
+from kmq.spark.tables import base, places
+from kmq.spark.tables.base import Offsets, Table
 from kmq.spark.tables.places import S3, endpoint, region
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ _OWN = "kmq"  # the catalog beside the table, and its namespace
 class Iceberg(Table):
     """An Iceberg table; see the module."""
 
-    format = checks.ICEBERG
+    format = base.ICEBERG
 
     def __init__(self, path: str, partition_by: "Sequence[str]", state: str = "", catalog: str = "") -> None:
         super().__init__(path, partition_by, state)
@@ -152,11 +151,11 @@ class Iceberg(Table):
         names = [table.schema().find_column_name(field.source_id) for field in fields]
         if names != self.partition_by or not all(isinstance(field.transform, IdentityTransform) for field in fields):
             transforms = [f"{field.transform}({field.name})" for field in fields]
-            checks.same_partitions(self.path, transforms, self.partition_by)
+            base.same_partitions(self.path, transforms, self.partition_by)
         return self._describe(table.schema().as_arrow())
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
-        return columns.described(schema, widened=True)
+        return places.described(schema, widened=True)
 
     def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
         from pyspark.sql import functions as F
@@ -211,7 +210,7 @@ class Iceberg(Table):
             content=DataFileContent.DATA,
             file_path=f"{self.place.url}/{file['to']}",
             file_format=FileFormat.PARQUET,
-            partition=_partition(table, disk.partition_values(file["to"])),
+            partition=_partition(table, places.partition_values(file["to"])),
             file_size_in_bytes=file["size"],
             sort_order_id=None,
             spec_id=table.metadata.default_spec_id,

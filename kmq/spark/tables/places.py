@@ -11,6 +11,8 @@ Price       The bytes pass through the driver's machine, WORKERS files at a time
             stored.
 """
 
+import ctypes
+import errno
 import json
 import os
 import socket
@@ -18,13 +20,107 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote
 
 from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.files import replace_file, sync_directory
-from kmq.spark.tables import disk
+from kmq.files import replace_file, sync_directory, sync_file
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyarrow.fs import S3FileSystem
+    from pyspark.sql import DataFrame
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------
+# Files and directories of tables.
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # Spark's name of the directory for null
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def read(path: str) -> str:
+    """Return the text of a small file; "" if the file does not exist."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def directories(path: str) -> dict[str, dict[str, int]]:
+    """Return directory below `path` → file → size in bytes, of Parquet files.
+
+    Ignores names that begin with a dot or an underscore.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for directory, below, names in os.walk(path):
+        below[:] = sorted(name for name in below if name[0] not in "._")
+        files = {name: os.path.getsize(f"{directory}/{name}") for name in sorted(names) if _is_data(name)}
+        if files:
+            found[os.path.relpath(directory, path).removeprefix(".")] = files
+    return found
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(".parquet") and name[0] not in "._"
+
+
+def parquet_files(path: str) -> list[str]:
+    """Return the sorted names of the Parquet files below `path`, with their directories."""
+    return sorted(f"{directory}/{name}".lstrip("/") for directory, files in directories(path).items() for name in files)
+
+
+def describe(root: str, name: str, directory: str, stem: str) -> dict[str, Any]:
+    """Sync a file; return its manifest entry: `from`, `to` (named `stem`, in `directory`), rows, size in bytes."""
+    from pyarrow import parquet
+
+    path = f"{root}/{name}"
+    sync_file(path)
+    to = os.path.join(directory, f"{stem}.parquet")
+    return {"from": name, "to": to, "rows": parquet.read_metadata(path).num_rows, "size": os.path.getsize(path)}
+
+
+def sync_up(root: str, directory: str) -> None:
+    """Sync a directory and its parents up to `root`, because each of them may be new."""
+    while True:
+        sync_directory(f"{root}/{directory}")
+        if not directory:
+            return
+        directory = os.path.dirname(directory)
+
+
+def partition_values(place: str) -> dict[str, str | None]:
+    """Return partition column → value, from the names of directories that Spark made."""
+    pairs = (part.partition("=") for part in os.path.dirname(place).split("/") if "=" in part)
+    return {unquote(name): None if value == _NULL else unquote(value) for name, _, value in pairs}
+
+
+def exchange(one: str, other: str) -> None:
+    """Exchange two directories in one system call. Raises OSError, also if the file system cannot do it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot change places with {one}: {os.strerror(number)}", other)
+
+
+def can_exchange(directory: str) -> bool:
+    """Return True if this file system can exchange directories. Tries it with two empty ones below `directory`."""
+    pair = [f"{directory}/exchange-{side}" for side in "ab"]
+    for path in pair:
+        os.makedirs(path, exist_ok=True)
+    try:
+        exchange(*pair)
+        return True
+    except OSError as err:
+        if err.errno not in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):
+            raise
+        return False
+    finally:
+        for path in pair:
+            os.rmdir(path)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
 
 SCHEME = "s3://"
 WORKERS = 8
@@ -71,7 +167,7 @@ class Directory:
             if os.path.exists(waiting):
                 os.rename(waiting, place)
         for directory in {os.path.dirname(file["to"]) for file in files}:
-            disk.sync_up(self.path, directory)
+            sync_up(self.path, directory)
 
     def local_path(self, sealed: str, file: Mapping[str, Any]) -> str:
         return f"{self.path}/{file['to']}"
@@ -167,3 +263,70 @@ def endpoint() -> str:
 def region() -> str:
     """Return the store's region from the environment; "" if it names none."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION", "")
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+# Describes columns of rows and of tables by SQL types, and compares them.
+
+_NAMES = {
+    "bool": "boolean",
+    "int8": "tinyint",
+    "int16": "smallint",
+    "int32": "int",
+    "int64": "bigint",
+    "halffloat": "float",
+    "large_string": "string",
+    "string_view": "string",
+    "large_binary": "binary",
+    "binary_view": "binary",
+    "date32[day]": "date",
+}
+
+
+def arrow_schema(rows: "DataFrame") -> "pa.Schema":
+    """Return the Arrow schema of the rows, with every column nullable.
+
+    Spark infers for some columns that they are never null. A table's schema must not depend on that.
+    """
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    schema = StructType()
+    for field in rows.schema:
+        schema.add(field.name, field.dataType, nullable=True)
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def described(schema: "pa.Schema", widened: bool = False) -> dict[str, str]:
+    """Return column name → SQL type. `widened`: for a format without integers below 32 bits."""
+    return {field.name: _sql(field.type, widened) for field in schema}
+
+
+def compare(to: str, table: Mapping[str, str], rows: Mapping[str, str]) -> None:
+    """Raise ConfigError, naming the columns, if a table and the rows differ in columns. Their order does not matter."""
+    found = [f"the table has no column {name}" for name in rows if name not in table]
+    found += [f"the rows have no column {name}" for name in table if name not in rows]
+    both = (name for name in rows if name in table)
+    found += [
+        f"{name} is {table[name]} in the table, {rows[name]} in the rows" for name in both if table[name] != rows[name]
+    ]
+    if found:
+        raise ConfigError(f"--to {to}: holds a table of other columns: {'; '.join(found)}; name another --to")
+
+
+def _sql(kind: "pa.DataType", widened: bool) -> str:
+    """Return a type as Spark writes it, for each of Arrow's variants of the type."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return f"struct<{','.join(f'{field.name}:{_sql(field.type, widened)}' for field in kind)}>"
+    if types.is_map(kind):
+        return f"map<{_sql(kind.key_type, widened)},{_sql(kind.item_type, widened)}>"
+    if types.is_list(kind) or types.is_large_list(kind):
+        return f"array<{_sql(kind.value_type, widened)}>"
+    if types.is_timestamp(kind):
+        return "timestamp" if kind.tz else "timestamp_ntz"
+    if types.is_dictionary(kind):
+        return _sql(kind.value_type, widened)
+    name = str(kind)
+    return "int" if widened and name in ("int8", "int16") else _NAMES.get(name, name)

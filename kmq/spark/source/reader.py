@@ -1,0 +1,442 @@
+"""spark.read: which ranges a query reads, narrowed to records that its filters may match."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    DataSourceStreamReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from kmq.errors import ConfigError
+from kmq.log.reader import WAL
+from kmq.logfmt import Logger
+from kmq.spark.source import ends, plan, planner
+from kmq.spark.source.ends import EARLIEST, LATEST
+from kmq.spark.source.group import GroupOffsets
+from kmq.spark.source.options import Options
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
+from kmq.spark.source.planner import Logs
+from kmq.spark.source.reading import Reading
+
+
+class BatchReader(Reading, DataSourceReader):
+    """spark.read: plans on the driver, once per query."""
+
+    def __init__(self, schema: StructType, options: Options) -> None:
+        super().__init__(schema)
+        self._options = options
+        self._conditions: list[Filter] = []
+
+    def partitions(self) -> Sequence[InputPartition]:
+        logs = Logs(self._options)
+        bounds = logs.bounds()
+        start, end = logs.starting(bounds, EARLIEST), logs.ending(bounds)
+        self._check_within(start, end, bounds)
+        logs.check_complete(bounds)
+        kept = {key: edges for key, edges in bounds.items() if all(_may_hold(each, key) for each in self._conditions)}
+        start, end = ({key: at[key] for key in kept} for at in (start, end))
+        for each in self._conditions:
+            self._narrow(each, logs, start, end)
+        # Never an empty list: Spark would call read(None). Requested records exist, or `_check_within` has raised.
+        return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, kept, False)) or [
+            InputPartition(None)
+        ]
+
+    def _check_within(self, start: Offsets, end: Offsets, bounds: Bounds) -> None:
+        """Raise if options request records that do not exist, or an end before the start."""
+        options = self._options
+        for key, (first, stop) in bounds.items():
+            value = options.start.value(key)
+            if not options.start.is_time and value not in (None, EARLIEST, LATEST):
+                if options.fail_on_data_loss and start[key] < first:
+                    raise DataLossError(key, f"startingOffsets: {start[key]} is gone, the log begins with {first}")
+                if start[key] > stop:
+                    raise ConfigError(
+                        f"startingOffsets: {plan.name_of(key)} ends at {stop}, which is before {start[key]}"
+                    )
+            if options.fail_on_data_loss and end[key] > stop:
+                raise DataLossError(key, f"endingOffsets: {end[key]} is not there yet, the log ends at {stop}")
+            if options.fail_on_data_loss and not options.end.is_time and end[key] < first:
+                raise DataLossError(key, f"endingOffsets: all before {end[key]} is gone, the log begins with {first}")
+        ends.check_order(options.start, options.end, start, end)
+
+    def _narrow(self, condition: Filter, logs: Logs, start: Offsets, end: Offsets) -> None:
+        """Move starts and ends to where `condition` may hold; Spark still checks each row."""
+        name, low, high = _span(condition)
+        if name == "recv_ts":
+            for key in start:
+                broker, topic, partition = key
+                if low is not None:
+                    start[key] = max(start[key], logs.brokers[broker].offset_of_time(topic, partition, low))
+                if high is not None:
+                    end[key] = min(end[key], logs.brokers[broker].offset_of_time(topic, partition, high + 1))
+        for key in start:
+            if name == "offset" or (name == "seq" and key[1] == WAL):
+                start[key] = max(start[key], low) if low is not None else start[key]
+                end[key] = min(end[key], high + 1) if high is not None else end[key]
+
+
+class PushdownReader(BatchReader):
+    """A BatchReader that also gets the filters of the query."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Use the filters to read fewer partitions and segments. Return all of them: Spark still checks each row."""
+        self._conditions = list(filters)
+        return filters
+
+
+def _may_hold(condition: Filter, key: Key) -> bool:
+    """Return True if rows of this partition may pass, as far as broker, topic and partition tell."""
+    if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
+        return True
+    mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])
+    if mine is None:
+        return True
+    if isinstance(condition, EqualTo):
+        return bool(mine == condition.value)
+    return mine in condition.value
+
+
+def _span(condition: Filter) -> tuple[str, int | None, int | None]:
+    """Return (column, lowest, highest): the values that may pass; of recv_ts in microseconds."""
+    kinds = (EqualTo, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
+    if not isinstance(condition, kinds) or len(condition.attribute) != 1:
+        return "", None, None
+    value: Any = condition.value
+    if isinstance(value, datetime):
+        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+        value = (int(aware.timestamp()) * 1_000_000) + aware.microsecond
+    if type(value) is not int:
+        return "", None, None
+    low = value + isinstance(condition, GreaterThan)
+    high = value - isinstance(condition, LessThan)
+    if isinstance(condition, (LessThan, LessThanOrEqual)):
+        return condition.attribute[0], None, high
+    if isinstance(condition, (GreaterThan, GreaterThanOrEqual)):
+        return condition.attribute[0], low, None
+    return condition.attribute[0], low, high
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+# Where a stream resumes, and whether its brokers still have the records that it has read (planner.py).
+
+
+class Resumption:
+    """Compares what a stream has read with what its brokers have."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs, self._options = logs, logs.options
+
+    def begun(self, read: Position, bounds: Bounds) -> Offsets:
+        """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
+
+        A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
+        deleted before all of it was read, or was requested by name.
+        """
+        known = read.offsets
+        new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
+        # Retention keeps the last record of a partition, so this is rare unless the topic came back.
+        passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
+        if not new and not lost and not passed:
+            return known
+        ends: Offsets = {}
+        last_seqs: dict[Key, int] = {}
+        for name, broker in self._logs.brokers.items():
+            for topic, _, last_seq, offsets in broker.ledger().get("deleted", ()):
+                for number, end in enumerate(offsets):
+                    ends[name, topic, number] = end
+                    last_seqs[name, topic, number] = last_seq
+        back = {
+            key
+            for key in passed & ends.keys()
+            if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
+        }
+        for key in sorted((lost & ends.keys()) | back):
+            unread = ends[key] > known[key]
+            if (
+                self._options.fail_on_data_loss
+                and self._options.wants(*key[1:])
+                and (unread or not self._options.pattern)
+            ):
+                what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
+                raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
+        return {key: ends[key] for key in new & ends.keys()} | known
+
+    def check_same_records(self, read: Position, bounds: Bounds) -> None:
+        """Raise DataLossError if a broker now has other records than those that were read.
+
+        Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
+        `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
+        """
+        for name, broker in self._logs.brokers.items():
+            stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
+            if not stamps:
+                continue
+            latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
+            has = planner.wal_has(broker, latest)
+            if has:
+                continue
+            others = [key for key, stamp in stamps.items() if not self._is_same(key, stamp, read, bounds, has)]
+            if others and self._options.fail_on_data_loss:
+                raise DataLossError(others[0], _restored(stamps[others[0]]), _ADVICE)
+            if others:
+                self._logs.look_anew(name, bounds)
+            for key in others:
+                self._set_back(key, read, bounds)
+
+    def _is_same(self, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None) -> bool:
+        """Return True if a partition has the record of `stamp`, or had it until it was taken."""
+        broker = self._logs.brokers[key[0]]
+        if latest_is_there is not None and (found := planner.wal_has(broker, stamp)) is not None:
+            return found
+        if key not in bounds:
+            return latest_is_there is None  # deleted, which `begun` has reported
+        return planner.partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
+
+    def _set_back(self, key: Key, read: Position, bounds: Bounds) -> None:
+        micros = read.last.pop(key)[1]
+        before = read.offsets.pop(key)
+        now = None
+        if key in bounds:
+            first, end = bounds[key]
+            now = read.offsets[key] = min(max(first, self._logs.offset_of_time(key, micros + 1)), end)
+            if stamp := self._logs.stamp_before(key, first, now):
+                read.last[key] = stamp
+        Logger("spark").warn(
+            "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
+        )
+
+
+_ADVICE = (
+    "start with a new checkpoint to read what is there now,"
+    " or continue with failOnDataLoss=false: with what was received after that record"
+)
+
+
+def _restored(stamp: Stamp) -> str:
+    seq, micros = stamp
+    when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
+    return (
+        f"the last record read of it, seq {seq} received at {when}, is not there:"
+        " the data directory was restored from an older copy (or lost its end in a power cut),"
+        " and may have given its offsets to other records"
+    )
+
+
+# --- stream reader ---------------------------------------------------------------------------------------------------
+# spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
+#
+# Invariant   `partitions` needs nothing but the two offsets of a batch (plan.py): a repeated batch always has the same
+#             tasks. Without new records latestOffset returns its start unchanged, so that no batch runs.
+# Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
+#             partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
+#             batch with a limit ends at one recv_ts (plan.py).
+
+
+class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """spark.readStream: one object plans a query on the driver, as long as the query lives; tasks do the reading."""
+
+    def __init__(self, schema: StructType, options: Options) -> None:
+        super().__init__(schema)
+        self._options = options
+        self._logs = Logs(options)
+        self._resumption = Resumption(self._logs)
+        self._target: Offsets | None = None  # where Trigger.AvailableNow ends
+        self._latest: dict[str, Any] | None = None
+        self._last_batch = -math.inf  # when the last batch was planned
+        self._is_compared = False  # this process has compared the checkpoint with the brokers
+        group = options.group_id
+        self._group = GroupOffsets(group, options.servers, options.access) if group else None
+        self._initial: dict[str, Any] | None = None  # where this process let the first batch begin
+        self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and the bounds then
+
+    def initialOffset(self) -> dict[str, Any]:
+        bounds = self._logs.bounds()
+        starts = self._logs.starting(bounds, LATEST)
+        self._logs.check_complete(bounds)
+        # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
+        position = Position(starts, self._logs.identities(), begins=dict(starts))
+        self._remember(position, position.offsets, bounds)
+        self._initial = position.to_json()
+        return self._initial
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = {key: end for key, (_, end) in self._logs.bounds().items()}
+
+    # --- how far a batch goes ----------------------------------------------------------------------------------------
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        read, bounds = self._read_up_to(start)
+        before = dict(read.offsets)
+        if self._group is not None and start != self._initial:
+            # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
+            # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/listener.py covers the rest.
+            self._group.commit(before)
+        if not self._is_compared or self._there(bounds) != before:
+            self._resumption.check_same_records(read, bounds)
+            self._check_begins(read, bounds)
+            self._is_compared = True
+        self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
+        begun = self._resumption.begun(read, bounds)
+        spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before its read offset is held back
+        if not spans and read.offsets == before:
+            return start
+        if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
+            return start
+        position = self._batch(read, before, begun, spans, bounds, limit)
+        table = position.to_json()
+        self._planned = table, bounds
+        return table
+
+    def _check_begins(self, read: Position, bounds: Bounds) -> None:
+        """Raise ConfigError if the stream is to begin beyond the end of a log.
+
+        Partitions with a stamp were read before: their logs are only shorter for a while, during a recovery.
+        """
+        for key in (read.offsets.keys() & bounds.keys()) - read.last.keys():
+            begin, end = read.offsets[key], bounds[key][1]
+            if read.cuts is None or begin <= end:
+                continue
+            what = f"startingOffsets: {plan.name_of(key)} ends at {end}, which is before {begin}"
+            if self._options.fail_on_data_loss:
+                raise ConfigError(f"{what}; failOnDataLoss=false begins at the end")
+            Logger("spark").warn("start_beyond_end", what=what)
+            read.offsets[key] = end
+
+    def _there(self, bounds: Bounds) -> Offsets:
+        """Return how far this stream may read now."""
+        if self._target is None:
+            return {key: end for key, (_, end) in bounds.items()}
+        return {key: min(bounds.get(key, (0, 0))[1], end) for key, end in self._target.items()}
+
+    def _must_wait(self, spans: list[Range]) -> bool:
+        """Return True if minOffsetsPerTrigger holds the records back: at most maxTriggerDelay since the last batch."""
+        least, now = self._options.min_offsets, time.monotonic()
+        is_late = now - self._last_batch >= self._options.max_trigger_delay_s
+        if least and self._target is None and sum(map(len, spans)) < least and not is_late:
+            return True
+        self._last_batch = now
+        return False
+
+    def _read_up_to(self, start: dict[str, Any]) -> tuple[Position, Bounds]:
+        """Return the position of an offset from Spark, under the brokers' current names, and the bounds."""
+        identities = self._logs.identities()
+        return self._with_current_names(Position.of_json(start), identities), self._logs.bounds()
+
+    def _batch(
+        self, read: Position, before: Offsets, begun: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
+    ) -> Position:
+        """Return the end of the next batch: its offsets, and all that a replay needs."""
+        there = [plan.within(span, bounds) for span in spans]  # records removed by retention do not count for a limit
+        reached = {span.key: span.end for span in spans}
+        if not isinstance(limit, ReadAllAvailable):
+            options = self._options
+            reached |= plan.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
+        offsets = begun | reached
+        order = {key: offsets[key] for key in sorted(offsets)}
+        pieces = [Range(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)]
+        is_first = read.begins == before
+        begins = {key: at for key, at in begun.items() if is_first or at != before.get(key, plan.least(key[1]))}
+        position = Position(order, read.identities, dict(read.last), self._logs.cut(pieces), begins)
+        self._remember(position, reached, bounds)
+        return position
+
+    def _remember(self, position: Position, reached: Offsets, bounds: Bounds) -> None:
+        """Put the stamps of the last records before these offsets into the position."""
+        for key, offset in position.offsets.items():
+            first, end = bounds.get(key, (offset, offset))
+            is_known = key in position.last and key not in reached
+            if first < offset <= end and not is_known and (stamp := self._logs.stamp_before(key, first, offset)):
+                position.last[key] = stamp
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """Tell Spark that there is a limit. Spark can express only one option; `latestOffset` obeys all of them."""
+        options = self._options
+        if options.max_offsets:
+            return ReadMaxRows(options.max_offsets)
+        if options.max_bytes:
+            return ReadMaxBytes(options.max_bytes)
+        return ReadMinRows(options.min_offsets) if options.min_offsets else ReadAllAvailable()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        return self._latest
+
+    # --- what a batch reads ------------------------------------------------------------------------------------------
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        bounds = None
+        if self._planned is not None and self._planned[0] == end:
+            bounds = self._planned[1]
+        read, ends, bounds = self._ends_of(start, end, bounds)
+        spans = plan.wanted(read.offsets | ends.begins, ends.offsets)
+        if self._options.fail_on_data_loss:
+            self._check_forward(read, ends)
+            plan.check_there(spans, bounds)
+        if ends.cuts is None:
+            return self._logs.as_tasks(self._as_format_1(spans, bounds))
+        pieces = [piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ()))]
+        return self._logs.as_tasks(plan.within(piece, bounds) for piece in pieces)
+
+    def _ends_of(
+        self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None
+    ) -> tuple[Position, Position, Bounds]:
+        """Return both offsets of a batch and the bounds; without `bounds` an earlier process has planned the batch."""
+        identities = self._logs.identities()
+        read, ends = (self._with_current_names(Position.of_json(table), identities) for table in (start, end))
+        if bounds is None:
+            bounds = self._logs.bounds()
+            if self._options.fail_on_data_loss:
+                self._resumption.check_same_records(ends, bounds)
+        if ends.cuts is None:
+            read.offsets = self._resumption.begun(read, bounds)
+        return read, ends, bounds
+
+    def _check_forward(self, read: Position, ends: Position) -> None:
+        for key, stop in ends.offsets.items():
+            begin = ends.begins.get(key, read.offsets.get(key, 0))
+            if begin > stop:
+                raise plan.DataLossError(key, f"offsets went back from {begin} to {stop}")
+
+    def _as_format_1(self, spans: list[Range], bounds: Bounds) -> list[Range]:
+        there = [piece for span in spans if len(piece := plan.within(span, bounds))]
+        return plan.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
+
+    def _with_current_names(self, position: Position, now: dict[str, str]) -> Position:
+        """Return the position under the names of this query's brokers; the data id tells which broker is which.
+
+        Offsets of one data directory mean nothing in another one.
+        """
+        names = {identity: name for name, identity in now.items()}
+        for broker, identity in position.identities.items():
+            if identity in names:
+                continue
+            if broker not in now:
+                raise ConfigError(f"{broker} is in the checkpoint, but not among the brokers of this query")
+            raise ConfigError(
+                f"{broker} has another data directory (id {now[broker]}) than this checkpoint ({identity});"
+                " start with a new checkpoint"
+            )
+        renamed = position.renamed({broker: names[identity] for broker, identity in position.identities.items()})
+        renamed.identities = now
+        return renamed
