@@ -26,7 +26,7 @@ from functools import partial
 
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import RoomWaits, Stage, main
-from kmq.framing import blocks as batches
+from kmq.framing import blocks
 from kmq.framing.blocks import Batch, frame
 from kmq.framing.dedupe import Checkpointer
 from kmq.framing.parser import Parser, Source
@@ -105,7 +105,7 @@ class Framer:
             batch = self.parser.batch(text, ring.last.next_seq, self.now)
         elif not staging.make_room() and staging.is_full:
             position, max_line = self.source.done.position, self.stage.settings.max_line
-            batch = batches.endless(ring.last.next_seq, position, staging.unfinished(), max_line)
+            batch = blocks.endless(ring.last.next_seq, position, staging.unfinished(), max_line)
         else:
             return numbered
         self._append(batch)
@@ -117,7 +117,7 @@ class Framer:
         for change in changes:
             seq, position = self.ring.last.next_seq, self.source.done.position
             line = topic_changes.encode(change, record.format_ts(time.time_ns() // 1000))
-            self._append(batches.single(seq, position, line))
+            self._append(blocks.single(seq, position, line))
             self.declarations.numbered(change, seq)
         return bool(changes)
 

@@ -22,8 +22,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetStore
-from kmq.gateway.http import logs, request
-from kmq.gateway.http import server as pages
+from kmq.gateway.http import logs, request, server
 from kmq.gateway.http.server import KEY as API
 from kmq.gateway.http.server import Api
 from kmq.links.ownership import FileLock
@@ -108,7 +107,7 @@ class _Thread:
         logs.Logs = make  # type: ignore[assignment,misc]
         try:
             core = Core(up.settings, up.page, Logger("gateway"))
-            app = pages.application(core, groups_of(core), metrics.Requests())
+            app = server.application(core, groups_of(core), metrics.Requests())
         finally:
             logs.Logs = original  # type: ignore[misc]
         self.logs, self.api, self.fetching = made[0], app[API], core.fetching

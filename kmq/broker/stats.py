@@ -28,7 +28,6 @@ from kmq.files import file_id
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
 
-
 # --- histogram -------------------------------------------------------------------------------------------------------
 # Times in buckets of doubling width, in words of shared memory: one writer, any number of readers.
 #

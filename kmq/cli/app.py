@@ -28,7 +28,7 @@ from kmq.cli import (
     topics,
 )
 from kmq.cli.output import examples
-from kmq.cli.top import command as top
+from kmq.cli.top import command
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
 from kmq.files import keep_others_out
@@ -37,7 +37,7 @@ from kmq.files import keep_others_out
 FAMILIES = (
     lifecycle,
     status,
-    top,
+    command,
     doctor,
     bundle,
     config,

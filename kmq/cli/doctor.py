@@ -8,13 +8,11 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kmq import __version__, gateway
-from kmq.broker import status as statuses
-from kmq.broker import supervisor
+from kmq.broker import status, supervisor
 from kmq.broker.health import LIFELESS, Finding, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.cli import machine
 from kmq.cli import machine as checks
-from kmq.cli import machine as disk_checks
 from kmq.cli.machine import ERROR, NOTE, OK, WARNING, Check
 from kmq.cli.output import examples
 from kmq.cli.progress import counting
@@ -63,9 +61,9 @@ def diagnose(settings: Settings) -> Diagnosis:
         ("doorbells", lambda: [machine.doorbells(settings, is_up)]),
         ("memory", lambda: [machine.memory(settings)]),
         ("the clock", lambda: [machine.clock(_newest_s(settings))]),
-        ("permissions", lambda: disk_checks.permissions(settings)),
-        ("the disk", lambda: [disk_checks.kind(settings), disk_checks.space(settings)]),
-        ("the speed of the disk", lambda: [disk_checks.speed(settings)]),
+        ("permissions", lambda: machine.permissions(settings)),
+        ("the disk", lambda: [machine.kind(settings), machine.space(settings)]),
+        ("the speed of the disk", lambda: [machine.speed(settings)]),
         ("ports", lambda: machine.ports(settings, page, gateway.is_installed())),
         ("Java", lambda: [_java()]),
     ]
@@ -90,7 +88,7 @@ def _look(settings: Settings) -> tuple[StatsPage | None, list[Check], Verdict]:
     """Return the stats page of this broker, what keeps it from being read, and the verdict on the broker."""
     try:
         page = peek(settings.instance)
-        verdict = statuses.collect(settings).verdict
+        verdict = status.collect(settings).verdict
         return (page if page is not None and page.serves(settings.data) else None), [], verdict
     except (OSError, KmqError) as error:
         check = Check("broker", ERROR, f"its stats page cannot be read: {error}", "run as the broker's user")

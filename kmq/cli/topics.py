@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kmq.broker import status as statuses
+from kmq.broker import status
 from kmq.broker.data_directory import known_id
 from kmq.cli.output import examples, existing_data
 from kmq.config import terminal
@@ -54,7 +54,7 @@ def _is_carried_out(settings: Settings, request: Request) -> bool:
     """Return True once the router has carried out the request; False if the broker is not ready, or too slow."""
     deadline = time.monotonic() + _ADOPT_S
     while request.is_waiting:
-        if not statuses.collect(settings).ready or time.monotonic() > deadline:
+        if not status.collect(settings).ready or time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
     return True
@@ -93,7 +93,7 @@ def create(
     limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
-    while statuses.collect(settings).ready and time.monotonic() < deadline:
+    while status.collect(settings).ready and time.monotonic() < deadline:
         found = topics.read(settings.data, name)
         from_seq = found.from_seq
         if from_seq is not None:

@@ -29,14 +29,13 @@ from kmq.log.deletions import Deleted
 from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, Limits
 from kmq.message import record, routing
-from kmq.message import routing as partitioners
 from kmq.message.routing import Growth, Table, Topic
 
 MAX_PARTITIONS = 1024
 _IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
-CRC32 = partitioners.CRC32.name
-DEFAULT_PARTITIONER = partitioners.DEFAULT.name  # of topics declared from now on
-PARTITIONERS = tuple(partitioners.PARTITIONERS)
+CRC32 = routing.CRC32.name
+DEFAULT_PARTITIONER = routing.DEFAULT.name  # of topics declared from now on
+PARTITIONERS = tuple(routing.PARTITIONERS)
 
 
 def toml_path(data: str, name: str) -> str:
@@ -69,7 +68,7 @@ class Declaration:
         """Return the topic of this name that is declared so. `default_from`: its from_seq if it is pending."""
         from_seq = default_from if self.from_seq is None else self.from_seq
         assert from_seq is not None
-        partitioner = partitioners.PARTITIONERS[self.partitioner]
+        partitioner = routing.PARTITIONERS[self.partitioner]
         return Topic(name, self.partitions, from_seq, (), self.grown, partitioner)
 
     def text(self) -> bytes:

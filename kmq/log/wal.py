@@ -44,7 +44,6 @@ from kmq.files import (
     with_room,
 )
 from kmq.log import dropped, lost_index, reader, remnant, segment, spare
-from kmq.log import segment as lines
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
@@ -407,4 +406,4 @@ def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]
 
 
 first_seq, read = reader.first_seq, reader.read  # most callers of this module need them
-last_line, within = lines.last_line, lines.within
+last_line, within = segment.last_line, segment.within

@@ -20,7 +20,7 @@ from chaos.directories import AFTER, everything, findings, goes_on
 from chaos.load import FifoLoad
 from chaos.pod import Pod
 from kmq.log import show, topics
-from kmq.repair import heal as repair
+from kmq.repair import heal
 
 MESSAGES = 12_000
 PAGE = 4096
@@ -127,7 +127,7 @@ def damage_and_heal(original: Original, data: Path, seed: int, pod: Pod | None =
     sent = original.sent
     if pod is not None and rng.randrange(2) and goes_on(pod, sent):
         sent = [*sent, AFTER]
-    done = repair.Repair(str(data)).run()
+    done = heal.Repair(str(data)).run()
     if [each.path for each in findings(data)] == [
         "format"
     ]:  # a number: only its owner knows that no other version wrote it

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kmq.cli import machine
-from kmq.cli import machine as disk_checks
 from kmq.cli.machine import ERROR, NOTE, OK, WARNING
 from kmq.config.settings import load
 from kmq.links import doorbell
@@ -110,13 +109,13 @@ def doctor_sees(other, instance):
 def test_a_disk_that_does_not_keep_what_is_synced_is_named(tmp_path, kind, level, word):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/a / xfs rw 0 0\nx {tmp_path} {kind} rw 0 0\ny {tmp_path}/data2 xfs rw 0 0\n")
-    check = disk_checks.kind(load({"KMQ_DATA": str(tmp_path / "data")}, toml=""), str(mounts))
+    check = machine.kind(load({"KMQ_DATA": str(tmp_path / "data")}, toml=""), str(mounts))
     assert check.level == level and word in check.text
 
 
 def test_the_measurement_is_bounded_and_leaves_no_file(tmp_path):
-    times = disk_checks.measure(str(tmp_path))
-    assert 1 <= len(times) <= disk_checks.MOST_SYNCS and times == sorted(times) and list(tmp_path.iterdir()) == []
+    times = machine.measure(str(tmp_path))
+    assert 1 <= len(times) <= machine.MOST_SYNCS and times == sorted(times) and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_directories_and_secrets_that_others_may_use_are_named(tmp_path):
     key.write_text("key")
     key.chmod(0o644)
     settings = load({"KMQ_DATA": str(data), "KMQ_PIPES": str(tmp_path / "p"), "KMQ_TLS_KEY": str(key)}, toml="")
-    found = {check.name: check for check in disk_checks.permissions(settings)}
+    found = {check.name: check for check in machine.permissions(settings)}
     assert found["KMQ_DATA"].level == WARNING and "chmod o-w" in found["KMQ_DATA"].advice
     assert found["KMQ_TLS_KEY"].level == WARNING and found["KMQ_PIPES"].level == OK
     assert not Path(tmp_path / "p").exists()

@@ -7,8 +7,7 @@ import contextlib
 import socket
 import threading
 
-from kmq.wire import replies
-from kmq.wire import requests as lines
+from kmq.wire import replies, requests
 from kmq.wire.requests import TopicPartition
 
 EU, US = TopicPartition("orders", 0), TopicPartition("orders", 1)
@@ -28,14 +27,14 @@ class Peer:
         self.shares: dict[str, list[TopicPartition]] = {}  # member → partitions; others get all
         self.generation = 1
         self.members: list[str] = []  # as they came
-        self.asked: list[lines.Request] = []
+        self.asked: list[requests.Request] = []
         self.refuses: dict[str, str] = {}  # request → code and text of the next answer
 
     def text(self, place: TopicPartition, offset: int) -> bytes:
         payload = self.records[place][offset]
         return b"\n" if payload is None else stored(1 + offset * 10 + place.partition, payload)
 
-    def resolve(self, place: TopicPartition, at: lines.Position) -> int:
+    def resolve(self, place: TopicPartition, at: requests.Position) -> int:
         start, end = self.starts[place], len(self.records[place])
         return {"earliest": start, "latest": end}.get(at.kind, min(max(at.value, start), end))
 
@@ -70,52 +69,52 @@ class Session:
         return replies.Assigned(self.peer.generation, tuple(self.next.items())).encode()
 
     def _open(self, line: bytes) -> bytes:
-        self._is_open, opening = True, lines.opening(line)
+        self._is_open, opening = True, requests.opening(line)
         peer = self.peer
-        if isinstance(opening, lines.Consume):
+        if isinstance(opening, requests.Consume):
             self.is_over = True
             return b"".join(
                 replies.Started(place, peer.resolve(place, opening.first)).encode() for place in peer.records
             )
-        if isinstance(opening, lines.Group):
+        if isinstance(opening, requests.Group):
             self.member = opening.member
             peer.members.append(opening.member)
             places = peer.shares.get(opening.member, list(peer.records))
             self._later = {place: peer.committed.get(place, peer.starts[place]) for place in places}
         else:
-            self._later = {place: peer.resolve(place, at or lines.EARLIEST) for place, at in opening.partitions}
+            self._later = {place: peer.resolve(place, at or requests.EARLIEST) for place, at in opening.partitions}
         return self._assign()
 
     def _answer(self, line: bytes) -> bytes:
         if not self._is_open:
             return self._open(line)
-        request, peer = lines.request(line), self.peer
+        request, peer = requests.request(line), self.peer
         peer.asked.append(request)
         name = line.split()[0].decode()[1:]
         if name in peer.refuses:
             return f"!err {name} {peer.refuses.pop(name)}\n".encode()
-        if isinstance(request, lines.Fetch):
+        if isinstance(request, requests.Fetch):
             return self._fetch(request)
-        if isinstance(request, lines.Seek):
+        if isinstance(request, requests.Seek):
             self.next[request.place] = peer.resolve(request.place, request.position)
             return replies.Sought(request.place, self.next[request.place]).encode()
-        if isinstance(request, lines.Offsets):
+        if isinstance(request, requests.Offsets):
             rows = [
                 replies.PartitionOffsets(p, peer.starts[p], len(peer.records[p]), self.next[p], peer.committed.get(p))
                 for p in request.partitions or self.next
             ]
             return replies.OffsetsReply(tuple(rows)).encode()
-        if isinstance(request, lines.Commit):
+        if isinstance(request, requests.Commit):
             if any(place not in self.next for place, _ in request.offsets):
                 return replies.Failed("commit", "fenced", "not yours").encode()
             peer.committed.update(request.offsets)
             return replies.Committed(request.offsets).encode()
-        if request == lines.REVOKED:
+        if request == requests.REVOKED:
             return self._assign()
-        self.is_over = request == lines.LEAVE
+        self.is_over = request == requests.LEAVE
         return b""
 
-    def _fetch(self, fetch: lines.Fetch) -> bytes:
+    def _fetch(self, fetch: requests.Fetch) -> bytes:
         """A batch of the partition whose turn it is, at least one record, no more bytes than asked for."""
         places = list(fetch.partitions or self.next)
         self._turn += 1

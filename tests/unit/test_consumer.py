@@ -13,7 +13,7 @@ from consumer_peer import EU, US, Peer, Server
 import kmq
 from kmq.client import consumer_protocol
 from kmq.errors import ConfigError
-from kmq.wire import requests as lines
+from kmq.wire import requests
 
 PATIENCE_S = 20.0
 
@@ -162,7 +162,7 @@ def test_a_clean_end_commits_all_that_was_given_out_and_leaves(server):
     with kmq.Consumer("orders", group_id="billing", port=server.port, auto_commit=True) as consumer:
         read(consumer, 8)
     assert server.peer.committed == {EU: 5, US: 3}
-    assert server.peer.asked[-1] == lines.LEAVE
+    assert server.peer.asked[-1] == requests.LEAVE
 
 
 def test_seeking_and_asking_where_the_consumer_is(consumer):
@@ -218,7 +218,7 @@ def test_callbacks_tell_of_partitions_and_may_commit(server):
         server.say(server.sessions[-1][0].rebalance([EU]))
         wait_for(lambda: consumer.poll(timeout=0.05) == [] and len(told) == 2)
         assert server.peer.committed == {EU: 5, US: 3}
-        wait_for(lambda: lines.REVOKED in server.peer.asked)
+        wait_for(lambda: requests.REVOKED in server.peer.asked)
         assert consumer.assignment() == [EU]
     assert told == [("assign", [EU, US]), ("revoke", [US]), ("revoke", [EU])]
 
@@ -254,10 +254,10 @@ def test_after_an_outage_the_same_member_goes_on_where_it_was(server):
 def test_a_member_stays_one_while_the_application_works(server):
     with kmq.Consumer("orders", group_id="billing", port=server.port, session_s=0.3) as consumer:
         read(consumer, 8)
-        wait_for(lambda: server.peer.asked.count(lines.BEAT) > 2)
+        wait_for(lambda: server.peer.asked.count(requests.BEAT) > 2)
         server.cut()
         wait_for(lambda: len(server.peer.members) > 1)
-        assert consumer.poll(timeout=0) == [] and server.peer.asked.count(lines.LEAVE) == 0
+        assert consumer.poll(timeout=0) == [] and server.peer.asked.count(requests.LEAVE) == 0
 
 
 def test_who_never_comes_back_leaves_until_it_does(server):
@@ -266,7 +266,7 @@ def test_who_never_comes_back_leaves_until_it_does(server):
         "orders", group_id="billing", port=server.port, session_s=0.3, max_poll_interval_s=0.2
     ) as consumer:
         assert len(read(consumer, 1)) == 1
-        wait_for(lambda: lines.LEAVE in server.peer.asked)
+        wait_for(lambda: requests.LEAVE in server.peer.asked)
         assert consumer.assignment() == []
         for _ in range(3):
             consumer._driver._watch()  # as its thread does every now and then

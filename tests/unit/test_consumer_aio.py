@@ -7,7 +7,7 @@ import pytest
 from consumer_peer import EU, US, Peer, Server
 
 import kmq
-from kmq.wire import requests as lines
+from kmq.wire import requests
 
 PATIENCE_S = 20.0
 ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]
@@ -58,7 +58,7 @@ def test_poll_and_iteration_give_everything_once(server):
             begin = time.monotonic()
             assert await consumer.poll(timeout=0.05) == [] and time.monotonic() - begin >= 0.05
             await consumer.commit()
-        assert server.peer.committed == {EU: 5, US: 3} and server.peer.asked[-1] == lines.LEAVE
+        assert server.peer.committed == {EU: 5, US: 3} and server.peer.asked[-1] == requests.LEAVE
 
     run(scenario)
 
@@ -115,7 +115,7 @@ def test_callbacks_may_be_coroutines_that_commit(server):
             await read(consumer, 8)
             server.say(server.sessions[-1][0].rebalance([EU]))
             await until(lambda: len(told) == 2, consumer)
-            await until(lambda: lines.REVOKED in server.peer.asked, consumer)
+            await until(lambda: requests.REVOKED in server.peer.asked, consumer)
             assert server.peer.committed == {EU: 5, US: 3} and consumer.assignment() == [EU]
         assert told == [[EU, US], [US], [EU]]
 
@@ -139,9 +139,9 @@ def test_a_member_beats_while_the_application_works_and_leaves_when_it_never_com
     async def scenario():
         async with opened(server, session_s=0.3, max_poll_interval_s=1.0) as consumer:
             await read(consumer, 8)
-            await until(lambda: server.peer.asked.count(lines.BEAT) > 1)
-            assert lines.LEAVE not in server.peer.asked
-            await until(lambda: lines.LEAVE in server.peer.asked)
+            await until(lambda: server.peer.asked.count(requests.BEAT) > 1)
+            assert requests.LEAVE not in server.peer.asked
+            await until(lambda: requests.LEAVE in server.peer.asked)
             assert consumer.assignment() == []
             assert places(await read(consumer, 8)) == ALL
 

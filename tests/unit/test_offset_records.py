@@ -7,7 +7,6 @@ from fake_logger import FakeLogger
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups import offset_table
-from kmq.gateway.groups import offset_table as offset_records
 from kmq.gateway.groups.offset_table import (
     Committed,
     Nack,
@@ -31,7 +30,7 @@ PLACES = [
 ]
 ROWS = [
     Committed(0, 1700000000.125),
-    Committed(offset_records.MAX_OFFSET, 0.0, ODD, -1, ODD),
+    Committed(offset_table.MAX_OFFSET, 0.0, ODD, -1, ODD),
     Committed(5, 1.5, "m", 2**31 - 1, ""),
     Nack(1, 1700000000.0, ODD),
     Nack(9, 0.5),
@@ -73,7 +72,7 @@ def test_records_are_found_among_stored_lines_with_and_without_a_mark():
         stored(keys[1], b"", 10, mark=b"."),
         stored(keys[2], b"", 11, mark=b".@0."),
     ]
-    found = list(offset_records.scan(b"".join(lines)))
+    found = list(offset_table.scan(b"".join(lines)))
     expected = [(seq, key, encode_payload(row)) for seq, (key, row) in enumerate(zip(keys, rows, strict=True), 1)]
     assert found == [*expected, (9, keys[0], b""), (10, keys[1], b""), (11, keys[2], b"")]
 
@@ -96,7 +95,7 @@ def test_records_are_found_among_stored_lines_with_and_without_a_mark():
 )
 def test_what_is_no_such_record_is_left_out(line):
     good = stored(b"g.t.0", encode_payload(ROWS[0]))
-    assert [seq for seq, *_ in offset_records.scan(good + line + good)] == [7, 7]
+    assert [seq for seq, *_ in offset_table.scan(good + line + good)] == [7, 7]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_any_damage_to_a_line_is_survived():
         cut = bytearray(line * 2)
         for _ in range(rng.randrange(1, 4)):
             cut[rng.randrange(len(cut))] = rng.randrange(256)
-        for _, key, payload in offset_records.scan(bytes(cut)):
+        for _, key, payload in offset_table.scan(bytes(cut)):
             try:
                 assert decode_key(key) and (not payload or decode_payload(payload))
             except ValueError:
@@ -131,7 +130,7 @@ def test_any_damage_to_a_line_is_survived():
 
 def test_a_record_lies_in_its_topic_and_any_name_is_a_legal_line():
     for place in PLACES:
-        key = offset_records.routing_key(place)
+        key = offset_table.routing_key(place)
         assert resolve(Table(), key, 1)[:2] == (b"__consumer_offsets", encode_key(place))
         assert record.refusal(key + b"|1|1|x", reserved=True) == ""
 

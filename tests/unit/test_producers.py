@@ -13,7 +13,6 @@ from received_ends import messages
 import kmq.message.ids
 from kmq.errors import RetryError
 from kmq.framing import dedupe
-from kmq.framing import dedupe as saver
 from kmq.framing.dedupe import Checkpointer, DedupeTable
 from kmq.log import dedupe_file
 from kmq.message.ids import NEW, PRINTS, TOO_OLD, Producer
@@ -496,7 +495,7 @@ def test_a_snapshot_of_a_window_does_not_move_with_it(seed):
 
 def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
     """Between two batches of lines, or all producers would wait for the copy of 50,000 names."""
-    monkeypatch.setattr(saver, "_COPY_S", 0)  # one
+    monkeypatch.setattr(dedupe, "_COPY_S", 0)  # one
     known, copied = table(), []
     for n in range(100):
         known.remember(known.producer(b"%d" % n, NOW), 1, n + 1, 1, NOW)
@@ -516,13 +515,13 @@ def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
 
 def test_a_large_table_is_saved_less_often_than_a_small_one(data):
     """Or a million ids of a window are written again for each 32 MiB of lines: more than the lines."""
-    write(data, b"x" * 3 * saver.CHECKPOINT_BYTES)
+    write(data, b"x" * 3 * dedupe.CHECKPOINT_BYTES)
     known = filled()
     large, small = Checkpointer(data, known), Checkpointer(f"{data}/none", known)
     for checkpointer in (large, small):
-        checkpointer.framed(saver.CHECKPOINT_BYTES, 241, 0, NOW)
+        checkpointer.framed(dedupe.CHECKPOINT_BYTES, 241, 0, NOW)
     assert small.pending and not large.pending
-    large.framed(5 * saver.CHECKPOINT_BYTES, 241, 0, NOW)
+    large.framed(5 * dedupe.CHECKPOINT_BYTES, 241, 0, NOW)
     assert large.pending
 
 
@@ -573,9 +572,9 @@ def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
     assert seq_on_disk(data) == 240 and table().load(data, 240) == 240
 
 
-@pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, saver._EMPTY_TIMES)])
+@pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, dedupe._EMPTY_TIMES)])
 def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
-    checkpointer, most = Checkpointer(data, make()), times * saver.CHECKPOINT_BYTES
+    checkpointer, most = Checkpointer(data, make()), times * dedupe.CHECKPOINT_BYTES
     checkpointer.framed(most - 1, 250, 0, NOW)
     assert not checkpointer.pending
     checkpointer.framed(1, 251, 0, NOW)
@@ -617,7 +616,7 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "replace_file", full)
+        patch.setattr(dedupe, "replace_file", full)
         checkpointer.take(250, NOW)
         wait_until(lambda: checkpointer.finish(250))
     assert seq_on_disk(data) == 240
@@ -639,13 +638,13 @@ def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch,
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(saver, "replace_file", full)
+            patch.setattr(dedupe, "replace_file", full)
             checkpointer.take(250, NOW)
             wait_until(lambda: checkpointer.finish(250))
     checkpointer.framed(0, 251, 250, NOW)
     assert not checkpointer.pending and not seq_on_disk(data), "not at once"
     now = time.monotonic() + 10.1
-    monkeypatch.setattr(saver.time, "monotonic", lambda: now)
+    monkeypatch.setattr(dedupe.time, "monotonic", lambda: now)
     checkpointer.framed(0, 251, 250, NOW)
     monkeypatch.undo()
     wait_until(lambda: checkpointer.finish(250))
@@ -656,7 +655,7 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
     def broken(path, *content):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(saver, "replace_file", broken)
+    monkeypatch.setattr(dedupe, "replace_file", broken)
     checkpointer = Checkpointer(data, filled())
     checkpointer.take(240, NOW)
     with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
-from kmq.spark.sql import results
-from kmq.spark.sql import shell as sql
+from kmq.spark.sql import results, shell
 from kmq.spark.streaming import checkpoint, streams
 
 
@@ -250,12 +249,12 @@ def test_an_error_that_is_not_of_spark_is_left_as_it_is():
     ],
 )
 def test_a_query_gets_the_columns_it_names_and_all_where_it_may_need_others(text, columns):
-    assert sql.needed(text) == columns
+    assert shell.needed(text) == columns
 
 
 def test_a_statement_ends_with_a_semicolon_that_is_not_quoted():
     text = "select ';' from a; -- not; here\nselect `x;y`, \"a;b\", 'it\\'s;' from b ;\n\n;"
-    first, second = sql.statements(text)
+    first, second = shell.statements(text)
     assert first == "select ';' from a"
     assert second.endswith("from b") and "not; here" in second
 

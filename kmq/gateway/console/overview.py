@@ -21,7 +21,6 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from kmq.broker import status
-from kmq.broker import status as links
 from kmq.broker.stats import PROCESSES, TIMED, Snapshot, StatsPage, difference, quantile
 from kmq.config.settings import STAGES
 from kmq.gateway.console.topic_rates import TopicRates
@@ -454,7 +453,7 @@ class Overview:
         self.history.put(self._values(), self.groups.messages())
 
     def _values(self) -> dict[str, float]:
-        found = {f"fill.{link.name}": link.fill for link in links.look(self._settings)}
+        found = {f"fill.{link.name}": link.fill for link in status.look(self._settings)}
         for stage, rate in self._rates(int(STEP_S)).items():
             found[f"rate.{stage}"], found[f"bytes.{stage}"] = rate["messages"], rate["bytes"]
         if (lag := self.groups.total) is not None:

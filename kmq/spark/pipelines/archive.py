@@ -31,7 +31,7 @@ from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
 
 from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
-from kmq.log import topics as declarations
+from kmq.log import topics
 from kmq.message.letters import DLQ
 from kmq.spark import failures
 from kmq.spark.connections import nearest
@@ -173,9 +173,9 @@ class DeadLetters:
         at = open_broker(broker, bool(self._options.paths), self._options.access)
         if isinstance(at, Directory):
             if name not in at.topics():
-                declarations.declare(at.path, name, 1)
+                topics.declare(at.path, name, 1)
             deadline = time.monotonic() + _ADOPT_S
-            while declarations.load(at.path, name)[1] is None:
+            while topics.load(at.path, name)[1] is None:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"topic {name!r}: the router of {broker} has not adopted it; is the broker up?")
                 time.sleep(0.05)

@@ -44,7 +44,7 @@ from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
 from kmq.errors import ConfigError
-from kmq.log import topics as declarations
+from kmq.log import topics
 from kmq.message.text import percent_encode
 from kmq.spark.pipelines.table import BATCH_BYTES, Keywords
 from kmq.spark.sink.routing import unambiguous
@@ -265,9 +265,9 @@ def _declare(target: Broker, topic: str, layout: Layout) -> None:
             f"topic {topic} is not known at {target.name};"
             f" there: kmq topics create {topic} -p {layout.partitions} --partitioner {layout.partitioner}"
         )
-    declarations.declare(target.path, topic, layout.partitions, partitioner=layout.partitioner)
+    topics.declare(target.path, topic, layout.partitions, partitioner=layout.partitioner)
     deadline = time.monotonic() + _ADOPT_S
-    while declarations.load(target.path, topic)[1] is None:
+    while topics.load(target.path, topic)[1] is None:
         if time.monotonic() > deadline:
             raise ConfigError(f"topic {topic}: the router of {target.name} has not adopted it; is the broker up?")
         time.sleep(0.05)

@@ -31,8 +31,7 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from kmq.client.producer import Producer
-from kmq.deadletters import letters
-from kmq.deadletters import redrive as rules
+from kmq.deadletters import letters, redrive
 from kmq.deadletters.letters import Pace
 from kmq.errors import ConfigError
 from kmq.log import topic_changes
@@ -190,7 +189,7 @@ def _send(
 
     @lru_cache(maxsize=1)
     def name(broker: str, log: str, number: int) -> str:
-        return rules.producer_name(log, number, identities[broker], *(which or ()))
+        return redrive.producer_name(log, number, identities[broker], *(which or ()))
 
     def rows() -> Iterator[tuple[str, str, int, int, bytes, bytes]]:
         for batch in batches:
@@ -201,16 +200,16 @@ def _send(
 
     if which is None:
         back = (
-            (letters.Place(identities[broker], log, number), rules.as_sent(line, new, record.seq_of(line)))
+            (letters.Place(identities[broker], log, number), redrive.as_sent(line, new, record.seq_of(line)))
             for broker, log, number, _, new, line in rows()
         )
         before = letters.send(back, connect, Pace(rate))
     else:
         lines = (
-            (name(broker, log, number), rules.as_sent(line, new, offset + 1))
+            (name(broker, log, number), redrive.as_sent(line, new, offset + 1))
             for broker, log, number, offset, new, line in rows()
         )
-        before = rules.send(lines, connect, Pace(rate))
+        before = redrive.send(lines, connect, Pace(rate))
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
@@ -231,7 +230,7 @@ class Redrive(NamedTuple):
     @property
     def is_back(self) -> bool:
         """Return True if dead letters go back to where they came from."""
-        return self.to == rules.to_sql(rules.ORIGIN) and not self.name
+        return self.to == redrive.to_sql(redrive.ORIGIN) and not self.name
 
 
 class Sending(NamedTuple):
