@@ -31,7 +31,7 @@ from kmq.errors import CorruptError, RetryError
 from kmq.links.fifo import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, numbered, spare
+from kmq.log import checkpoint, dropped, identity, numbered, remnant
 from kmq.log.segment import Limits
 from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, torn_bytes
 
@@ -57,7 +57,7 @@ class Durability:
         stage.row.last_record = wal.last_ts * 1000
         self.oom_kills = OomKills(stage.row)
         self.roll_if_over()
-        spare.claim(stage.settings.data)
+        remnant.claim(stage.settings.data)
 
     def turn(self) -> bool:
         """Commit all blocks that wait as one group; return False if there were none."""
@@ -84,7 +84,7 @@ class Durability:
             self._retain()
             self.oom_kills.look()
             self.stage.end_disk_full()
-            spare.claim(self.stage.settings.data)
+            remnant.claim(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
 

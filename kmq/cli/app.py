@@ -23,7 +23,6 @@ from kmq.cli import (
     logs,
     produce,
     spark,
-    status,
     tokens,
     topics,
 )
@@ -36,7 +35,7 @@ from kmq.files import keep_others_out
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (
     lifecycle,
-    status,
+    lifecycle,
     command,
     doctor,
     bundle,

@@ -30,7 +30,7 @@ from kmq.config.values import MIB
 from kmq.errors import RetryError
 from kmq.files import FULL, replace_file
 from kmq.framing.blocks import Batch
-from kmq.log import dedupe_file, spare
+from kmq.log import dedupe_file, remnant
 from kmq.log.dedupe_file import ROWS_PER_BEAT, Snapshot
 from kmq.message import record
 from kmq.message.ids import MADE_UP, MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD, Producer, Window
@@ -469,7 +469,7 @@ class Checkpointer:
             if err.errno in FULL:
                 self._remove_half()
                 self._found_full = True
-                spare.release(os.path.dirname(self._path))  # for the next time
+                remnant.release(os.path.dirname(self._path))  # for the next time
             else:
                 self._error = err
 

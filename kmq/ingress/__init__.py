@@ -12,6 +12,6 @@ limits.py    which connections are late
 connection.py     how a connection ends
 connection.py        open connections by their names
 connection.py   one connection: its phase, its unfinished line; connection.py: what it is owed
-intake.py       from bytes to whole lines
+producers.py       from bytes to whole lines
 limits.py      what all connections together may keep in memory
 """

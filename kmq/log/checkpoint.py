@@ -30,7 +30,7 @@ from itertools import groupby
 
 from kmq.errors import RetryError
 from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
-from kmq.log import dedupe_file, growth, remnant, segment, spare
+from kmq.log import dedupe_file, growth, remnant, segment
 from kmq.log.deletions import Deleted
 from kmq.log.growth import Since
 from kmq.log.partition import EMPTY, State
@@ -142,7 +142,7 @@ class Checkpointer:
         _ = self.busy
 
     def _wait(self, path: str) -> None:
-        if not spare.release(self._data):
+        if not remnant.release(self._data):
             self._wait_for_room(path)
 
     def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:

@@ -43,7 +43,7 @@ from kmq.files import (
     sync_directory,
     with_room,
 )
-from kmq.log import dropped, lost_index, reader, remnant, segment, spare
+from kmq.log import dropped, lost_index, reader, remnant, segment
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
@@ -127,7 +127,7 @@ class Wal:
         self.directory = f"{data}/append"
         self._wait_outside = wait_for_room
         # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
-        self.while_full: Callable[[], object] = partial(spare.release, data)
+        self.while_full: Callable[[], object] = partial(remnant.release, data)
         self.on_sync: Callable[[float], object] = lambda seconds: None  # called with the time that an fdatasync took
         self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
@@ -299,7 +299,7 @@ class Wal:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return not spare.release(self.data) or self.roll_if_over(now_s, lacks_room)
+            return not remnant.release(self.data) or self.roll_if_over(now_s, lacks_room)
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:

@@ -13,7 +13,7 @@ from functools import partial
 
 from kmq.errors import ConfigError
 from kmq.files import WaitForRoom, replace_file, with_room
-from kmq.log import deletions, identity, spare, topic_changes, topics
+from kmq.log import deletions, identity, remnant, topic_changes, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import State
 from kmq.log.segment import Limits
@@ -40,7 +40,7 @@ class Context:
         # Do changes of topics come as records? The stage says so. Without a framer they are carried out as they are asked.
         self.are_recorded = False
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
-        self.make_room: Callable[[], object] = partial(spare.release, data)
+        self.make_room: Callable[[], object] = partial(remnant.release, data)
         self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
         self.damaged: Callable[[DamageError], object] = lambda err: None  # is told of damage that is met
         self.lacks_room: Callable[[], bool] = lambda: False  # is the disk or the quota full? The stage knows

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from kmq.files import FULL, WaitForRoom, give_up
 from kmq.links.layout import Block
-from kmq.log import compaction, remnant, segment, spare, topic_changes
+from kmq.log import compaction, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.partition import PartitionLog, State, directory_of
@@ -179,7 +179,7 @@ class Retention:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return spare.release(self._context.data) and self._has_rolled(log)
+            return remnant.release(self._context.data) and self._has_rolled(log)
         return True
 
     def retire(self) -> bool:

@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: after a refusal the rest of the connection is taken",
-        [("kmq/ingress/intake.py", "            if replies.refusal:\n", "            if False:\n")],
+        [("kmq/ingress/producers.py", "            if replies.refusal:\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -774,12 +774,12 @@ MUTANTS = [
     ),
     Mutant(
         "offsets: a commit returns before it is on disk",
-        [("kmq/gateway/groups/offset_writer.py", "        await outcome\n", "")],
+        [("kmq/gateway/groups/offsets.py", "        await outcome\n", "")],
         [OFFSETS_POWER],
     ),
     Mutant(
         "offsets: an older gateway goes on committing beside a newer one",
-        [("kmq/gateway/groups/offset_writer.py", "            producer=PRODUCER,\n", "")],
+        [("kmq/gateway/groups/offsets.py", "            producer=PRODUCER,\n", "")],
         [OFFSETS],
     ),
     Mutant(

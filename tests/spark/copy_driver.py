@@ -25,8 +25,7 @@ from pyspark.sql.datasource import InputPartition, WriterCommitMessage
 
 from kmq.spark.format import KmqDataSource
 from kmq.spark.sessions import session
-from kmq.spark.sink.numbering import BATCH_ID
-from kmq.spark.sink.sink import KmqStreamWriter, KmqWriter
+from kmq.spark.sink.sink import BATCH_ID, KmqStreamWriter, KmqWriter
 from kmq.spark.source.options import Options
 from kmq.spark.source.reader import StreamReader
 

@@ -9,8 +9,8 @@ import pytest
 from received_ends import Way
 
 from kmq.ingress.connection import ACKED, CLOSING, Connection
-from kmq.ingress.intake import Intake
 from kmq.ingress.limits import Deadlines
+from kmq.ingress.producers import Intake
 from kmq.links.fifo import Sender, open_fifo
 from kmq.links.received import Handover
 

@@ -14,7 +14,7 @@ from received_ends import Way
 from kmq.ingress import connection as connection_module
 from kmq.ingress import hello, limits
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, REFUSALS_BYTES, Connection
-from kmq.ingress.intake import Intake
+from kmq.ingress.producers import Intake
 from kmq.links.fifo import Sender, open_fifo
 from kmq.links.received import Handover
 from kmq.message import record

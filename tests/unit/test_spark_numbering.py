@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from kmq.spark.sink.lines import RowError
-from kmq.spark.sink.numbering import Counted, Given, Origins, fitting_name
+from kmq.spark.sink.sink import Counted, Given, Origins, fitting_name
 
 JOB = "s-0b9c2f4e-3f5e-4b61-9f6a-1f2f3a4b5c6d"
 

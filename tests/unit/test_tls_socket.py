@@ -20,8 +20,7 @@ from kmq.broker import stats, tls
 from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.ingress.connection import Connection
-from kmq.ingress.intake import Intake
-from kmq.ingress.producers import Producers
+from kmq.ingress.producers import Intake, Producers
 from kmq.links.fifo import LINES, open_fifo
 from kmq.links.received import Handover
 from kmq.message import record

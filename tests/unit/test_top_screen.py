@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kmq.broker import stats
-from kmq.cli.top import command, rates, screen, terminal
-from kmq.cli.top.changes import Changes
+from kmq.cli.top import command, readers, screen, terminal
 from kmq.cli.top.latencies import Latencies
+from kmq.cli.top.readers import Changes
 from kmq.cli.top.snapshot import parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.log import topics
@@ -207,7 +207,7 @@ def test_numbers_in_few_cells(shown, text):
 
 
 def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process():
-    meter = rates.Meter()
+    meter = readers.Meter()
     assert meter.feed(0.0, 0) is None
     shown = [meter.feed(step / 4, step * 100) for step in range(1, 40)]
     assert shown[-1] == pytest.approx(400)
@@ -217,7 +217,7 @@ def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process():
 
 
 def test_meters_forget_what_is_gone():
-    meters = rates.Meters()
+    meters = readers.Meters()
     meters.feed(0.0, {"a": 1, "b": 1})
     assert meters.feed(1.0, {"b": 3}) == {"b": 2}
     assert meters.feed(2.0, {"a": 9, "b": 3})["a"] is None

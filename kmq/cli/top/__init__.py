@@ -3,8 +3,8 @@
 snapshot.py   what is known at one moment: one value, whoever looked
 readers.py    who looks: at the broker of this directory, or at one elsewhere
 overview.py   asks a gateway
-rates.py      counters → per second; topic_rates.py: files of topics → per second; latencies.py: the last ten seconds
-changes.py    events from what differs between two looks
+readers.py      counters → per second; topic_rates.py: files of topics → per second; latencies.py: the last ten seconds
+readers.py    events from what differs between two looks
 screen.py, screen.py   a snapshot and a size → lines; pure
 terminal.py   the terminal: keys, size, signals, and how it was before
 """

@@ -6,18 +6,117 @@ Invariant   A look never blocks on the network: the gateway is asked in a thread
 """
 
 import time
-from typing import Protocol
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
 
 from kmq.broker import status as statuses
 from kmq.broker.stats import peek
 from kmq.broker.status import Status
-from kmq.cli.top.changes import Changes
 from kmq.cli.top.latencies import Latencies
 from kmq.cli.top.overview import Asker, Gateway
-from kmq.cli.top.rates import Meters
 from kmq.cli.top.snapshot import Document, Snapshot, parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.config.settings import Settings
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+# Events that `kmq top` notices by itself: what differs between two looks. For a broker without a gateway.
+#
+# Memory      At most _KEPT events.
+
+_KEPT = 100
+
+
+class Changes:
+    """The events since this command was started, newest first."""
+
+    def __init__(self) -> None:
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._before: Document | None = None
+
+    def see(self, status: Document) -> None:
+        """Compare with the document of `kmq status` that was seen before."""
+        before, self._before = self._before, status
+        if before is None:
+            return
+        old = {stage["name"]: stage for stage in before["stages"]}
+        for stage in status["stages"]:
+            was = old.get(stage["name"])
+            if was is not None:
+                self._see_stage(was, stage)
+        codes, now = ({(f["code"], f["about"]): f for f in each["findings"]} for each in (before, status))
+        for key in now.keys() - codes.keys():
+            self._add(
+                "warning" if now[key]["severity"] == "warning" else "not_ready", now[key]["about"], _why(now[key])
+            )
+        for key in codes.keys() - now.keys():
+            self._add("cleared", codes[key]["about"], key[0])
+        if status["ready"] and not before["ready"]:
+            self._add("ready", "broker", "messages are accepted again")
+
+    def _see_stage(self, was: dict[str, Any], now: dict[str, Any]) -> None:
+        name = now["name"]
+        if now["restarts"] > was["restarts"]:
+            self._add("restarted", name, f"restart {now['restarts']}, pid {now['pid']}")
+        elif now["pid"] != was["pid"]:
+            self._add("started", name, f"pid {now['pid']}")
+        if now["state"] == "stopped" != was["state"]:
+            self._add("stopped", name, "ended in order")
+        for kind in ("refused", "dropped"):
+            if now["pid"] == was["pid"] and now[kind] > was[kind]:
+                self._add(kind, name, f"{now[kind] - was[kind]:,} messages")
+
+    def _add(self, kind: str, about: str, text: str) -> None:
+        self.events.appendleft({"at": time.time(), "kind": kind, "about": about, "text": text})
+
+
+def _why(finding: dict[str, Any]) -> str:
+    return f"{finding['code']}: {finding['why']}"
+
+
+# --- rates -----------------------------------------------------------------------------------------------------------
+# Counters → per second, over the last seconds.
+#
+# Memory      One Meter per counter, with at most one sample a step; `Meters` forgets a counter that is no longer fed.
+
+_T = TypeVar("_T")
+
+_WINDOW_S = 2.0  # long enough to be readable, short enough to see a stop at once
+_SAMPLES = 16
+
+
+class Meter:
+    """One counter. It may begin again at 0: then its rate begins again, too."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+
+    def feed(self, at: float, count: int) -> float | None:
+        """Add what the counter says at `at` (monotonic seconds); return its rate, None if it is not known yet."""
+        samples = self._samples
+        if samples and (count < samples[-1][1] or at <= samples[-1][0]):
+            samples.clear()
+        samples.append((at, count))
+        while len(samples) > 2 and at - samples[1][0] >= _WINDOW_S:
+            samples.popleft()
+        if len(samples) < 2:
+            return None
+        first_at, first = samples[0]
+        return (count - first) / (at - first_at)
+
+
+class Meters(Generic[_T]):
+    """The meters of many counters by name."""
+
+    def __init__(self) -> None:
+        self._meters: dict[_T, Meter] = {}
+
+    def feed(self, at: float, counts: dict[_T, int]) -> dict[_T, float | None]:
+        """Add what all counters say; return their rates. A counter that is missing here is forgotten."""
+        self._meters = {name: self._meters.get(name) or Meter() for name in counts}
+        return {name: self._meters[name].feed(at, count) for name, count in counts.items()}
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
 
 _ASK_S = 1.0  # between two questions to a gateway
 _SWEEP_S = 0.003  # of processor time, in each look
