@@ -1,7 +1,7 @@
 """`kmq …`: puts the commands together, and maps errors to one line on stderr and an exit code.
 
-Each family of commands is one module with `add_to(app)`, and one entry in FAMILIES below. All of
-these modules are imported for every command, so what only one command needs is imported inside its function.
+Each family of commands is a function `add_to(app)`, and one entry in FAMILIES below. All of
+their modules are imported for every command, so what only one command needs is imported inside its function.
 """
 
 import sys
@@ -34,23 +34,23 @@ from kmq.files import keep_others_out
 
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (
-    lifecycle,
-    lifecycle,
-    command,
-    doctor,
-    bundle,
-    config,
-    produce,
-    consume,
-    deadletters,
-    topics,
-    groups,
-    deadletters,
-    tokens,
-    logs,
-    bq,
-    fleet,
-    spark,
+    lifecycle.add_to,
+    lifecycle.add_status_to,
+    command.add_to,
+    doctor.add_to,
+    bundle.add_to,
+    config.add_to,
+    produce.add_to,
+    consume.add_to,
+    deadletters.add_redrive_to,
+    topics.add_to,
+    groups.add_to,
+    deadletters.add_to,
+    tokens.add_to,
+    logs.add_to,
+    bq.add_to,
+    fleet.add_to,
+    spark.add_to,
 )
 
 app = typer.Typer(
@@ -78,8 +78,8 @@ def _options(
     pass
 
 
-for family in FAMILIES:
-    family.add_to(app)
+for add_to in FAMILIES:
+    add_to(app)
 
 
 def main() -> None:

@@ -10,16 +10,7 @@ from typing import Any, NamedTuple
 
 DAY_S = 90_000.0  # after which a broker counts as absent
 CLUSTER = Path(__file__).resolve().parents[2] / "kmq/cluster"
-MODULES = (
-    "consul",
-    "keys",
-    "message",
-    "presence",
-    "lock",
-    "trimming",
-    "publisher",
-    "subscriber",
-)  # each after what it imports
+MODULES = ("consul", "presence", "publisher", "subscriber")  # each after what it imports
 
 Edit = tuple[str, str, str]  # module, what stands there (once), what is put in its place
 
@@ -56,11 +47,7 @@ class Code(NamedTuple):
     """The modules, made anew: they share nothing with those that `import kmq.cluster` gives."""
 
     consul: Any
-    keys: Any
-    message: Any
     presence: Any
-    lock: Any
-    trimming: Any
     publisher: Any
     subscriber: Any
     clock: Clock
@@ -103,7 +90,7 @@ def load(edits: Iterable[Edit] = (), kept: int = 3, kept_bytes: int = 200, trim_
             if other is not None:
                 sys.modules[name] = other
     code = Code(**modules, clock=clock)
-    code.trimming.KEPT, code.trimming.KEPT_BYTES = kept, kept_bytes
-    code.trimming.GONE_S = 1.5 * DAY_S  # so that two days are enough
+    code.publisher.KEPT, code.publisher.KEPT_BYTES = kept, kept_bytes
+    code.publisher.GONE_S = 1.5 * DAY_S  # so that two days are enough
     code.publisher.TRIM_EVERY = trim_every
     return code

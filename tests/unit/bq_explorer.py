@@ -21,7 +21,7 @@ class Walk(NamedTuple):
 def walk(code: Code, run: Walk) -> World:
     """Take a random walk, then stop the faults and see that all brokers come to the epoch. Raises Broken."""
     rng = random.Random(run.seed)
-    code.trimming.KEPT = rng.choice([1, 3])
+    code.publisher.KEPT = rng.choice([1, 3])
     world = World(code, rng)
     names = iter(range(10**6))
     wild = rng.choice([0.02, 0.1, 0.3])  # how much goes wrong

@@ -155,7 +155,7 @@ class Ghost:
         came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= since.run
         demand(not place.session or came_back, f"{name} is there, and its mark is deleted")
         demand(marked == since.marked.get(name), f"{name} has marked meanwhile, and that is deleted")
-        is_gone = abs(since.wall - marked) >= self._code.trimming.GONE_S
+        is_gone = abs(since.wall - marked) >= self._code.publisher.GONE_S
         demand(is_gone, f"{name} was here not long ago, and its mark is deleted")
 
     def _deleted(self, write: Write, session: str, since: Since) -> None:
@@ -168,7 +168,7 @@ class Ghost:
             is_of_another = fields(pair.value).get("id", self.head) not in self.ancestors(self.head)
             if key.startswith(self._keys.delivered) and not is_of_another:
                 name = key.removeprefix(self._keys.delivered)
-                is_absent = abs(since.wall - since.marked.get(name, 0.0)) >= self._code.trimming.ABSENT_S
+                is_absent = abs(since.wall - since.marked.get(name, 0.0)) >= self._code.publisher.ABSENT_S
                 place = pairs.get(self._keys.subscriber(name), Pair(b"", 0, 0))
                 came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= since.run
                 is_new = name not in since.marked

@@ -8,7 +8,7 @@ LOCK = [
         "who holds the lock publishes without a look at it",
         stories.a_publisher_that_has_lost_its_lock_publishes_nothing,
         edited(
-            "lock",
+            "presence",
             (
                 "return [check_session(self.key, session), *operations]",
                 "return [*operations]",
@@ -19,7 +19,7 @@ LOCK = [
         "who does not hold the lock publishes without taking it",
         stories.nobody_publishes_while_another_holds_the_lock,
         edited(
-            "lock",
+            "presence",
             (
                 "return [taken, *operations, ",
                 'return [Operation("get-tree", self.key), *operations][:] or [',
@@ -30,7 +30,7 @@ LOCK = [
         "a lock that was taken for one message is not given back",
         stories.a_lock_that_was_taken_for_one_message_is_given_back_with_it,
         edited(
-            "lock",
+            "presence",
             (
                 'return [taken, *operations, Operation("unlock", self.key, session=session)]',
                 "return [taken, *operations]",
@@ -41,7 +41,7 @@ LOCK = [
         "who has given the lock back goes on as if it were its own",
         stories.a_lock_that_was_given_back_is_taken_again_for_the_next_message,
         edited(
-            "lock",
+            "presence",
             (
                 ("        self.is_held = False\n        yield"),
                 "        yield",
@@ -52,7 +52,7 @@ LOCK = [
         "who waits for the lock waits for ever",
         stories.a_publisher_that_waited_in_vain_says_so_and_waits_no_longer,
         edited(
-            "lock",
+            "presence",
             (
                 "        if left <= 0:",
                 "        if False:",
@@ -74,7 +74,7 @@ LOCK = [
         "who asks for the lock while Consul is gone asks for ever",
         stories.consul_is_gone_while_a_publisher_waits_for_the_lock,
         edited(
-            "lock",
+            "presence",
             (
                 "                if self._clock() >= until:\n",
                 "                if False:\n",
@@ -118,7 +118,7 @@ LOCK = [
         "the lock of a lost session is asked for again at once",
         stories.the_lock_of_a_lost_session_is_not_given_out_at_once,
         edited(
-            "lock",
+            "presence",
             (
                 "            yield Pause(min(left, _POLL_S))",
                 "            pass",

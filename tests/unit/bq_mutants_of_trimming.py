@@ -8,7 +8,7 @@ TRIMMING = [
         "a broker whose clock was ahead is waited for",
         stories.a_broker_whose_clock_was_ahead_is_gone,
         edited(
-            "trimming",
+            "publisher",
             (
                 "abs(now - mark.ts) < ABSENT_S",
                 "now - mark.ts < ABSENT_S",
@@ -19,7 +19,7 @@ TRIMMING = [
         "the marks of brokers that are gone are kept",
         stories.a_broker_is_gone_for_good,
         edited(
-            "trimming",
+            "publisher",
             (
                 "            gone.append(entry)\n",
                 "            pass\n",
@@ -30,7 +30,7 @@ TRIMMING = [
         "the mark of a broker that has come back is deleted",
         stories.a_broker_that_was_gone_comes_back_and_marks,
         edited(
-            "trimming",
+            "publisher",
             (
                 'Operation("delete-cas", entry.key, version=entry.version)',
                 'Operation("delete", entry.key)',
@@ -41,7 +41,7 @@ TRIMMING = [
         "a key above the epoch is taken for the last message",
         stories.a_key_above_the_epoch_lies_beside_the_messages,
         edited(
-            "trimming",
+            "publisher",
             (
                 " and epoch <= newest}",
                 "}",
@@ -63,7 +63,7 @@ TRIMMING = [
         "who deletes need not hold the lock",
         stories.more_messages_are_published_than_are_kept,
         edited(
-            "trimming",
+            "publisher",
             (
                 "lock.around([guard, *deletions[at : at + room]])",
                 "[guard, *deletions[at : at + room]]",
@@ -74,7 +74,7 @@ TRIMMING = [
         "any number of messages is kept",
         stories.more_messages_are_published_than_are_kept,
         edited(
-            "trimming",
+            "publisher",
             (
                 "if kept and (kept == KEPT or ",
                 "if kept and (",
@@ -85,7 +85,7 @@ TRIMMING = [
         "any number of bytes is kept",
         stories.longer_messages_are_published_than_are_kept,
         edited(
-            "trimming",
+            "publisher",
             (
                 "(kept == KEPT or kept_bytes > KEPT_BYTES)",
                 "kept == KEPT",
@@ -96,7 +96,7 @@ TRIMMING = [
         "messages that nobody waits for are kept",
         stories.more_messages_are_published_than_are_kept,
         edited(
-            "trimming",
+            "publisher",
             (
                 "max(sizes) if read_by_all is None else read_by_all",
                 "read_by_all or 0",
@@ -107,7 +107,7 @@ TRIMMING = [
         "a Txn that deletes is longer than Consul allows",
         stories.more_messages_are_deleted_than_one_txn_may_hold,
         edited(
-            "trimming",
+            "publisher",
             (
                 "MAX_OPERATIONS - GUARDS - 1",
                 "MAX_OPERATIONS - GUARDS",
@@ -118,7 +118,7 @@ TRIMMING = [
         "the last message is deleted",
         stories.a_message_is_longer_than_all_that_are_kept,
         edited(
-            "trimming",
+            "publisher",
             (
                 "if kept and (",
                 "if (",
@@ -129,7 +129,7 @@ TRIMMING = [
         "what nobody has processed is deleted",
         stories.one_broker_is_behind_another,
         edited(
-            "trimming",
+            "publisher",
             (
                 "if epoch <= read_by_all)",
                 "if True)",
@@ -140,7 +140,7 @@ TRIMMING = [
         "the quickest broker decides what is deleted",
         stories.one_broker_is_behind_another,
         edited(
-            "trimming",
+            "publisher",
             (
                 "return min(epochs",
                 "return max(epochs",
@@ -151,7 +151,7 @@ TRIMMING = [
         "a broker that was killed just now is not waited for",
         stories.a_broker_is_killed_before_it_has_received_all,
         edited(
-            "trimming",
+            "publisher",
             (
                 " in here or abs(now - mark.ts) < ABSENT_S:",
                 " in here:",
@@ -162,7 +162,7 @@ TRIMMING = [
         "a broker that is there and has not marked for a day is not waited for",
         stories.a_broker_is_there_and_has_not_marked_for_a_day,
         edited(
-            "trimming",
+            "publisher",
             (
                 "if entry.key.removeprefix(keys.delivered) in here or abs",
                 "if abs",
@@ -173,7 +173,7 @@ TRIMMING = [
         "who is there is read before the marks",
         stories.a_broker_comes_back_while_the_marks_are_read,
         edited(
-            "trimming",
+            "publisher",
             (
                 (
                     "    marks = yield from consul.watch(keys.delivered, 0, 0)\n"
@@ -190,7 +190,7 @@ TRIMMING = [
         "what was read before Consul was restored decides what is deleted",
         stories.consul_is_restored_while_a_publisher_decides_what_to_delete,
         edited(
-            "trimming",
+            "publisher",
             (
                 'Operation("check-index", keys.epoch, version=last.version)',
                 'Operation("get", keys.epoch)',
@@ -201,7 +201,7 @@ TRIMMING = [
         "there is an epoch whenever something is deleted",
         stories.consul_is_restored_to_nothing_before_a_publisher_deletes,
         edited(
-            "trimming",
+            "publisher",
             (
                 ("    if last is None:\n        return\n"),
                 "    assert last is not None\n",
@@ -212,7 +212,7 @@ TRIMMING = [
         "there is a message whenever something is deleted",
         stories.consul_is_restored_to_nothing_while_a_publisher_reads_the_messages,
         edited(
-            "trimming",
+            "publisher",
             (
                 ("    if not sizes:\n        return\n"),
                 "",
@@ -223,7 +223,7 @@ TRIMMING = [
         "what is no mark stops all publishers",
         stories.what_is_no_mark_and_no_message_lies_beside_them,
         edited(
-            "trimming",
+            "publisher",
             (
                 "        except (KeyError, ValueError):\n",
                 "        except ZeroDivisionError:\n",
@@ -234,7 +234,7 @@ TRIMMING = [
         "a key that is no message's stops all publishers",
         stories.what_is_no_mark_and_no_message_lies_beside_them,
         edited(
-            "keys",
+            "presence",
             (
                 " if _EPOCH.fullmatch(number) else None",
                 "",

@@ -277,12 +277,12 @@ def trimming_is_refused(stage: Stage) -> None:
 
 def more_messages_are_published_than_are_kept(stage: Stage) -> None:
     stage.publish(12)
-    kept = stage.code.trimming.KEPT + stage.code.publisher.TRIM_EVERY
+    kept = stage.code.publisher.KEPT + stage.code.publisher.TRIM_EVERY
     demand(stage.messages_there() < kept, "what all have read is deleted")
 
 
 def longer_messages_are_published_than_are_kept(stage: Stage) -> None:
-    stage.code.trimming.KEPT, stage.filler = 100, 100
+    stage.code.publisher.KEPT, stage.filler = 100, 100
     stage.publish(12)
     demand(stage.messages_there() < 5, "what all have read is deleted")
 
@@ -365,7 +365,7 @@ def a_broker_comes_back_while_the_marks_are_read(stage: Stage) -> None:
 
 
 def consul_is_restored_while_a_publisher_decides_what_to_delete(stage: Stage) -> None:
-    stage.code.trimming.KEPT, stage.code.publisher.TRIM_EVERY = 1, 4
+    stage.code.publisher.KEPT, stage.code.publisher.TRIM_EVERY = 1, 4
     stage.publish(3)
     subscriber = stage.following()
     publisher = stage.publisher("p", 1)
@@ -398,7 +398,7 @@ def consul_is_restored_to_nothing_while_a_publisher_reads_the_messages(stage: St
 
 
 def a_key_above_the_epoch_lies_beside_the_messages(stage: Stage) -> None:
-    stage.code.trimming.KEPT = 1
+    stage.code.publisher.KEPT = 1
     stage.consul.state.pairs[stage.keys.message(10**6)] = Pair(b"by hand", 0, 0)
     stage.publish(4)
     demand(stage.keys.message(4) in stage.consul.state.pairs, "the last message is kept")

@@ -315,5 +315,5 @@ def nothing_comes_for_two_hours(stage: Stage) -> None:
     stage.clock.wall += 7200.0
     stage.hear(subscriber)
     stage.follow(subscriber)
-    mark = stage.code.trimming.Mark.decode(stage.consul.state.pairs[stage.keys.delivered_to("b1")].value)
+    mark = stage.code.publisher.Mark.decode(stage.consul.state.pairs[stage.keys.delivered_to("b1")].value)
     demand(stage.clock.wall - mark.ts < 3600.0, "an idle subscriber does not look absent")

@@ -58,7 +58,7 @@ class World:
         self.failing = 0  # so many items cannot be processed
         self.clock = code.clock
         self.consul = ConsulModel(self.clock.monotonic)
-        self.keys = code.keys.Keys("c")
+        self.keys = code.presence.Keys("c")
         self.ghost = Ghost(code, self.consul, self.keys)
         self.processes: list[Process] = []
         self.flying: list[tuple[Any, Process]] = []
@@ -223,7 +223,7 @@ class World:
 
     def lock(self, process: Process) -> Any:
         """Return the lock of the publishers, as this process uses it."""
-        return self.code.lock.Lock(self.keys.coordinator, process.presence, process.name, self.clock.monotonic)
+        return self.code.presence.Lock(self.keys.coordinator, process.presence, process.name, self.clock.monotonic)
 
     def _holds(self, message: int, turns: Sequence[bool]) -> bool:
         if turns:
@@ -271,7 +271,7 @@ class World:
         lines = [change.key.removeprefix(self.keys.root).encode() + b"=" + change.value for change in changes]
         lines.append(b"x" * (self.rng.choices([1, 250, 400_000], [80, 19, 1])[0] if self.mistakes else self.filler))
         self.ghost.told[id] = "asked"
-        return self.code.message.Message("greeting", b"\n".join(lines), id, 1.0), changes
+        return self.code.publisher.Message("greeting", b"\n".join(lines), id, 1.0), changes
 
     def _receive_all(self, process: Process) -> Acts:
         code, known = self.code, None
@@ -366,7 +366,7 @@ class World:
     def marks(self) -> dict[str, tuple[int, str]]:
         keys, found = self.keys, self.consul.state.pairs
         marks = {name: found.get(keys.delivered_to(name)) for name in self.ghost.brokers}
-        decode = self.code.trimming.Mark.decode
+        decode = self.code.publisher.Mark.decode
         return {name: tuple(decode(pair.value)[:2]) for name, pair in marks.items() if pair is not None}
 
     def _is_healed(self) -> bool:

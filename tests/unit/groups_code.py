@@ -9,18 +9,7 @@ from typing import Any, NamedTuple
 GROUPS = Path(__file__).resolve().parents[2] / "kmq/gateway/groups"
 PACKAGE = "kmq.gateway.groups"
 # Each after what it imports.
-MODULES = (
-    "events",
-    "alarms",
-    "sticky",
-    "assignors",
-    "terms",
-    "member",
-    "ownership",
-    "group",
-    "registry",
-    "coordinator",
-)
+MODULES = ("events", "assignors", "terms", "group", "coordinator")
 
 Edit = tuple[str, str, str]  # module, what stands there (once), what is put in its place
 
@@ -29,14 +18,9 @@ class Code(NamedTuple):
     """The modules: they share nothing with those that `import kmq.gateway.groups` gives."""
 
     events: Any
-    alarms: Any
-    sticky: Any
     assignors: Any
     terms: Any
-    member: Any
-    ownership: Any
     group: Any
-    registry: Any
     coordinator: Any
 
 

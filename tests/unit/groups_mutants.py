@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "what is owned is given to another at once",
         stories.what_moves_is_read_by_the_new_member_only_after_the_old_one_gave_it_up,
-        ("ownership", "            if partition not in self.owners:\n", "            if True:\n"),
+        ("group", "            if partition not in self.owners:\n", "            if True:\n"),
     ),
     Mutant(
         "to know an assignment is to give up what it lacks",
@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         "cooperative-sticky asks for everything",
         stories.members_that_keep_theirs_go_on_while_others_move,
-        ("ownership", "(is_all or self.target.get(partition) != owner)", "True"),
+        ("group", "(is_all or self.target.get(partition) != owner)", "True"),
     ),
     Mutant(
         "an old generation is heard",
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "a partition that is not there may be committed",
         stories.a_commit_for_a_partition_of_another_is_refused,
-        ("registry", "return 0 <= partition.partition <", "return partition.partition <"),
+        ("coordinator", "return 0 <= partition.partition <", "return partition.partition <"),
     ),
     Mutant(
         "anybody may commit while there are members",
@@ -116,12 +116,12 @@ MUTANTS = [
     Mutant(
         "who is silent stays",
         stories.who_is_silent_for_its_session_is_ended,
-        ("member", "            self.beaten + self.terms.session_s, self.polled", "            self.polled"),
+        ("group", "            self.beaten + self.terms.session_s, self.polled", "            self.polled"),
     ),
     Mutant(
         "an alarm is set once only",
         stories.who_is_silent_for_its_session_is_ended,
-        ("registry", "        else:\n            self.watch(group, member)\n", ""),
+        ("coordinator", "        else:\n            self.watch(group, member)\n", ""),
     ),
     Mutant(
         "a beat is not heard",
@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "void alarms are kept",
         bounds.what_members_leave_behind_does_not_grow,
-        ("alarms", "if len(self._heap) > 2 * len(self._at) + 64:", "if False:"),
+        ("group", "if len(self._heap) > 2 * len(self._at) + 64:", "if False:"),
     ),
     Mutant(
         "a beat counts as asking for records",
@@ -141,13 +141,13 @@ MUTANTS = [
     Mutant(
         "who gives nothing up stays",
         stories.who_does_not_give_up_what_moves_is_ended,
-        ("member", "self.terms.max_poll_s, self.sync_by, self.revoke_by", "self.terms.max_poll_s, self.sync_by"),
+        ("group", "self.terms.max_poll_s, self.sync_by, self.revoke_by", "self.terms.max_poll_s, self.sync_by"),
     ),
     Mutant(
         "each new generation prolongs the time to take it",
         stories.who_never_takes_its_assignment_is_ended,
         (
-            "member",
+            "group",
             "self.sync_by = min(self.sync_by, now + self.terms.rebalance_s)",
             "self.sync_by = now + self.terms.rebalance_s",
         ),
@@ -186,7 +186,7 @@ MUTANTS = [
         "a topic is not watched once nobody subscribes to it",
         stories.a_topic_that_is_unsubscribed_and_deleted_is_read_by_nobody,
         (
-            "registry",
+            "coordinator",
             "        if not group.members:\n            self._watch_only(group, set())\n",
             "        self._watch_only(group, set(group.topics))\n",
         ),
@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "a group that was deleted begins anew",
         stories.a_group_that_was_deleted_begins_above_its_former_self,
-        ("registry", "max(self._least_generation, group.generation, group.least)", "self._least_generation"),
+        ("coordinator", "max(self._least_generation, group.generation, group.least)", "self._least_generation"),
     ),
     Mutant(
         "a group with members is deleted",
@@ -241,22 +241,22 @@ MUTANTS = [
     Mutant(
         "a full house takes the last place of each group",
         bounds.members_beyond_the_bounds_are_refused,
-        ("registry", " and count >= self.limits.own_members:", ":"),
+        ("coordinator", " and count >= self.limits.own_members:", ":"),
     ),
     Mutant(
         "who leaves is counted for ever",
         bounds.all_groups_together_have_a_bound_too,
-        ("registry", "        self.changed(group, -1)\n", "        self.changed(group)\n"),
+        ("coordinator", "        self.changed(group, -1)\n", "        self.changed(group)\n"),
     ),
     Mutant(
         "subscriptions of who left are counted for ever",
         bounds.all_subscriptions_together_have_a_bound,
-        ("registry", "topics - group.counted", "max(0, topics - group.counted)"),
+        ("coordinator", "topics - group.counted", "max(0, topics - group.counted)"),
     ),
     Mutant(
         "a group with commits makes room for another",
         bounds.a_group_that_was_never_used_makes_room,
-        ("registry", "if group.members or group.has_commits:", "if group.members:"),
+        ("coordinator", "if group.members or group.has_commits:", "if group.members:"),
     ),
     Mutant(
         "one tick does everything that is due",
@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "each join is a rebalance",
         stories.many_who_join_at_once_cause_one_rebalance,
-        ("registry", "min(MAX_PACE_S, PACE_S * len(group.members))", "0.0"),
+        ("coordinator", "min(MAX_PACE_S, PACE_S * len(group.members))", "0.0"),
     ),
 ]
 

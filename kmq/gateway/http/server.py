@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kmq.broker.health import Reason, Verdict
 from kmq.gateway.console.overview import Overview
+from kmq.gateway.console.page import HEADERS, Page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
 from kmq.gateway.core.broker import Broker
@@ -19,7 +20,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
-from kmq.gateway.http.console import HEADERS, Console, ConsoleMessages, Page
+from kmq.gateway.http.console import Console, ConsoleMessages
 from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
 from kmq.gateway.http.messages import Consume, Produce
