@@ -23,6 +23,7 @@ from kmq.cli import (
     logs,
     produce,
     spark,
+    status,
     tokens,
     topics,
 )
@@ -35,7 +36,7 @@ from kmq.files import keep_others_out
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (
     lifecycle.add_to,
-    lifecycle.add_status_to,
+    status.add_to,
     command.add_to,
     doctor.add_to,
     bundle.add_to,

@@ -595,7 +595,7 @@ MUTANTS = [
         [
             (
                 "kmq/links/received.py",
-                "        self.say(raw.lines(self.ring.birth, self.ring.head, self.ring.head))\n",
+                "        self.say(fifo.lines(self.ring.birth, self.ring.head, self.ring.head))\n",
                 "        pass\n",
             )
         ],
@@ -704,7 +704,7 @@ MUTANTS = [
     ),
     Mutant(
         "limits are set again by each replay",
-        [(CHANGES, "change.seq <= (self._last_seq if change.verb == topic_records.SET else self._final)", "False")],
+        [(CHANGES, "change.seq <= (self._last_seq if change.verb == topic_changes.SET else self._final)", "False")],
         [RECORDS],
     ),
     Mutant(
@@ -740,7 +740,7 @@ MUTANTS = [
         [
             (
                 "kmq/framing/recovery.py",
-                "        numbered.update((change.request, change.seq) for change in topic_records.changes(lines))\n",
+                "        numbered.update((change.request, change.seq) for change in topic_changes.changes(lines))\n",
                 "",
             )
         ],
@@ -754,7 +754,7 @@ MUTANTS = [
     ),
     Mutant(
         "retention deletes the records of changes",
-        [("kmq/router/in_force.py", "if name == topic_records.TOPIC:", "if False:")],
+        [("kmq/router/in_force.py", "if name == topic_changes.TOPIC:", "if False:")],
         [RECORDS],
     ),
     Mutant(

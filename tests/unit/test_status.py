@@ -10,7 +10,7 @@ from rich.console import Console
 import kmq
 from kmq.broker import status
 from kmq.broker.stats import STATES, StatsPage
-from kmq.cli import lifecycle as shown_status
+from kmq.cli import status as shown_status
 from kmq.config import terminal
 from kmq.config.settings import STAGES, load
 from kmq.links import layout

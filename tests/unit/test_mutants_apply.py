@@ -1,0 +1,29 @@
+"""Every mutant of the chaos tests still fits the code: its snippets stand in their files, its tests are there.
+
+Whether a test notices a mutant takes hours (`python tests/chaos/mutants.py`). That it can be made at all takes seconds.
+"""
+
+import ast
+from functools import cache
+
+import pytest
+from chaos.mutants import MUTANTS, REPOSITORY, Mutant
+
+
+@cache
+def functions(path: str) -> set[str]:
+    tree = ast.parse((REPOSITORY / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_be_made_and_its_tests_are_there(mutant: Mutant) -> None:
+    texts = {path: (REPOSITORY / path).read_text() for path, _, _ in mutant.edits}
+    for path, old, new in mutant.edits:
+        assert old in texts[path], f"{path}: {old!r} is not there; the mutant must follow the code"
+        texts[path] = texts[path].replace(old, new)
+        ast.parse(texts[path])
+    for test in mutant.tests:
+        path, *names = test.split("::")
+        assert (REPOSITORY / path).exists(), path
+        assert {name.partition("[")[0] for name in names} <= functions(path), test
