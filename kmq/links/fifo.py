@@ -1,11 +1,22 @@
-"""The FIFO `raw`: text lines from ingress, and from any shell of the pod, to the framer; fifo.py has their format.
+"""The two FIFOs: `raw`, lines from ingress and any shell of the pod to the framer; `acks`, replies to ingress.
 
-Invariant   Ingress writes whole lines, at most PIPE_BUF bytes at once, so its lines never mix with those of other
-            writers. The messages of producers do not go through the FIFO: they lie in the ring `received`, and a line
-            says where (received.py).
-Crash       Every stage holds the FIFO open for reading and writing. So its content lives while any stage lives, a
-            writer never gets EPIPE and the reader never sees end-of-file. When all stages die, the pipe behind the name
+Invariant   Every write is whole lines, at most PIPE_BUF bytes at once, so lines of two writers never mix. The messages
+            of producers do not go through `raw`: they lie in the ring `received`, and a control line says where
+            (received.py).
+            A control line is read whole or not at all. Its order among all lines of `raw` is the order in which the
+            messages get their seqs. A control line that speaks of bytes that are not there is a malformed message.
+            A line from any other writer may not name a reserved topic. The FIFO cannot tell who wrote a line, so only
+            what ingress says of a connection counts: a slip of the hand (`echo … > raw`) changes no group's offsets.
+            A stopped ingress never stops the WAL.
+Memory      Replies that `acks` does not take wait in durability, up to KEEP_BYTES, and are lost beyond that.
+Crash       Every stage holds both FIFOs open for reading and writing. So their content lives while any stage lives, a
+            writer never gets EPIPE and a reader never sees end-of-file. When all stages die, the pipe with this name
             dies with its content, and the next start gets another pipe: `mark` lets the framer tell the two apart.
+            Durability killed before a block is released: its next start sends the replies again, and ingress skips
+            those it knows. Replies that waited there, or were lost, never come: ingress sees the gap by <first n> and
+            breaks that connection. Its producer sends again what has no reply, and gets `!dup`.
+            Ingress killed: its connections are gone, and the next ingress skips replies to connections of another
+            start.
 """
 
 import contextlib
@@ -19,7 +30,7 @@ from kmq.config.values import MIB, PIPE_BUF
 from kmq.errors import ConfigError
 from kmq.message.ids import NAME_PATTERN
 
-CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
+CAPACITY = MIB  # of `acks`, and of a marked `raw`; Linux lets an unprivileged process have this much by default
 
 
 def open_fifo(directory: str, name: str) -> int:
@@ -69,8 +80,6 @@ def capacity(fd: int) -> int:
 
 
 # --- raw -------------------------------------------------------------------------------------------------------------
-# The text of the FIFO `raw`: messages of writers in the pod, and control lines of ingress. Encoder and decoder.
-#
 #     <message>                          a line from any writer in the pod, who gets no reply
 #     !r <birth> <start> <end>           lines of producers who wait for no reply lie in the ring `received`, from
 #                                        position <start> to <end>; also an empty piece: all before it is free
@@ -79,12 +88,7 @@ def capacity(fd: int) -> int:
 #                                        shown the pod's token, and may write to the topics of KMQ itself
 #     !l <connection> p=<producer>       asks for the last id stored of a producer
 #
-# Invariant   A control line is written at once and is shorter than PIPE_BUF, so it is read whole or not at all. Its order
-#             among all lines of the FIFO is the order in which the messages get their seqs.
-#             <birth> names the ring (received.py). A control line that speaks of no such bytes is no control line, but a
-#             malformed message.
-#             A line from any other writer may not name a reserved topic. The FIFO cannot tell who wrote a line, so only
-#             what ingress says of a connection counts: a slip of the hand (`echo … > raw`) changes no group's offsets.
+# <birth> names the ring (received.py). A control line is shorter than PIPE_BUF, and so is written at once.
 
 CONTROL = b"!"
 _CONNECTION, _NAME, _NUMBER = rb"\d{1,20}\.\d{1,20}", NAME_PATTERN.encode(), rb"\d{1,19}"
@@ -124,20 +128,11 @@ class Sender:
 
 
 # --- acks ------------------------------------------------------------------------------------------------------------
-# The FIFO `acks`: replies from durability to ingress, sent once the records they confirm are on disk.
-#
-# Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it is for messages from <first n>
-#             on. An empty line, from the framer: the ring `received` has room again.
-# Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: replies that
-#             the FIFO does not take wait here, up to KEEP_BYTES, and are lost beyond that.
-# Crash       Durability killed before a block is released: its next start sends the replies again, and ingress skips
-#             those it knows. Replies that waited here, or were lost, never come: ingress sees the gap by <first n> and
-#             breaks that connection. Its producer sends again what has no reply, and gets `!dup`.
-#             Ingress killed: its connections are gone, and the next ingress skips replies to connections of another
-#             start.
+# Durability sends a reply once the records that it confirms are on disk. A line is `<connection> <first n> <reply>`:
+# <reply> goes to the producer as it is, for the messages from <first n> on. An empty line, from the framer: the ring
+# `received` has room again.
 
 KEEP_BYTES = 8 * MIB
-_CAPACITY = MIB  # what the two rings and the FIFO `raw` may hold unanswered fits
 _READ_BYTES = 1 << 16
 
 
@@ -150,7 +145,7 @@ class AckWriter:
         self._bytes = 0
         self.lost = 0  # bytes of replies
         with contextlib.suppress(OSError):  # over the user's limit: a smaller FIFO works
-            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _CAPACITY)
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)  # what the rings and `raw` may hold unanswered fits
 
     @property
     def waiting(self) -> bool:

@@ -304,14 +304,10 @@ class Ring(SharedFile):
         return is_ours and super().is_in_place() and self._bells.are_in_place()
 
 
-def _shm_name(path: str) -> str:
-    return path.removeprefix(SHM)
-
-
 def open_existing(path: str) -> int | None:
     """Return a descriptor of the ring at `path`; None if there is none."""
     try:
-        fd: int = posix_ipc.SharedMemory(_shm_name(path)).fd
+        fd: int = posix_ipc.SharedMemory(path.removeprefix(SHM)).fd
     except posix_ipc.ExistentialError:
         return None
     except posix_ipc.PermissionsError:
@@ -323,7 +319,7 @@ def make_file(path: str, nbytes: int) -> int:
     """Make a file in shared memory, all its bytes allocated: a sparse file on a full /dev/shm ends in SIGBUS later."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # left by a killed process; it may be the very file that has its final name by now
-    fd: int = posix_ipc.SharedMemory(_shm_name(path), posix_ipc.O_CREX, mode=0o660).fd
+    fd: int = posix_ipc.SharedMemory(path.removeprefix(SHM), posix_ipc.O_CREX, mode=0o660).fd
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:

@@ -12,7 +12,7 @@ Crash       A lock file that is deleted protects nothing any more: the next proc
             A holder must not fork: the child would share its locks.
 Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). Where two brokers meet
             on one directory, each could get one of them, and both would end. So append/ decides: a router ends as soon
-            as append/ is another broker's (holdings.py).
+            as append/ is another broker's (broker/stage.py).
 Not covered flock across nodes on a network file system that does not support it.
 """
 

@@ -1,21 +1,24 @@
-"""The ring `received`: the bytes of lines on their way from ingress to the framer. The FIFO `raw` says where they lie.
+"""The way from ingress to the framer: the bytes of lines lie in the ring `received`, the FIFO `raw` says where.
 
 Links       /dev/shm/<instance>.received, made by ingress, its only writer. The framer is its only reader.
 Layout      As in layout.py, but between head and tail there are no blocks: only bytes, where the control lines of the
             FIFO say (fifo.py). The first word of the record is the head, the last is begin, and its counter stays 0.
             Head and begin are two stores: begin comes second, so it never lies beyond the head. BASE_SEQ holds the
             birth: the time in ns at which the ring was made. Control lines name it, so a line that speaks of an older
-            ring is never taken for one of this ring.
+            ring is never taken for a line of this ring.
 
-Invariant   The bytes between tail and head are never overwritten. The head moves before the FIFO gets the line that
-            speaks of these bytes. The tail moves only behind bytes whose lines are committed in the ring `framed`,
-            which holds that position in the same commit (layout.py, invariant 2).
+Invariant   The bytes between tail and head are never overwritten, and keep their order. The head moves before the FIFO
+            gets the control line that speaks of these bytes. The tail moves only past bytes whose lines are committed
+            in the ring `framed`, which holds that position in the same commit (layout.py, invariant 2).
+            A write to the FIFO is whole lines, at most PIPE_BUF bytes.
 Crash       Ingress killed before it moved the head: nothing happened. Killed before it wrote the line: the bytes have no
-            owner; they are free once the framer has read a later line, and the first line of the next ingress is one.
-            Framer killed: the position in the record of `framed` is in force. The lines behind it are in the staging
+            owner; they are free once the framer has read a later line, and the first line of the next ingress is such
+            a line.
+            Framer killed: the position in the record of `framed` is in force. The lines after it are in the staging
             area or in the FIFO, and their bytes are still here. The start moves the tail to that position.
             FIFO gone, because all stages died: the bytes that nobody speaks of any more are freed in the same way.
 Full        Ingress asks for a sign of room, an empty line in the FIFO `acks`, and reads no producer until then.
+Memory      While anything waits in a Handover, nothing more may be received (`clogged`): so at most one receive waits.
 """
 
 import contextlib
@@ -70,14 +73,8 @@ def identity(data_id: str, max_line: int) -> Identity:
 
 def waiting_bytes(instance: str) -> int:
     """Return how many bytes wait in the ring now; 0 if there is no ring."""
-    try:
-        fd = os.open(shm_path(instance, NAME), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
-    try:
-        return layout.waiting_bytes(fd)
-    finally:
-        os.close(fd)
+    nbytes: int = layout.filling(instance, NAME).nbytes
+    return nbytes
 
 
 class ReceivedWriter(SharedFile):
@@ -88,15 +85,14 @@ class ReceivedWriter(SharedFile):
     ) -> None:
         """`before_make` is called only if the ring is made anew."""
         super().__init__(instance, NAME)
-        file = RingFile(self.path, f"{instance}.{NAME}", identity, log)
-        fd = file.existing()
-        while fd is None:
+
+        def birth() -> tuple[int, int]:
             before_make()
-            fd = file.create(time.time_ns(), 0)
-            if fd is None:  # another process has given a ring this name meanwhile
-                fd = file.existing()
-            else:
-                log.info("ring_created", ring=NAME, bytes=identity.ring_bytes)
+            return time.time_ns(), 0
+
+        fd, is_created = RingFile(self.path, f"{instance}.{NAME}", identity, log).open(birth)
+        if is_created:
+            log.info("ring_created", ring=NAME, bytes=identity.ring_bytes)
         self._map(fd, identity, WRITER, READER)
         self._sign(WRITER, who)
         self.birth: int = self.cells[BASE_SEQ]
@@ -209,11 +205,6 @@ class ReceivedReader(SharedFile):
 
 
 # --- handover --------------------------------------------------------------------------------------------------------
-# Ingress' end of the way to the framer: bytes into the ring `received`, a line about them into the FIFO `raw`.
-#
-# Invariant   What is put keeps its order. The FIFO gets a control line only after the ring shows the bytes. A write is
-#             whole lines, at most PIPE_BUF bytes.
-# Memory      While anything waits here, nothing more may be received (`clogged`): so at most one receive waits.
 
 Part = bytes | bytearray | memoryview
 _CONTROL_LINE = -1
@@ -221,7 +212,7 @@ _PROMPT_BYTES = 128 * KIB  # put so much, and the framer is told at once: it wor
 
 
 class Handover:
-    """Takes whole lines; `flush` tells the framer of them."""
+    """Ingress' end of ring and FIFO together: it takes whole lines, and `flush` tells the framer of them."""
 
     def __init__(self, fd: int, ring: ReceivedWriter) -> None:
         self.fd, self.ring = fd, ring

@@ -1,4 +1,10 @@
-"""The two ends of a ring; layout.py has the bytes and the invariants."""
+"""A ring's file, and the two ends of a ring of blocks; layout.py has the bytes and the invariants.
+
+Invariant   A ring of another data directory, version, size or policy is never written: it is removed and made anew, or
+            the writer refuses to start (layout.py, 5).
+Crash       A ring gets its name only when all of it is there, locked. Killed before: the next start removes what is
+            left.
+"""
 
 import mmap
 import os
@@ -52,14 +58,6 @@ from kmq.links.layout import (
 from kmq.links.ownership import LOOK_S, RingLock, field, is_same_file
 from kmq.logfmt import Logger
 
-# --- ringfile --------------------------------------------------------------------------------------------------------
-# The file of a ring: the writer finds the ring of its identity under the ring's name, or makes it.
-#
-# Invariant   A ring of another data directory, version, size or policy is never written: it is removed and made anew, or
-#             the writer refuses to start (layout.py, 5).
-# Crash       A ring gets its name only when all of it is there, locked. Killed before: the next start removes what is
-#             left.
-
 
 class RingFile:
     """The file under a ring's name, as the writer opens it."""
@@ -67,7 +65,18 @@ class RingFile:
     def __init__(self, path: str, name: str, wanted: Identity, log: Logger) -> None:
         self.path, self.name, self.wanted, self.log = path, name, wanted, log
 
-    def existing(self) -> int | None:
+    def open(self, first: Callable[[], tuple[int, int]]) -> tuple[int, bool]:
+        """Return a descriptor of our ring, locked, and whether the ring was made now.
+
+        `first` is called only if the ring is made: it returns the next seq and the last recv_ts (µs) to begin with.
+        """
+        while (fd := self._existing()) is None:
+            fd = self._create(*first())
+            if fd is not None:
+                return fd, True
+        return fd, False
+
+    def _existing(self) -> int | None:
         """Return a descriptor of our ring, locked; None if there is none. Remove a ring that is not ours."""
         while True:
             fd = open_existing(self.path)
@@ -89,7 +98,7 @@ class RingFile:
                 if not is_ours:
                     os.close(fd)  # and with it the lock
 
-    def create(self, next_seq: int, last_ts: int) -> int | None:
+    def _create(self, next_seq: int, last_ts: int) -> int | None:
         """Make the ring; return its descriptor, locked, or None if a ring has the name by now."""
         fd = make_file(f"{self.path}.new", self.wanted.file_bytes)
         self._lock_writer(fd)
@@ -129,7 +138,7 @@ class RingFile:
             reader.release()
 
 
-# --- ring ------------------------------------------------------------------------------------------------------------
+# --- ends ------------------------------------------------------------------------------------------------------------
 
 
 class RingWriter(Ring):
@@ -146,12 +155,7 @@ class RingWriter(Ring):
     ) -> None:
         """`first_seq` is called only if the ring is made anew; it returns the next seq and the last recv_ts (µs)."""
         super().__init__(instance, name)
-        file = RingFile(self.path, f"{instance}.{name}", identity, log)
-        fd, self.created = file.existing(), False
-        while fd is None:
-            fd, self.created = file.create(*first_seq()), True
-            if fd is None:  # another process has given a ring this name meanwhile
-                fd, self.created = file.existing(), False
+        fd, self.created = RingFile(self.path, f"{instance}.{name}", identity, log).open(first_seq)
         if self.created:
             log.info("ring_created", ring=name, slots=identity.slots, bytes=identity.ring_bytes, policy=identity.policy)
         self._map(fd, identity, WRITER, READER)

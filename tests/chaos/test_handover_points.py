@@ -221,7 +221,7 @@ def processors() -> Iterator[ProcessPoolExecutor]:
 
 
 def hand_over_points(found: list[Point]) -> list[Point]:
-    return [point for point in found if point.file.rpartition("/")[2] in ("handover.py", "received.py", "raw.py")]
+    return [point for point in found if point.file.rpartition("/")[2] in ("received.py", "fifo.py")]
 
 
 @pytest.mark.parametrize("prompt_bytes", [PROMPTLY, LATE], ids=["promptly", "late"])
@@ -232,7 +232,7 @@ def test_a_kill_at_any_line_of_the_hand_over_loses_and_doubles_nothing(
     once = few(found)
     if prompt_bytes == LATE:  # the first time: from then on a ring is never full of what nobody speaks of
         once = [point._replace(nth=1) for point in once]
-    assert {"/kmq/links/handover.py", "/kmq/links/received.py"} <= {point.file for point in once}
+    assert {"/kmq/links/fifo.py", "/kmq/links/received.py"} <= {point.file for point in once}
     tried = [*rng.sample(once, len(once) // 2), *rng.sample(found, 8)]  # all: the soak
     list(processors.map(partial(survives, prompt_bytes), enumerate(tried)))
 

@@ -75,7 +75,7 @@ def test_every_write_is_whole_lines_and_atomic(fd, writes):
 def test_what_a_full_fifo_does_not_take_waits_and_comes_in_order(fd):
     writer, reader = AckWriter(fd), AckReader(fd)
     filled = fill(fd)
-    assert filled == fifo._CAPACITY >> 10
+    assert filled == fifo.CAPACITY >> 10
     for first in range(1, 40_000, 1000):
         writer.put(text(replies(first, 1000)))
     assert writer.waiting and writer.lost == 0
