@@ -1,8 +1,13 @@
-"""Groups as people look after them: list, describe with lag, move their offsets, delete.
+"""Groups as people look after them: list, describe with lag, move their offsets, delete, and see who stands still.
 
 Lag         In messages: end offset less committed offset. In seconds: how long ago the first record that is not
             committed was received; 0 without one, or if it is damaged. A partition without a commit counts from its
             first record. A partition whose files do not say where it ends is left out.
+Stalled     Messages wait for the group, and it commits nothing: kmq/broker/health.py judges `groups`, `groups_stalled`
+            and `group_stalled_lag` of the gateway's row. A partition counts only if messages have waited in it for
+            KMQ_GROUP_STALLED without a pause, and the group's commit there was the same all that time.
+Memory      One entry for each partition in which a group is behind, of at most MOST_LAGS.
+Not covered A group that has never committed in a partition cannot stall there: nobody knows what it has read.
 """
 
 import asyncio
@@ -187,17 +192,9 @@ def _received(partition: Partition, offset: int) -> float:
     return Message(partition.topic, partition.number, begin, line).recv_timestamp if line else 0.0
 
 
-# --- stalled ---------------------------------------------------------------------------------------------------------
-# Watch for consumer groups that stand still: messages wait for them, and they commit nothing.
-#
-# Words       `groups`, `groups_stalled` and `group_stalled_lag` of the gateway's row (kmq/broker/health.py judges them).
-# Invariant   A partition counts only if messages have waited in it for KMQ_GROUP_STALLED without a pause, and the
-#             group's commit there was the same all that time.
-# Memory      One entry for each partition in which a group is behind, of at most MOST_LAGS.
-# Not covered A group that has never committed in a partition: nobody knows what it has read.
+# --- stalled groups --------------------------------------------------------------------------------------------------
 
 _LOOK_S = 5.0
-_Place = tuple[str, str, int]  # group, topic, partition
 
 
 class StalledGroups:
@@ -205,7 +202,8 @@ class StalledGroups:
 
     def __init__(self, row: Row, groups: Groups, admin: GroupAdmin, stalled_s: float) -> None:
         self._row, self._groups, self._admin, self._stalled_s = row, groups, admin, stalled_s
-        self._behind: dict[_Place, tuple[int, float]] = {}  # → the commit, and since when it is behind there
+        # (group, topic, partition) → the commit, and since when the group is behind there
+        self._behind: dict[tuple[str, str, int], tuple[int, float]] = {}
 
     async def run(self) -> None:
         """Look until cancelled."""

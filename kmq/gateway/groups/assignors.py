@@ -2,10 +2,17 @@
 
     assign(name, subscribers, partitions_of, prior)        each partition of a subscribed topic, once
 
-Invariants  Every partition of a topic that somebody subscribes to has exactly one owner, and that one subscribes to it.
+Invariants  Every partition of a topic that somebody subscribes to has exactly one owner, which subscribes to it.
             The result depends on nothing but the arguments' values: not on the order of a dict or a set.
             roundrobin and the sticky ones: members of equal subscriptions differ by at most one partition.
-            The sticky ones: see kmq/gateway/groups/assignors.py.
+            The sticky ones leave the most even loads that the subscriptions allow: no partition can be handed on,
+            directly or along a chain of members, from a member to one that has at least two fewer. (A search along all
+            such chains that finds nothing proves it.)
+            With equal subscriptions no assignment that is as even moves fewer partitions than the sticky ones do. With
+            different subscriptions a partition moves only where that makes loads more even.
+Bound       The sticky ones count the steps of their searches, to BUDGET in all: a quarter of a second. Beyond it the
+            result is complete, and less even. Only thousands of partitions and hundreds of different subscriptions
+            get there.
 Not covered Racks; weights of partitions.
 """
 
@@ -17,15 +24,6 @@ from itertools import cycle
 from kmq.gateway.groups.events import TopicPartition
 
 # --- sticky ----------------------------------------------------------------------------------------------------------
-# Balanced, and as little moved as can be: what the assignors sticky and cooperative-sticky do.
-#
-# Balance     The most even loads that the subscriptions allow: no partition can be handed on, directly or along a chain
-#             of members, from a member to one that has at least two fewer. (A search along all such chains that finds
-#             none proves the loads to be the most even ones; unequal loads remain only where subscriptions force them.)
-# Movement    With equal subscriptions no assignment that is as even moves fewer partitions. With different ones a
-#             partition moves only where that makes loads more even; what is even already stays as it is.
-# Bound       Steps of searches are counted, to BUDGET in all: a quarter of a second. Beyond it the result is complete,
-#             and less even. Thousands of partitions and hundreds of different subscriptions are needed to get there.
 
 BUDGET = 1_000_000
 

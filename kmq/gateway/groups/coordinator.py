@@ -26,8 +26,9 @@ Invariant   No partition of a group has two owners in one generation, in no life
             durably, and life n begins above n * GENERATIONS (20,000). A group that went further goes on above the
             highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). A
             group that was forgotten or deleted leaves its generation as the least one for groups to come.
-            A call that raises RequestRefused has changed nothing. A full bound refuses what would grow it, never what
-            is there: members that are there go on, and each group can have `own_members` members whatever others do.
+            A call that raises RequestRefused has changed nothing. A full bound refuses a newcomer and touches nobody
+            who is there, and each group can have `own_members` members whatever others do. The one exception are groups
+            without members and commits: nothing of them is remembered, so the longest unused one makes room.
 Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
             had as far as they say so (Resume.owned); until then they are unknown members, and their commits are
             refused. `restore` with the highest generation of the records of the group's offsets.
@@ -59,11 +60,8 @@ from kmq.gateway.groups.terms import (
 
 # --- registry --------------------------------------------------------------------------------------------------------
 # All groups by name: room for them, who watches which topic, and when each of them needs attention.
-#
-# Invariants  Each group with members that is due, each group without members, and each member has an alarm no later than
-#             the time at which something happens to it.
-#             A full bound refuses a newcomer and touches nobody who is there. The one exception are groups without
-#             members and without commits: nothing of them is remembered, so the longest unused one makes room.
+# Each group with members that is due, each group without members, and each member has an alarm no later than the time at
+# which something happens to it.
 
 PACE_S = 0.001  # a group rebalances at most once in so long for each of its members…
 MAX_PACE_S = 1.0  # …and once in so long, however many there are
@@ -224,11 +222,6 @@ class Registry:
             self.end(group, member, code, now)
         else:
             self.watch(group, member)
-
-
-def differing(before: Mapping[str, int], after: Mapping[str, int]) -> set[str]:
-    """Return the topics whose numbers of partitions differ."""
-    return {topic for topic in before.keys() | after.keys() if before.get(topic, 0) != after.get(topic, 0)}
 
 
 # --- coordinator -----------------------------------------------------------------------------------------------------
@@ -393,7 +386,9 @@ class Coordinator:
         What is gone has no owner from now on; what is new is given out by the next rebalance.
         """
         registry, reborn = self._registry, set(again)
-        changed = differing(registry.partitions_of, partitions_of) | reborn
+        before = registry.partitions_of
+        names = before.keys() | partitions_of.keys()
+        changed = {name for name in names if before.get(name, 0) != partitions_of.get(name, 0)} | reborn
         registry.partitions_of = dict(partitions_of)
         for found in registry.watchers(changed):
             found.topics_changed(lambda partition: partition.topic not in reborn and registry.exists(partition))

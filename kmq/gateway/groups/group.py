@@ -1,15 +1,22 @@
-"""One group: its members, its generations, and the steps from one to the next.
+"""One group: its alarms, its members, who owns what, and the steps from one generation to the next.
 
-Invariants  1. A partition has at most one owner in a generation, and a new owner only after the old one has stopped or
-            is fenced: kmq/gateway/groups/group.py, because `step` alone gives, and raises the generation first.
-            2. A commit is allowed only to the owner, in a generation that is neither older than the one in which it was
+Invariants  1. A partition has at most one owner in a generation: only `Ownership.give` adds owners, only to partitions
+            that nobody owns, and `step`, which calls it, has raised the generation before.
+            2. An owner is taken away only by `Ownership.release`: the member said `revoked`, joined again without the
+            partition, left, was ended, was replaced under its static name, or the partition is gone. Being asked takes
+            nothing away. So a new owner begins only after the old one has stopped, or can no longer commit.
+            3. A commit is allowed only to the owner, in a generation that is neither older than the one in which it was
             given the partition, nor older than one that it has shown to know, nor newer than the newest.
-            3. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
+            4. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
             all answer or end becomes stable.
+            5. An alarm never rings later than it was set for, and at most once for each `set`.
 Steps       A change of members or topics makes the target stale. `step` raises the generation, makes the target, asks
             owners for what they must give up (Revoke), gives what is free, and tells everyone (Assigned). What is given
             up later is given to its new owner by another step. An eager assignor asks for everything first, and makes
             its target when everything was given up; cooperative-sticky asks only for what moves.
+Cost        A sign of life does not touch the alarms. A member that was postponed meanwhile is found out when its alarm
+            rings, and sets it anew: one ring, O(log n), in each of its timeouts, whatever it does.
+Memory      Two entries for each partition of the subscribed topics. At most two for each alarm that is set, and 64.
 """
 
 from collections import Counter
@@ -32,12 +39,6 @@ from kmq.gateway.groups.events import (
 from kmq.gateway.groups.terms import Client, Terms
 
 # --- alarms ----------------------------------------------------------------------------------------------------------
-# When the next thing is due, over thousands of members: a heap that a sign of life does not touch.
-#
-# Invariant   An alarm never rings later than it was set for; it rings at most once for each `set`.
-# Cost        `set` and a ring are O(log n). Whoever was postponed meanwhile (a member that beats) is found out when its
-#             alarm rings, and sets it anew: a member costs one ring in each of its timeouts, whatever it does.
-# Memory      At most two entries for each alarm that is set, and 64.
 
 NEVER = float("inf")
 
@@ -82,13 +83,13 @@ class Alarms:
 
 
 # --- member ----------------------------------------------------------------------------------------------------------
-# One member of a group: what it asked for, what it owns, and until when it may stay silent.
-#
-# Invariant   `revoking` ⊆ `owned`. `generation`, the highest one that the member has shown to know, never falls.
 
 
 class Member:
-    """All times are those of the caller's monotonic clock, in seconds."""
+    """What it asked for, what it owns, and until when it may stay silent. Times are of the caller's monotonic clock.
+
+    `revoking` is always part of `owned`. `generation`, the highest one that the member has shown to know, never falls.
+    """
 
     __slots__ = (
         "beaten",
@@ -113,7 +114,7 @@ class Member:
         self.sync_by = self.revoke_by = NEVER
 
     @property
-    def place(self) -> tuple[str, str]:
+    def order(self) -> tuple[str, str]:
         """Where the member stands among the others, whoever joined first."""
         return self.terms.static_name or "", self.id
 
@@ -174,21 +175,12 @@ class Member:
 
 
 # --- ownership -------------------------------------------------------------------------------------------------------
-# Which member owns which partition of a group, and which one it is meant for.
-#
-# Invariants  1. A partition has at most one owner. Only `give` adds owners, and only to partitions that nobody owns; the
-#             group calls it only after it has raised the generation. Everything else only takes owners away. So within
-#             one generation a partition never has two owners.
-#             2. An owner is taken away only by `release`: the member said `revoked`, joined again without the partition,
-#             left, was ended, was replaced under its static name, or the partition is gone. Being asked takes nothing
-#             away. So a new owner begins only after the old one has stopped, or can no longer commit.
-# Memory      Two entries for each partition of the subscribed topics.
 
 Exists = Callable[[TopicPartition], bool]
 
 
 class Ownership:
-    """Owners and target. `members` is the group's own dict: every owner is in it."""
+    """Who owns which partition, and who is to. `members` is the group's own dict: every owner is in it."""
 
     __slots__ = ("_members", "has_free", "owners", "revoking", "target")
 
@@ -221,7 +213,7 @@ class Ownership:
             self.target.setdefault(partition, member)
 
     def rename(self, old: str, new: str) -> None:
-        """Mean for `new` what was meant for `old`, which owns nothing any more."""
+        """Plan for member `new` the partitions planned for `old`. `old` must own none."""
         for partition, member in self.target.items():
             if member == old:
                 self.target[partition] = new
@@ -319,7 +311,7 @@ class Group:
 
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
         """Let a member that joins again ask for what `new` asks for. `owned`: all that it has not given up, if said."""
-        if (member.topics, member.terms.assignor, member.place) != (new.topics, new.terms.assignor, new.place):
+        if (member.topics, member.terms.assignor, member.order) != (new.topics, new.terms.assignor, new.order):
             self._is_stale = True
         self._leave_lists(member)
         member.client, member.terms, member.topics = new.client, new.terms, new.topics
@@ -421,7 +413,8 @@ class Group:
         self.generation = max(self.generation, self.least) + 1
         asks_all = self._is_stale and self.assignor != COOPERATIVE and bool(ownership.owners)
         if self._is_stale and not asks_all:
-            subscribers = {member.id: member.topics for member in sorted(self.members.values(), key=_place)}
+            preferred = sorted(self.members.values(), key=lambda member: member.order)
+            subscribers = {member.id: member.topics for member in preferred}
             wanted = assign(self.assignor, subscribers, partitions_of, ownership.prior())
             ownership.target = {partition: member for member, partitions in wanted.items() for partition in partitions}
             self._is_stale = False
@@ -447,7 +440,7 @@ class Group:
 
     def view(self) -> GroupView:
         """Return the group as doors show it, its members in the order in which assignors prefer them."""
-        members = tuple(member.view() for member in sorted(self.members.values(), key=_place))
+        members = tuple(member.view() for member in sorted(self.members.values(), key=lambda member: member.order))
         return GroupView(self.name, self.state, self.generation, self.assignor, members, self.left)
 
 
@@ -456,7 +449,3 @@ def check_exists(partition: TopicPartition, exists: Exists) -> None:
     if not exists(partition):
         name = f"{partition.topic}/{partition.partition}"
         raise RequestRefused("unknown_partition", f"{name}: the topic has no such partition")
-
-
-def _place(member: Member) -> tuple[str, str]:
-    return member.place

@@ -5,7 +5,7 @@
     groups.sync | revoked | beat | leave  as in coordinator.py
     await groups.commit(group, member, rows)
 
-Owner       the gateway: one task, from its start to its end.
+Owner       the gateway: one task, from its start to its end. It writes data/gateway.starts once, at its start.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
             beyond the end of a partition; the coordinator hears of it only after it is durable. What it goes beyond,
@@ -16,13 +16,17 @@ Invariant   Each member has at most one listener: who joins under the name of a 
             offset 0, on disk.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
             deletes it. What was committed after that stays.
-Crash       Groups that have committed offsets are restored from the store, and the start is counted (membership.py); nobody
-            joins before that is done. How old the offsets are is for offsets.py to judge, which has a clock that does
-            not jump and gives members the time to come back. So a start forgets nothing.
+            `count_start` never returns a number twice, because the next one is on disk before it returns.
+Crash       Groups that have committed offsets are restored from the store, and the start is counted; nobody joins
+            before that is done. How old the offsets are is for offsets.py to judge, whose clock does not jump, and who
+            gives members the time to come back. So a start forgets nothing. gateway.starts is replaced atomically;
+            where it is missing or damaged, as after a restore, counting goes on from the records' generations.
+Cost        A stat each second; a look at every topic when one came or went, and every _TOPICS_S.
 Memory      As coordinator.py and offsets.py say, and a listener for each member that is connected.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,37 +42,119 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.in_hand import Answer, InHand
-from kmq.gateway.groups.known_topics import Change, KnownTopics
 from kmq.gateway.groups.offset_table import MAX_OFFSET, Committed, Nack
 from kmq.gateway.groups.offsets import GRACE_S, Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
+from kmq.log import topics
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
+from kmq.message import record
 from kmq.wire.requests import Position
 
-# --- lives -----------------------------------------------------------------------------------------------------------
-# data/gateway.starts: how many gateways have served groups here, so that each has generations of its own.
-#
-#     <n>                     decimal, one line
-#
-# Owner       the gateway; written once at its start.
-# Invariant   `begin` never returns a number that it returned before, because the next one is on disk before it returns.
-# Crash       The file is replaced atomically. A missing or damaged file, as after a restore, counts on from `least`.
+# --- starts ----------------------------------------------------------------------------------------------------------
+# data/gateway.starts: one line with the decimal number of gateways that have served groups here, so that each has
+# generations of its own.
 
-NAME = "gateway.starts"
+STARTS = "gateway.starts"
 _MOST_DIGITS = 9
 
 
-def begin(data: str, least: int = 0) -> int:
-    """Return the number of former lives, at least `least`, and count this one. Raises OSError if it cannot be written."""
+def count_start(data: str, least: int = 0) -> int:
+    """Return the number of former starts, at least `least`, and count this one. Raises OSError if it cannot."""
     try:
-        with open(f"{data}/{NAME}", "rb") as file:
+        with open(f"{data}/{STARTS}", "rb") as file:
             text = file.read(_MOST_DIGITS + 2).strip()
     except FileNotFoundError:
         text = b""
     former = max(least, int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0)
-    replace_file(f"{data}/{NAME}", b"%d\n" % (former + 1))
+    replace_file(f"{data}/{STARTS}", b"%d\n" % (former + 1))
     return former
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+_TOPICS_S = 5.0  # between two looks whether a topic has more partitions
+_Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
+
+
+class TopicChange(NamedTuple):
+    """What a look has found.
+
+    partitions_of   all topics with their partitions
+    again           names that were deleted and declared anew
+    young           topics that came or grew since the last look → how many partitions they had before; at the first look
+                    topics that have grown → how many they had at first
+    """
+
+    partitions_of: dict[str, int]
+    again: list[str]
+    young: dict[str, int]
+
+
+class DeclaredTopics:
+    """Followed on disk, and looked at when somebody names one. `changed` is called with each change."""
+
+    def __init__(self, data: str, partitions: Partitions, changed: Callable[[TopicChange], None], log: Logger) -> None:
+        self._data, self._partitions, self._changed, self._log = data, partitions, changed, log
+        self._declared: _Declared = {}
+        self._first: dict[str, int] = {}  # of the first look: topic → partitions before it grew
+        self._has_looked = False
+        self._seen, self._at = 0, 0.0
+        self._why = ""  # why the last look has failed, so that the log says it once
+
+    def __contains__(self, topic: str) -> bool:
+        return topic in self._declared
+
+    async def follow(self) -> None:
+        """Look whether topics came, went, or have more partitions. Call about once a second."""
+        try:
+            seen = os.stat(f"{self._data}/topics").st_mtime_ns
+            if seen == self._seen and time.monotonic() < self._at:
+                return
+            declared = await asyncio.to_thread(self._look_at_all)
+        except (KmqError, OSError) as err:
+            if self._why != str(err):
+                self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
+            self._why = str(err)
+            return
+        self._why = ""
+        self._seen, self._at = seen, time.monotonic() + _TOPICS_S
+        self._take(declared)
+        self._has_looked = True
+        self._first.clear()
+
+    async def know(self, names: Iterable[str]) -> None:
+        """Look at topics that are named now, because they may be younger than the last look."""
+        found = await asyncio.to_thread(self._look_at, names)
+        self._take(self._declared | found)  # not before the look: meanwhile another one may have found more
+
+    def _look_at_all(self) -> _Declared:
+        names = topics.names(self._data)
+        if not self._has_looked:
+            self._first = {name: self._partitions.first_count(name) for name in names}
+        return {name: self._partitions.declared(name) for name in names}
+
+    def _look_at(self, names: Iterable[str]) -> _Declared:
+        there = [n for n in names if record.is_topic_name(n) and os.path.isdir(f"{self._data}/topics/{n}")]
+        return {name: self._partitions.declared(name) for name in there}
+
+    def _take(self, declared: _Declared) -> None:
+        # A topic that is pending keeps its former from_seq: else the router's next word would be its first life.
+        since_of = {name: since for name, (_, since) in self._declared.items()}
+        declared = {
+            name: (count, since_of.get(name) if since is None else since) for name, (count, since) in declared.items()
+        }
+        if declared == self._declared:
+            return
+        again = [name for name, (_, since) in declared.items() if since_of.get(name) not in (None, since)]
+        partitions_of = {name: count for name, (count, _) in declared.items()}
+        if self._has_looked:
+            before = {name: count for name, (count, _) in self._declared.items() if name not in again}
+        else:
+            before = partitions_of | self._first
+        self._declared = declared
+        young = {name: before.get(name, 0) for name, count in partitions_of.items() if before.get(name, 0) < count}
+        self._changed(TopicChange(partitions_of, again, young))
 
 
 # --- membership ------------------------------------------------------------------------------------------------------
@@ -101,13 +187,12 @@ class Groups:
         self.coordinator = Coordinator()  # without groups, until they are restored
         self._settings, self._partitions, self._log = settings, partitions, log
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # group → its commits' turn
-        self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
+        self._topics = DeclaredTopics(settings.data, partitions, self._topics_changed, log)
         self._partitions_of: dict[str, int] = {}
         self._beginning: list[Beginning] = []
         self._listeners: dict[tuple[str, str], Listener] = {}
-        self._watchers: dict[
-            str, set[asyncio.Event]
-        ] = {}  # of readers that wait for what the group's members give back
+        # group → of readers that wait for what its members give back
+        self._watchers: dict[str, set[asyncio.Event]] = {}
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -136,7 +221,7 @@ class Groups:
         highest = {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
         least = max(highest.values(), default=0) // GENERATIONS
         try:
-            starts = await asyncio.to_thread(begin, self._settings.data, least)
+            starts = await asyncio.to_thread(count_start, self._settings.data, least)
         except OSError as err:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False
@@ -150,7 +235,7 @@ class Groups:
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
-    def _topics_changed(self, change: Change) -> None:
+    def _topics_changed(self, change: TopicChange) -> None:
         self._partitions_of = change.partitions_of
         self.in_hand.forget_topics(change.again)
         for topic, before in change.young.items():

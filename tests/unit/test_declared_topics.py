@@ -5,7 +5,7 @@ import threading
 
 from fake_logger import FakeLogger
 
-from kmq.gateway.groups.known_topics import KnownTopics
+from kmq.gateway.groups.membership import DeclaredTopics
 
 PENDING = None
 
@@ -35,7 +35,7 @@ class Declarations:
 def known(data):
     declarations, told = Declarations(data), []
     (data / "topics").mkdir()
-    topics = KnownTopics(str(data), declarations, lambda change: told.append(change), FakeLogger())
+    topics = DeclaredTopics(str(data), declarations, lambda change: told.append(change), FakeLogger())
     return topics, declarations, told
 
 
