@@ -103,15 +103,15 @@ def _first_cells(text):
     return set(re.findall(r"(?m)^\| `?([^`|]+?)`? \|", text))
 
 
-def test_every_log_event_is_in_operations_and_no_other():
+def test_every_log_event_has_its_row_and_no_other():
     code = _all_logged() | set(health.WARNINGS)
-    told = _first_cells(_section("docs/operations.md", "## Log events")) - {"event", "---"}
-    assert code - told == set(), "write them into docs/operations.md, Log events, with what to do"
-    assert told - code == set(), "docs/operations.md explains log events that nothing writes"
+    told = _first_cells((ROOT / "docs/log-events.md").read_text()) - {"event", "---"}
+    assert code - told == set(), "write them into docs/log-events.md, with what to do"
+    assert told - code == set(), "docs/log-events.md explains log events that nothing writes"
 
 
-def test_every_exit_code_is_in_operations_and_no_other():
-    told = _first_cells(_section("docs/operations.md", "## Exit codes")) - {"code", "---"}
+def test_every_exit_code_has_its_row_and_no_other():
+    told = _first_cells(_section("docs/running.md", "## Exit codes")) - {"code", "---"}
     assert told == {str(code) for code in (*errors.EXIT_NAMES, 2)}
 
 
@@ -141,6 +141,11 @@ def test_every_refusal_code_is_in_the_protocol():
     assert told == {row.code for row in refusals.table()}
 
 
+def test_a_page_can_be_read_at_night():
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page, lines in long.items() if lines > 300} <= {"docs/spark.md", "docs/consuming.md"}
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
@@ -167,8 +172,8 @@ def test_every_page_and_decision_is_in_the_list():
     assert pages - links == set()
 
 
-def test_every_metric_is_in_operations_with_its_description():
-    told = re.findall(r"(?m)^\| `(kmq_\w+)` \| (.*?) \| (.*) \|$", _section("docs/operations.md", "## Metrics"))
+def test_every_metric_has_its_row_with_its_description():
+    told = re.findall(r"(?m)^\| `(kmq_\w+)` \| (.*?) \| (.*) \|$", (ROOT / "docs/metrics.md").read_text())
     assert told == [(name, ", ".join(f"`{each}`" for each in labels), help) for name, help, labels in metrics.DECLARED]
 
 
