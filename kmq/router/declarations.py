@@ -1,11 +1,19 @@
 """How a topic comes into force: declared in topic.toml, named by a message, or known by the checkpoint of the last run.
 
+Making a topic that a message names takes six inodes and some milliseconds. Thousands of new topics would keep the lines
+of all other topics waiting. So lines of existing topics go first. A topic that is not made yet is a newcomer, with the
+lines that wait for it, and a few newcomers are made at a time.
+
 Owner       the router process: no other process writes the topic.toml of a topic in force.
 Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their
             name that a message created: those have one partition from the start, which their directory says as well.
             The next checkpoint syncs their file.
+            A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq`
+            of the oldest newcomer are in their logs; no checkpoint covers more.
 Crash       Every topic.toml is replaced atomically. A kill may leave a topic that a message created half made: the next
             start makes it again from the same message. The checkpoint's row of a topic outlives its directory.
+            Waiting lines are in memory only. The next start reads them from the WAL.
+Memory      At most MOST_BYTES of waiting lines; beyond that, all topics are made before anything else is routed.
 """
 
 import os
@@ -167,7 +175,9 @@ class Declarations:
         for name in [name for name in found if name in since]:
             topic = found[name]
             known = Topic(name, counts[name] or topic.partitions, since[name].from_seq, (), *since[name][1:])
-            if name in guessed or not (_is_same(topic, known) or topics.has_grown(known, topic)):
+            is_same = topic.from_seq == known.from_seq and topic.partitioner == known.partitioner
+            is_same &= topic.partitions == known.partitions and list(topic.grown) == list(known.grown)
+            if name in guessed or not (is_same or topics.has_grown(known, topic)):
                 found[name] = known  # a wrong number of partitions would route keys to other queues
                 self._mend(known)
 
@@ -180,26 +190,7 @@ class Declarations:
             found[name].partitions = max(found[name].partitions, partition + 1)
 
 
-def _is_same(one: Topic, other: Topic) -> bool:
-    grown = list(one.grown) == list(other.grown)
-    return grown and (one.partitions, one.from_seq, one.partitioner) == (
-        other.partitions,
-        other.from_seq,
-        other.partitioner,
-    )
-
-
 # --- newcomers -------------------------------------------------------------------------------------------------------
-# Topics that messages have named and the router has not made yet, with the lines that wait for them.
-#
-# Making a topic takes six inodes and some milliseconds. Thousands of new topics would keep the lines of all other topics
-# waiting. So lines of existing topics go first, and a few newcomers are made at a time.
-#
-# Invariant   A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq`
-#             of the oldest newcomer are in their logs; no checkpoint covers more.
-# Crash       Waiting lines are in memory only. The next start reads them from the WAL, like everything after the
-#             checkpoint.
-# Memory      At most MOST_BYTES of waiting lines; beyond that, all topics are made before anything else is routed.
 
 MADE_AT_ONCE = 16  # topics made between two reads of the ring
 MOST_BYTES = 8 * MIB

@@ -1,4 +1,4 @@
-"""The topics in force, the deleted topics, and the limits of each topic.
+"""The topics in force, the deleted topics, and the limits of each topic; and the context that all parts share.
 
 Owner       the router process. Only this module puts a topic in force or ends that.
 Invariant   `table` is always the same object, so the sorter may keep a reference. After the table has changed, cached
@@ -20,14 +20,9 @@ from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 from kmq.message.routing import Table, Topic
 
-# --- context ---------------------------------------------------------------------------------------------------------
-# What every part of the router receives: the data directory, the logger, the clock, and how to wait for room.
-#
-# Owner       the router process. All parts share one object, so no part needs another part just to wait or to log.
-
 
 class Context:
-    """The values and callables that all parts of the router share."""
+    """What all parts of the router share, so that no part needs another part just to wait or to log."""
 
     __slots__ = (
         *("are_recorded", "check", "damaged", "data", "lacks_room", "logger", "make_room", "now_s"),
@@ -56,18 +51,17 @@ class Context:
         with_room(path, self.wait_for_room, lambda: replace_file(path, content))
 
 
-# --- in force --------------------------------------------------------------------------------------------------------
-
-
 class TopicsInForce:
     """The table of topics, with their limits."""
 
-    def __init__(self, context: Context, limits: Limits) -> None:
-        """Begin without topics. `limits`: from the settings, for every topic without limits of its own."""
-        self._context, self.default_limits = context, limits
+    def __init__(self, context: Context, limits: Limits, forget_routes: Callable[[], None]) -> None:
+        """Begin without topics.
+
+        `limits`: from the settings, for every topic without limits of its own. `forget_routes` clears the cached routes.
+        """
+        self._context, self.default_limits, self._forget_routes = context, limits, forget_routes
         self.table = Table()  # with the deleted topics
         self.deleted = deletions.Deleted.of(context.data)
-        self.forget_routes: Callable[[], None] = lambda: None  # the sorter sets it: clears the cached routes
         self._own_limits: dict[str, Limits] = {}
 
     @property
@@ -88,7 +82,7 @@ class TopicsInForce:
         self.raise_format(topic)
         topic.lives = self.deleted.lives.get(topic.name, ())
         self.table[topic.name.encode()] = topic
-        self.forget_routes()
+        self._forget_routes()
 
     def raise_format(self, topic: Topic) -> None:
         """Raise the directory's format if older releases would lead records of this topic to other partitions."""
@@ -104,7 +98,7 @@ class TopicsInForce:
         del self.table[name]
         if topic.name in self.deleted.lives:
             self.table[name] = Topic.gone(topic.name, self.deleted.lives[topic.name])
-        self.forget_routes()
+        self._forget_routes()
 
     def has(self, name: str) -> bool:
         """Return True if a topic of this name is in force."""

@@ -1,14 +1,23 @@
-"""The partition logs of a data directory: the state of each, and the few that are open for writing.
+"""The partition logs of a data directory: the state of each, the few that are open for writing, and their WAL records.
 
-Owner       the router process (lock topics/.owner).
+A log is healed when it is opened, if its end differs from its index, because of damage or because a power cut left the
+index ahead: the lines are written again from the WAL.
+
+Owner       the router process (lock topics/.owner). It reads the WAL only.
 Invariant   At most `most_open` logs are open; the least recently used log is closed first. A log that has been written
             is in `unsynced` until a checkpoint that syncs it has begun.
-Crash       In memory only. A start examines every log (recovery.py).
+            Healing cuts only what the WAL can restore. The exception is a log that was not synced: a power cut may have
+            torn its end.
+            A record that dropped.log names is never read from the WAL. The ranges that are read end where a topic came
+            into force, grew or was deleted, so within a range every routing key leads to the same place.
+Crash       In memory only: a start examines every log (recovery.py). Healing writes the lines in place, then the index.
+            If a kill leaves either half done, the next start heals the log again.
 Memory      A cold partition is one small object, its State.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Iterator
 from itertools import pairwise
 
 from kmq.errors import RetryError
@@ -16,19 +25,16 @@ from kmq.files import Buffer, find_tail, replace_file
 from kmq.log import dropped, segment, wal
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.dropped import SeqRange
-from kmq.log.index import Entry, read_entries
+from kmq.log.index import read_entries
 from kmq.log.partition import PartitionLog, PartitionPlace, State
 from kmq.log.segment import is_stored
 from kmq.message import record
 from kmq.message.routing import Table, Topic, resolve
 from kmq.router.in_force import Context, TopicsInForce
 
-# --- wal records -----------------------------------------------------------------------------------------------------
-# Reads the WAL for the queues: records to be routed, and the records of one partition.
-#
-# Owner       the router process; it reads the WAL only.
-# Invariant   A record that dropped.log names is never returned. The ranges end where a topic came into force, grew or
-#             was deleted, so within a range every routing key leads to the same place.
+MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
+
+# --- the WAL ---------------------------------------------------------------------------------------------------------
 
 
 class WalRecords:
@@ -63,83 +69,16 @@ class WalRecords:
                     yield b"".join(mine)
 
 
-# --- healing ---------------------------------------------------------------------------------------------------------
-# Heals the end of a log that differs from its index, because of damage or because a power cut left the index ahead.
-# The lines are written again from the WAL.
-#
-# Owner       the router process.
-# Invariant   Only what the WAL can restore is cut. The exception is a log that was not synced: a power cut may have torn
-#             its end.
-# Crash       The lines are written in place, then the index. If a kill leaves either half done, the next start heals the
-#             log again.
-
-
-class GoodEnd:
-    """Where an active segment stops being whole: byte, next offset, last line, index entries of the blocks before."""
-
-    __slots__ = ("entries", "last", "offset", "position")
-
-    def __init__(self, position: int, offset: int, last: bytes, entries: Sequence[Entry]) -> None:
-        self.position, self.offset, self.last, self.entries = position, offset, last, entries
-
-
-class EndHealer:
-    """Heals ends of logs from the WAL."""
-
-    def __init__(self, context: Context, records: WalRecords, table: Table) -> None:
-        self._context, self._records, self._table = context, records, table
-
-    def heal(self, log: PartitionLog, damage: DamageError, is_unsynced: bool) -> None:
-        """Write the end of the active segment again, from the WAL. Raises `damage` if the WAL lacks those records.
-
-        `is_unsynced`: the log was written since its last sync, so a power cut explains the damage, which is then no
-        error even if the WAL lacks the records.
-        """
-        state, path, topic = log.state, log.path, self._table[log.topic.encode()]
-        with open(path, "r+b") as file:
-            end = _good_end(file.fileno(), path, state, damage.byte)
-            low = record.seq_of(end.last) + 1 if end.last else topic.from_seq
-            if wal.first_seq(self._context.data) <= low:
-                lost = SeqRange(low, state.last_seq)
-                lines = b"".join(self._records.of_partition(topic, log.number, lost))
-                file.seek(end.position)
-                if file.read() != lines:
-                    self._context.logger.warn(
-                        "queue_healed", file=path, byte=end.position, first_seq=lost.first, last_seq=lost.last
-                    )
-                    file.seek(end.position)
-                    file.write(lines)
-                    file.truncate()
-                state.size += end.position + len(lines) - state.active_bytes
-                state.end_offset = end.offset + lines.count(b"\n")
-            elif not is_unsynced:
-                raise damage
-        replace_file(segment.index_path(path), b"".join(entry.line() for entry in end.entries))
-
-
-def _good_end(fd: int, path: str, state: State, damaged_at: int) -> GoodEnd:
-    tail = find_tail(fd, min(damaged_at, state.active_bytes), is_stored)
-    last = tail.last
-    indexed = read_entries(segment.index_path(path), 1 << 62)
-    entries = [entry for entry, following in pairwise(indexed) if following.position <= tail.size]
-    offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
-    offset += os.pread(fd, tail.size - start, start).count(b"\n")
-    if not last and state.sealed:
-        with open(state.sealed[-1].path, "rb") as sealed:
-            last = find_tail(sealed.fileno(), state.sealed[-1].size, is_stored).last
-    return GoodEnd(tail.size, offset, last, entries)
-
-
 # --- logs ------------------------------------------------------------------------------------------------------------
-
-MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
 
 
 class Logs:
     """The partition logs, by topic and partition."""
 
-    def __init__(self, context: Context, in_force: TopicsInForce, healer: EndHealer, most_open: int = MAX_OPEN) -> None:
-        self._context, self._in_force, self._healer = context, in_force, healer
+    def __init__(
+        self, context: Context, in_force: TopicsInForce, records: WalRecords, most_open: int = MAX_OPEN
+    ) -> None:
+        self._context, self._in_force, self._records = context, in_force, records
         self._most_open = min(most_open, MAX_OPEN)
         self.states: dict[tuple[str, int], State] = {}
         self.unsynced: set[PartitionLog] = set()  # since the last checkpoint
@@ -186,9 +125,35 @@ class Logs:
         except MisplacedError:
             raise  # its bytes may be the only copy of records that belong elsewhere
         except DamageError as err:
-            self._healer.heal(log, err, is_unsynced=log in self.unsynced)
+            self._heal(log, err)
             self.unsynced.add(log)
             log.open(warn, check=check)
+
+    def _heal(self, log: PartitionLog, damage: DamageError) -> None:
+        """Write the end of the active segment again, from the WAL. Raises `damage` if the WAL lacks those records.
+
+        If the log was written since its last sync, a power cut explains the damage, which is then no error even if the
+        WAL lacks the records.
+        """
+        state, path, topic = log.state, log.path, self._in_force.table[log.topic.encode()]
+        with open(path, "r+b") as file:
+            end = _good_end(file.fileno(), path, state, damage.byte)
+            low = record.seq_of(end.last) + 1 if end.last else topic.from_seq
+            if wal.first_seq(self._context.data) <= low:
+                lines = b"".join(self._records.of_partition(topic, log.number, SeqRange(low, state.last_seq)))
+                file.seek(end.position)
+                if file.read() != lines:
+                    self._context.logger.warn(
+                        "queue_healed", file=path, byte=end.position, first_seq=low, last_seq=state.last_seq
+                    )
+                    file.seek(end.position)
+                    file.write(lines)
+                    file.truncate()
+                state.size += end.position + len(lines) - state.active_bytes
+                state.end_offset = end.offset + lines.count(b"\n")
+            elif log not in self.unsynced:
+                raise damage
+        replace_file(segment.index_path(path), b"".join(entry.line() for entry in end.entries))
 
     def restore(self, log: PartitionLog) -> None:
         """Make the directory, file, symlink and index of a log, where they are missing."""
@@ -232,3 +197,22 @@ class Logs:
     def close(self) -> None:
         for log in self._open:
             log.close()
+
+
+class _GoodEnd(namedtuple("_GoodEnd", ("position", "offset", "last", "entries"))):
+    """Where an active segment stops being whole: byte, next offset, last line, index entries of the blocks before."""
+
+    __slots__ = ()
+
+
+def _good_end(fd: int, path: str, state: State, damaged_at: int) -> _GoodEnd:
+    tail = find_tail(fd, min(damaged_at, state.active_bytes), is_stored)
+    last = tail.last
+    indexed = read_entries(segment.index_path(path), 1 << 62)
+    entries = [entry for entry, following in pairwise(indexed) if following.position <= tail.size]
+    offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
+    offset += os.pread(fd, tail.size - start, start).count(b"\n")
+    if not last and state.sealed:
+        with open(state.sealed[-1].path, "rb") as sealed:
+            last = find_tail(sealed.fileno(), state.sealed[-1].size, is_stored).last
+    return _GoodEnd(tail.size, offset, last, entries)

@@ -1,17 +1,16 @@
-"""All partition logs of a data directory: the interface for the router stage. Each job has a module of its own.
-
-    sorting         lines into logs: the hot path                wal_records    the WAL's records for a queue
-    logs            states, and the open logs                    recovery       a start: which log needs a replay
-    in_force        topics, their limits, deleted topics         mending        a log that differs from the checkpoint
-    declarations    how a topic comes into force                 healing        an end that differs from its index
-    topic_changes   changes of topics: records                    checkpoints    when, and what they sync
-    newcomers       topics that are not made yet                 retention, compacted
+"""All partition logs of a data directory: the interface for the router stage; their retention; compacted segments.
 
 Owner       the router process (lock topics/.owner).
 Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of
             deleted topics (sorting.py). The logs on disk are at least what router.ckpt says (recovery.py).
+            Retention deletes a segment only after a checkpoint on disk no longer counts it. The last record of a log
+            always stays.
+            A segment is replaced by a compacted one only while it is sealed and synced, and only by one that covers
+            exactly its records.
 Crash       The logs are copies, and the WAL is the truth. A start examines every log, then replays the WAL from the
-            earliest end of a log (recovery.py).
+            earliest end of a log, and deletes what retention has not deleted since the last checkpoint (recovery.py).
+            remnant.py has the crashes while the last record is kept. A segment that compaction has laid out stays until
+            it is installed or discarded (kmq/log/compaction.py).
 Memory      A cold partition is one small object, its State. At most `most_open` logs have a descriptor.
 """
 
@@ -31,78 +30,14 @@ from kmq.log.partition import PartitionLog, State, directory_of
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Logger
 from kmq.message import record
-from kmq.message.routing import Topic
 from kmq.router.declarations import MADE_AT_ONCE, Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import MAX_OPEN, EndHealer, Logs, WalRecords
-from kmq.router.recovery import Checkpoints, Mender, Recovery
-from kmq.router.sorting import Sorter
+from kmq.router.logs import MAX_OPEN, Logs, WalRecords
+from kmq.router.recovery import Checkpoints, Recovery
+from kmq.router.sorting import Sorter, Target
 from kmq.router.topic_changes import TopicChanges
 
-# --- compacted -------------------------------------------------------------------------------------------------------
-# Installs the segments that compaction has laid out (kmq/log/compaction.py), for topics that declare compaction.
-#
-# Owner       the router process, as the owner of topics/.
-# Invariant   A segment is replaced only while it is sealed and synced, and only by one that covers exactly its records.
-# Crash       See kmq/log/compaction.py: a segment that is laid out stays until it is installed or discarded.
-
-
-class Compacted:
-    """The installer of compacted segments."""
-
-    def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs) -> None:
-        self._context, self._in_force, self._logs = context, in_force, logs
-
-    def install(self) -> bool:
-        """Install the segments that are laid out; return True if a checkpoint has to follow."""
-        is_due = False
-        for sealed in compaction.waiting(self._context.data):
-            topic = self._topic_of(sealed)
-            if topic is None:
-                self._discard(sealed, "topic.toml did not say compact when the router read it")
-                continue
-            log = self._logs.log_of(topic, sealed.partition)
-            if log.unsynced:  # after a swap, sizes no longer reveal a lost write: a checkpoint must sync first
-                is_due = True
-                continue
-            old = _covering(log.state, sealed)
-            if old is None:
-                self._discard(sealed, "retained or rebuilt since")
-                continue
-            saved = old.size - compaction.install(self._context.data, sealed)
-            log.state.size -= saved
-            old.size -= saved
-            self._context.logger.info("segment_compacted", file=old.path, bytes=old.size, saved=saved)
-            is_due = True
-        return is_due
-
-    def _topic_of(self, sealed: compaction.Sealed) -> Topic | None:
-        """Return the topic of a segment; None if it is not in force or not compacted."""
-        topic = self._in_force.table.get(sealed.topic.encode())
-        if topic is None or sealed.partition >= topic.partitions:
-            return None
-        return topic if self._in_force.limits_of(topic.name).cleanup == COMPACT else None
-
-    def _discard(self, sealed: compaction.Sealed, why: str) -> None:
-        self._context.logger.warn("compacted_discarded", file=sealed.place(self._context.data), reason=why)
-        compaction.discard(self._context.data, sealed)
-
-
-def _covering(state: State, sealed: compaction.Sealed) -> Segment | None:
-    """Return the sealed segment with exactly these records; None if there is none."""
-    ends = [*(segment.first for segment in state.sealed), state.base]
-    spans = zip(state.sealed, pairwise(ends), strict=True)
-    return next((segment for segment, span in spans if span == (sealed.first, sealed.end)), None)
-
-
 # --- retention -------------------------------------------------------------------------------------------------------
-# Retention of the queues: seals segments of logs that are over their limits, and deletes their oldest segments.
-#
-# Owner       the router process.
-# Invariant   A segment is deleted only after a checkpoint on disk no longer counts it. The last record of a log always
-#             stays.
-# Crash       After a crash between that checkpoint and the deletion, the next start deletes (recovery.py). remnant.py has
-#             the crashes while the last record is kept.
 
 ROLL_NS = 10_000_000_000  # between two checks of idle logs against their limits
 AT_ONCE = 256  # segments that are sealed or retired in one tick: some ten milliseconds
@@ -221,6 +156,46 @@ class Retention:
         self._logs.unsynced |= unsynced  # the append that waits for room comes after this checkpoint
 
 
+# --- compacted segments ----------------------------------------------------------------------------------------------
+
+
+def install_compacted(context: Context, in_force: TopicsInForce, logs: Logs) -> bool:
+    """Install the segments that compaction has laid out; return True if a checkpoint has to follow."""
+    is_due = False
+    for sealed in compaction.waiting(context.data):
+        topic = in_force.table.get(sealed.topic.encode())
+        is_in_force = topic is not None and sealed.partition < topic.partitions
+        if topic is None or not is_in_force or in_force.limits_of(topic.name).cleanup != COMPACT:
+            _discard(context, sealed, "topic.toml did not say compact when the router read it")
+            continue
+        log = logs.log_of(topic, sealed.partition)
+        if log.unsynced:  # after a swap, sizes no longer reveal a lost write: a checkpoint must sync first
+            is_due = True
+            continue
+        old = _covering(log.state, sealed)
+        if old is None:
+            _discard(context, sealed, "retained or rebuilt since")
+            continue
+        saved = old.size - compaction.install(context.data, sealed)
+        log.state.size -= saved
+        old.size -= saved
+        context.logger.info("segment_compacted", file=old.path, bytes=old.size, saved=saved)
+        is_due = True
+    return is_due
+
+
+def _discard(context: Context, sealed: compaction.Sealed, why: str) -> None:
+    context.logger.warn("compacted_discarded", file=sealed.place(context.data), reason=why)
+    compaction.discard(context.data, sealed)
+
+
+def _covering(state: State, sealed: compaction.Sealed) -> Segment | None:
+    """Return the sealed segment with exactly these records; None if there is none."""
+    ends = [*(segment.first for segment in state.sealed), state.base]
+    spans = zip(state.sealed, pairwise(ends), strict=True)
+    return next((segment for segment, span in spans if span == (sealed.first, sealed.end)), None)
+
+
 # --- queues ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,19 +217,18 @@ class Queues:
         first, because it must never be ahead of the WAL. `most_open`: maximum of open logs.
         """
         context = self.context = Context(data, wait_for_room, log, wal_is_synced)
-        in_force = self.in_force = TopicsInForce(context, limits or Limits())
+        routes: dict[bytes, Target] = {}
+        in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
         records = WalRecords(context, in_force.table)
-        logs = self.logs = Logs(context, in_force, EndHealer(context, records, in_force.table), most_open)
+        logs = self.logs = Logs(context, in_force, records, most_open)
         self.declarations = Declarations(context, in_force, logs)
-        self.sorter = Sorter(context, in_force, logs, self.declarations, records)
+        self.sorter = Sorter(context, in_force, logs, self.declarations, records, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
         self.retention = Retention(context, in_force, logs, self.checkpoints)
-        self._compacted = Compacted(context, in_force, logs)
-        self._changes = TopicChanges(context, in_force, logs, self.declarations, self.sorter, self.checkpoints)
-        self._changes.retain = self.retention.roll_over
-        self.sorter.change = self._changes.apply
-        mender = Mender(context, in_force, records)
-        self._recovery = Recovery(context, in_force, logs, self.declarations, self.checkpoints, mender)
+        self.changes = TopicChanges(
+            context, in_force, logs, self.declarations, self.sorter, self.checkpoints, self.retention.roll_over
+        )
+        self._recovery = Recovery(context, in_force, logs, self.declarations, self.checkpoints, records)
 
     @property
     def count(self) -> int:
@@ -284,11 +258,11 @@ class Queues:
     def recover(self, high: int, check: Callable[[], None]) -> None:
         """Complete every log from the WAL, up to the durable seq `high`. `check` is called during all long work."""
         self.context.check = check
-        self._changes.finish_deletions()
+        self.changes.finish_deletions()
         replay_from = self._recovery.run(high)
-        self._changes.recovered(self._recovery.checkpoint_seq)
+        self.changes.recovered(self._recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
-        self.sorter.replay(SeqRange(replay_from, high))
+        self.replay(replay_from, high)
         self.adopt_declarations()
         self.context.make_room = self._make_room
 
@@ -301,7 +275,7 @@ class Queues:
         for at, block in enumerate(blocks):
             if _is_change(block):  # between the lines before it and those behind it
                 written += self._route(blocks[begin:at]) + self.sorter.make_topics()
-                self._changes.apply(bytes(block.data))
+                self.changes.apply(bytes(block.data))
                 written += self._route([block])
                 begin = at + 1
         written += self._route(blocks[begin:])
@@ -322,15 +296,15 @@ class Queues:
 
     def replay(self, first: int, last: int) -> None:
         """Route the records first…last from the WAL, without dropped ones; each log skips what it has."""
-        self.sorter.replay(SeqRange(first, last))
+        self.sorter.replay(SeqRange(first, last), self.changes.apply)
 
     def set_limits_early(self) -> None:
         """Set the limits that were asked for since the last call, before their records come."""
-        self._changes.set_early()
+        self.changes.set_early()
 
     def adopt_declarations(self) -> None:
         """Carry out the requests and adopt the declarations that were made since the last call."""
-        self._changes.carry_out()
+        self.changes.carry_out()
 
     def tick(self) -> None:
         """Do the periodic work: index lines, declarations, sealing, retention, checkpoints; call once a second."""
@@ -339,7 +313,7 @@ class Queues:
         self.adopt_declarations()
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:
-            compacted = self._compacted.install()
+            compacted = install_compacted(self.context, self.in_force, self.logs)
             if not self.retention.retire() and (compacted or self.checkpoints.is_due):
                 self.checkpoints.start()
 
@@ -354,12 +328,12 @@ class Queues:
 
     def _make_room(self) -> None:
         self.retention.make_room()
-        while self._changes.sweep():
+        while self.changes.sweep():
             self.context.check()
 
     def sweep(self) -> bool:
         """Remove some files of deleted topics; return True if more are left."""
-        return self._changes.sweep()
+        return self.changes.sweep()
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is on disk."""

@@ -1,10 +1,14 @@
-"""Recovery at a start: what every log holds, and from which seq on the WAL has to be replayed.
+"""Checkpoints, and recovery from them at a start: what every log holds, and from which seq on the WAL is replayed.
 
-Owner       the router process, before it routes anything.
-Invariant   After `run` each log is a prefix of what the WAL routes there, without what retention deleted. The replay
-            begins at the earliest end of a log. Records that the WAL no longer has are reported, never made up.
-Crash       Every step may be repeated. The next checkpoint syncs a log that was mended. After a crash before that, the
-            next start mends it again.
+Owner       the router process; recovery runs before it routes anything.
+Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt
+            names it. No checkpoint covers more than `routed_seq`, and none has a topic that is not made yet.
+            After recovery each log is a prefix of what the WAL routes there, without what retention deleted. A record
+            gets the offset it had. Where records are lost for good, their offsets stay empty, and the router logs them
+            (`unrecoverable`). If damage rather than a power cut may be the cause, only torn ends are cut.
+Crash       router.ckpt is the old or the new one, whole. Recovery finds again what was in memory here. Each of its steps
+            may be repeated: what was mended is synced by the next checkpoint; after a crash before that, the next start
+            mends it again.
 """
 
 import os
@@ -28,189 +32,8 @@ from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import Logs, WalRecords
 from kmq.router.sorting import Sorter
 
-# --- mending ---------------------------------------------------------------------------------------------------------
-# Mends a log that differs from the checkpoint: cuts torn ends, and writes missing records from the WAL.
-#
-# Owner       the router process, at a start.
-# Invariant   A record gets the offset it had. Where records are lost for good, their offsets stay empty, and the router
-#             logs them (`unrecoverable`). If damage rather than a power cut may be the cause, only torn ends are cut.
-# Crash       What was mended is not synced yet, so after a kill or a power cut the next start mends the log again.
-
-
-class Row:
-    """A partition, and what the checkpoint says of it (`known`)."""
-
-    __slots__ = ("known", "number", "topic")
-
-    def __init__(self, topic: Topic, number: int, known: State) -> None:
-        self.topic, self.number, self.known = topic, number, known
-
-
-class Mended:
-    """A mended log: its state, the seq from which it needs a replay (None: it needs none), files to be synced."""
-
-    __slots__ = ("dirty", "needed", "state")
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.needed: int | None = None
-        self.dirty: list[str] = []
-
-
-class Mender:
-    """Mends logs at a start."""
-
-    def __init__(self, context: Context, in_force: TopicsInForce, records: WalRecords) -> None:
-        self._context, self._in_force, self._records = context, in_force, records
-
-    def mend(self, row: Row, segments: list[Segment], wal_range: WalRange) -> Mended:
-        """Cut torn ends, and fill gaps in front of whole segments."""
-        for part in segments:
-            reader.check_place(part.path, part.first, by_seq=False)
-        known = row.known
-        # Without a checkpoint, retention may have deleted the front, or it was lost; the WAL may still have it.
-        may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
-        remains = recover(segments, known, wal_range, known.start if may_begin else segments[0].first)
-        mended = Mended(remains.state)
-        where = self._path_of(row, remains)
-        if remains.cut:
-            self._context.logger.warn("torn_tail_cut", file=where, bytes=remains.cut, last_seq=remains.state.last_seq)
-        mended.dirty += self._complete_indexes(remains.touched)
-        self._find_missing_end(row, remains, mended, wal_range)
-        for gap in remains.gaps:
-            mended.dirty += self.fill(row, gap, is_end=gap.end == mended.state.end_offset)
-        if remains.gaps:
-            segments = segment.survey(directory_of(self._context.data, row.topic.name, row.number))
-            mended.state.start, mended.state.size = segments[0].first, sum(part.size for part in segments)
-        return mended
-
-    def _path_of(self, row: Row, remains: Remains) -> str:
-        """Return the file that a warning about a log names."""
-        if remains.segments:
-            return remains.segments[-1].path
-        directory = directory_of(self._context.data, row.topic.name, row.number)
-        return f"{directory}/{segment.name(row.known.start)}"
-
-    def _complete_indexes(self, touched: list[Segment]) -> list[str]:
-        """Complete the indexes of sealed segments; return the files to be synced."""
-        dirty = [part.path for part in touched]
-        for part in touched:
-            if not lost_index.is_whole(part.path):
-                continue  # whether it may get one again is for `may_have_index` to say
-            try:  # a damaged segment must not get a new crc: readers refuse it until it is repaired
-                reader.indexed_end(part.path, part.first, by_seq=False)
-            except DamageError as err:
-                self._context.logger.error("damaged", file=part.path, reason=err)
-                self._context.damaged(err)
-                continue
-            IndexWriter.complete(part.path, part.first, self._context.wait_for_room, self._context.check)
-            dirty.append(segment.index_path(part.path))
-        return dirty
-
-    def may_have_index(self, row: Row, segments: Sequence[Segment], number: int, end: int) -> None:
-        """Check that a segment that has lost its index may get one again; raises DamageError if not. `end`: its end."""
-        table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
-
-        def contradiction(line: bytes) -> str:
-            seq = record.seq_of(line)
-            route = resolve(table, record.routing_key_of(line), seq)
-            if route.topic != name or row.topic.partition_of(route, seq) != row.number:
-                return f"its record {seq} belongs to another queue"
-            return lost_index.wal_contradiction(data, line)
-
-        lost_index.check(segments, number, False, end, contradiction, self._context.check)
-
-    def _find_missing_end(self, row: Row, remains: Remains, mended: Mended, wal_range: WalRange) -> None:
-        """Decide how a short log gets its missing end: from the replay (`needed`), or as one more gap."""
-        state, known = remains.state, row.known
-        is_short = state.end_offset < known.end_offset
-        needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
-        if is_short or remains.gaps:
-            starts = [gap.seqs.first for gap in remains.gaps]
-            self._context.logger.warn(
-                "queue_short",
-                file=self._path_of(row, remains),
-                bytes=state.size,
-                expected_bytes=known.size,
-                rebuilt_from_seq=min([*starts, needed] if is_short else starts),
-            )
-        if not is_short:
-            return
-        if needed < wal_range.first:
-            # A replay would begin with the oldest record of the WAL, and give it a wrong offset. As a gap, the records
-            # are numbered from its end.
-            into = remains.segments[-1] if remains.segments else None
-            remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
-            state.end_offset, state.last_seq = known.end_offset, known.last_seq
-            return
-        mended.needed = needed
-        if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
-            mended.state = self._in_force.first_state(row.topic.name, row.number)
-
-    def fill(self, row: Row, gap: Gap, is_end: bool) -> list[str]:
-        """Write the records of a gap from the WAL; return the files to be synced.
-
-        Records that the WAL no longer has are reported.
-        """
-
-        def blocks() -> Iterator[bytes]:
-            return self._records.of_partition(row.topic, row.number, gap.seqs)
-
-        has = sum(lines.count(b"\n") for lines in blocks())
-        missing = gap.end - gap.first
-        lost, skip = max(0, missing - has), max(0, has - missing)
-        if lost:
-            has_from = next((record.seq_of(lines) for lines in blocks()), gap.seqs.last + 1)
-            self._report_lost(row, gap, lost, has_from)
-        if lost == missing and not is_end:
-            return []
-        log = self._log_into(row, gap, lost)
-        log.open(self._context.logger.warn, was_cut=True)
-        for lines in _without_first(blocks(), skip):  # retention had deleted the first ones
-            log.append(lines, lines.count(b"\n"), record.seq_of(lines), record.seq_of(wal.last_line(lines)))
-        log.seal()
-        log.close()
-        return log.unsynced
-
-    def _report_lost(self, row: Row, gap: Gap, lost: int, has_from: int) -> None:
-        self._context.logger.error(
-            "unrecoverable",
-            topic=row.topic.name,
-            partition=row.number,
-            first_offset=gap.first,
-            last_offset=gap.first + lost - 1,
-            first_seq=gap.seqs.first,
-            last_seq=has_from - 1,
-            reason="no longer in the WAL",
-        )
-
-    def _log_into(self, row: Row, gap: Gap, lost: int) -> PartitionLog:
-        """Return a log that writes into a gap: the segment that was cut, else a new one behind the lost records."""
-        begin = gap.first + lost
-        state = State(begin, gap.seqs.first - 1, 0, begin)
-        if gap.into is not None and not lost:
-            state = State(gap.first, gap.seqs.first - 1, gap.into.size, gap.into.first)
-        place = PartitionPlace(self._context.data, row.topic.name, row.number)
-        limits = self._in_force.limits_of(row.topic.name)
-        return PartitionLog(place, state, self._context.wait_for_room, limits)
-
-
-def _without_first(blocks: Iterator[bytes], skip: int) -> Iterator[bytes]:
-    """Yield blocks of whole lines, without the first `skip` lines."""
-    for lines in blocks:
-        count = lines.count(b"\n")
-        if skip < count:
-            yield lines if not skip else b"\n".join(lines.split(b"\n")[skip:])
-        skip = max(0, skip - count)
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
-# Decides when a checkpoint is due, what it has to sync, and what it says. kmq/log/checkpoint.py writes the file.
-#
-# Owner       the router process.
-# Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt
-#             names it. No checkpoint covers more than `routed_seq`, and none has a topic that is not made yet.
-# Crash       router.ckpt is the old or the new one, whole. Recovery finds again what was in memory here.
+# When a checkpoint is due, what it has to sync, and what it says. kmq/log/checkpoint.py writes the file.
 
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay, so that it is ready in a second even after a kill
@@ -270,6 +93,15 @@ class Checkpoints:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
+class Row:
+    """A partition, and what the checkpoint says of it (`known`)."""
+
+    __slots__ = ("known", "number", "topic")
+
+    def __init__(self, topic: Topic, number: int, known: State) -> None:
+        self.topic, self.number, self.known = topic, number, known
+
+
 class Recovery:
     """Examines all logs at a start."""
 
@@ -280,10 +112,10 @@ class Recovery:
         logs: Logs,
         declarations: Declarations,
         checkpoints: Checkpoints,
-        mender: Mender,
+        records: WalRecords,
     ) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
-        self._declarations, self._checkpoints, self._mender = declarations, checkpoints, mender
+        self._declarations, self._checkpoints, self._records = declarations, checkpoints, records
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
 
     def run(self, high: int) -> int:
@@ -329,9 +161,7 @@ class Recovery:
         was_there, is_changed = bool(segments), not fits(segments, row.known)
         state, needed = State(*row.known.values()), None
         if is_changed:
-            mended = self._mender.mend(row, segments, wal_range)
-            state, needed = mended.state, mended.needed
-            self._checkpoints.dirty += mended.dirty
+            state, needed = self._mend(row, segments, wal_range)
             segments = segment.survey(directory)
         if segments:
             state.set_segments(segments)
@@ -343,14 +173,126 @@ class Recovery:
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
 
-    def _lacks_link_or_index(self, row: Row, state: State) -> bool:
-        active = f"topics/{row.topic.name}/{row.number}/{segment.name(state.base)}"
-        try:
-            if os.readlink(f"{self._context.data}/{row.topic.log_names()[row.number]}") != active:
-                return True
-        except OSError:
-            return True
-        return not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
+    # --- a log that differs from the checkpoint -----------------------------------------------------------------------
+
+    def _mend(self, row: Row, segments: list[Segment], wal_range: WalRange) -> tuple[State, int | None]:
+        """Cut torn ends, and write missing records before whole segments from the WAL.
+
+        Return the state, and the seq from which the log needs a replay (None: it needs none).
+        """
+        for part in segments:
+            reader.check_place(part.path, part.first, by_seq=False)
+        known = row.known
+        # Without a checkpoint, retention may have deleted the front, or it was lost; the WAL may still have it.
+        may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
+        remains = recover(segments, known, wal_range, known.start if may_begin else segments[0].first)
+        where = self._path_of(row, remains)
+        if remains.cut:
+            self._context.logger.warn("torn_tail_cut", file=where, bytes=remains.cut, last_seq=remains.state.last_seq)
+        self._checkpoints.dirty += self._complete_indexes(remains.touched)
+        state, needed = self._find_missing_end(row, remains, wal_range)
+        for gap in remains.gaps:
+            self._checkpoints.dirty += self._fill(row, gap, is_end=gap.end == state.end_offset)
+        if remains.gaps:
+            segments = segment.survey(directory_of(self._context.data, row.topic.name, row.number))
+            state.start, state.size = segments[0].first, sum(part.size for part in segments)
+        return state, needed
+
+    def _path_of(self, row: Row, remains: Remains) -> str:
+        """Return the file that a warning about a log names."""
+        if remains.segments:
+            return remains.segments[-1].path
+        directory = directory_of(self._context.data, row.topic.name, row.number)
+        return f"{directory}/{segment.name(row.known.start)}"
+
+    def _complete_indexes(self, touched: list[Segment]) -> list[str]:
+        """Complete the indexes of sealed segments; return the files to be synced."""
+        dirty = [part.path for part in touched]
+        for part in touched:
+            if not lost_index.is_whole(part.path):
+                continue  # `_restore_indexes` decides whether it may get one again
+            try:  # a damaged segment must not get a new crc: readers refuse it until it is repaired
+                reader.indexed_end(part.path, part.first, by_seq=False)
+            except DamageError as err:
+                self._context.logger.error("damaged", file=part.path, reason=err)
+                self._context.damaged(err)
+                continue
+            IndexWriter.complete(part.path, part.first, self._context.wait_for_room, self._context.check)
+            dirty.append(segment.index_path(part.path))
+        return dirty
+
+    def _find_missing_end(self, row: Row, remains: Remains, wal_range: WalRange) -> tuple[State, int | None]:
+        """Decide how a short log gets its missing end: as one more gap, or from a replay. Return what `_mend` returns."""
+        state, known = remains.state, row.known
+        is_short = state.end_offset < known.end_offset
+        needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
+        if is_short or remains.gaps:
+            starts = [gap.seqs.first for gap in remains.gaps]
+            self._context.logger.warn(
+                "queue_short",
+                file=self._path_of(row, remains),
+                bytes=state.size,
+                expected_bytes=known.size,
+                rebuilt_from_seq=min([*starts, needed] if is_short else starts),
+            )
+        if not is_short:
+            return state, None
+        if needed < wal_range.first:
+            # A replay would begin with the oldest record of the WAL, and give it a wrong offset. As a gap, the records
+            # are numbered from its end.
+            into = remains.segments[-1] if remains.segments else None
+            remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
+            state.end_offset, state.last_seq = known.end_offset, known.last_seq
+            return state, None
+        if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
+            state = self._in_force.first_state(row.topic.name, row.number)
+        return state, needed
+
+    def _fill(self, row: Row, gap: Gap, is_end: bool) -> list[str]:
+        """Write the records of a gap from the WAL; return the files to be synced.
+
+        Records that the WAL no longer has are reported.
+        """
+
+        def blocks() -> Iterator[bytes]:
+            return self._records.of_partition(row.topic, row.number, gap.seqs)
+
+        has = sum(lines.count(b"\n") for lines in blocks())
+        missing = gap.end - gap.first
+        lost, skip = max(0, missing - has), max(0, has - missing)
+        if lost:
+            has_from = next((record.seq_of(lines) for lines in blocks()), gap.seqs.last + 1)
+            self._context.logger.error(
+                "unrecoverable",
+                topic=row.topic.name,
+                partition=row.number,
+                first_offset=gap.first,
+                last_offset=gap.first + lost - 1,
+                first_seq=gap.seqs.first,
+                last_seq=has_from - 1,
+                reason="no longer in the WAL",
+            )
+        if lost == missing and not is_end:
+            return []
+        log = self._log_into(row, gap, lost)
+        log.open(self._context.logger.warn, was_cut=True)
+        for lines in _without_first(blocks(), skip):  # retention had deleted the first ones
+            log.append(lines, lines.count(b"\n"), record.seq_of(lines), record.seq_of(wal.last_line(lines)))
+        log.seal()
+        log.close()
+        return log.unsynced
+
+    def _log_into(self, row: Row, gap: Gap, lost: int) -> PartitionLog:
+        """Return a log that writes into a gap: the segment that was cut, else a new one behind the lost records."""
+        begin = gap.first + lost
+        state = State(begin, gap.seqs.first - 1, 0, begin)
+        if gap.into is not None and not lost:
+            state = State(gap.first, gap.seqs.first - 1, gap.into.size, gap.into.first)
+        place = PartitionPlace(self._context.data, row.topic.name, row.number)
+        limits = self._in_force.limits_of(row.topic.name)
+        return PartitionLog(place, state, self._context.wait_for_room, limits)
+
+    # --- links and indexes --------------------------------------------------------------------------------------------
 
     def _restore_indexes(self, row: Row, segments: Sequence[Segment], end: int) -> None:
         """Write the indexes again that are lost or torn: no reader believes a segment without.
@@ -363,7 +305,7 @@ class Recovery:
                 continue
             is_active = number == len(segments) - 1
             try:
-                self._mender.may_have_index(row, segments, number, ends[number])
+                self._check_index_may_be_made(row, segments, number, ends[number])
                 if is_active:
                     log = self._logs.log_of(row.topic, row.number)
                     self._logs.restore(log)
@@ -378,6 +320,28 @@ class Recovery:
                 continue
             context.logger.warn("index_restored", file=segment.index_path(part.path))
 
+    def _check_index_may_be_made(self, row: Row, segments: Sequence[Segment], number: int, end: int) -> None:
+        """Check that a segment that has lost its index may get one again; raises DamageError if not. `end`: its end."""
+        table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
+
+        def contradiction(line: bytes) -> str:
+            seq = record.seq_of(line)
+            route = resolve(table, record.routing_key_of(line), seq)
+            if route.topic != name or row.topic.partition_of(route, seq) != row.number:
+                return f"its record {seq} belongs to another queue"
+            return lost_index.wal_contradiction(data, line)
+
+        lost_index.check(segments, number, False, end, contradiction, self._context.check)
+
+    def _lacks_link_or_index(self, row: Row, state: State) -> bool:
+        active = f"topics/{row.topic.name}/{row.number}/{segment.name(state.base)}"
+        try:
+            if os.readlink(f"{self._context.data}/{row.topic.log_names()[row.number]}") != active:
+                return True
+        except OSError:
+            return True
+        return not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
+
 
 def _settle(directory: str, known: State) -> list[Segment]:
     """Finish a retention that a kill interrupted, and return the segments of the log."""
@@ -390,3 +354,12 @@ def _settle(directory: str, known: State) -> list[Segment]:
         segments = segment.survey(directory)  # the kill came after their removal
     segment.settle(directory)
     return segments
+
+
+def _without_first(blocks: Iterator[bytes], skip: int) -> Iterator[bytes]:
+    """Yield blocks of whole lines, without the first `skip` lines."""
+    for lines in blocks:
+        count = lines.count(b"\n")
+        if skip < count:
+            yield lines if not skip else b"\n".join(lines.split(b"\n")[skip:])
+        skip = max(0, skip - count)

@@ -37,16 +37,20 @@ class Sorter:
     """Routes lines, with a cache of routing keys."""
 
     def __init__(
-        self, context: Context, in_force: TopicsInForce, logs: Logs, declarations: Declarations, records: WalRecords
+        self,
+        context: Context,
+        in_force: TopicsInForce,
+        logs: Logs,
+        declarations: Declarations,
+        records: WalRecords,
+        routes: dict[bytes, Target],
     ) -> None:
-        self._context, self._in_force, self._records = context, in_force, records
+        """Take the parts of the router. `routes`: the cache, which `in_force` clears when its topics have changed."""
+        self._context, self._in_force, self._records, self._routes = context, in_force, records, routes
         self._create = declarations.create
         self._table, self._log_of, self._deliver = in_force.table, logs.log_of, logs.deliver
         self.newcomers = Newcomers()
-        self.change: Callable[[bytes], object] = lambda line: None  # carries out a record of topic_records.py
         self._making: Newcomer | None = None  # its lines are being written to their log
-        self._routes: dict[bytes, Target] = {}
-        in_force.forget_routes = self._routes.clear
         self.sorted_seq = 0
         self.routed_bytes = 0  # since the start of the process
 
@@ -98,15 +102,18 @@ class Sorter:
         self.routed_bytes += written
         return written
 
-    def replay(self, seqs: SeqRange) -> None:
-        """Route records from the WAL, without dropped ones; each log skips what it has."""
+    def replay(self, seqs: SeqRange, change: Callable[[bytes], object]) -> None:
+        """Route records from the WAL, without dropped ones; each log skips what it has.
+
+        `change` carries out the record of a change of a topic.
+        """
         for first, last in self._records.ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
                 for part, is_change in topic_changes.parts(lines):
                     if is_change:
                         self.make_topics()  # of lines before this replay: they are older than the change
-                        self.change(part)
+                        change(part)
                     self.routed_bytes += self._route_lines([part])
                     self.make_topics()
                 self._context.check()

@@ -1,6 +1,6 @@
 """Changes of topics: declarations, limits, growth, deletion. Each is a record of the WAL (kmq/log/topic_changes.py).
 
-Owner       the router process: commands only submit requests (kmq/log/topic_changes.py), the framer numbers them.
+Owner       the router process: commands only submit requests, and the framer makes records of them.
 Invariant   A change is carried out between the lines before its record and those behind it, with the seq of the record,
             whenever that is: at once, or in a replay. A deleted topic's last seq is on disk in `deletions` before any of
             its files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
@@ -52,10 +52,11 @@ class TopicChanges:
         declarations: Declarations,
         sorter: Sorter,
         checkpoints: Checkpoints,
+        retain: Callable[[], None],
     ) -> None:
-        self._context, self._in_force, self._logs = context, in_force, logs
+        """Take the parts of the router. `retain` seals and deletes what is over its limits, at once."""
+        self._context, self._in_force, self._logs, self._retain = context, in_force, logs, retain
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
-        self.retain: Callable[[], None] = lambda: None  # seals and deletes what is over its limits, at once
         self._read_mtime = 0  # mtime of topics/ when it was last read
         self._final = self._last_seq = 0  # see `recovered`
         self._early: set[str] = set()  # requests whose limits are set before their record
@@ -142,7 +143,7 @@ class TopicChanges:
             elif change.verb == topic_changes.DELETE:
                 self._delete(change, when)
             elif change.verb == topic_changes.RETAIN:
-                self.retain()
+                self._retain()
             else:
                 raise ConfigError(f"unknown request {change.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:
@@ -265,7 +266,9 @@ class TopicChanges:
             self._sync_wal()
             deletion = deletions.Deletion(name, topic.from_seq, last_seq, when.ts, ends)
             self._in_force.write_deletions([*all_deletions, deletion])
-        self._forget(topic)
+        self._logs.forget(topic)
+        self._checkpoints.forget(topic)
+        self._in_force.forget(topic)
         if not has_had_records:  # no seq distinguishes it from a later topic of its name
             self._checkpoints.start()
             self._checkpoints.finish()
@@ -276,11 +279,6 @@ class TopicChanges:
         self._context.logger.info(
             "topic_deleted", topic=name, from_seq=topic.from_seq, last_seq=last_seq, messages=sum(ends)
         )
-
-    def _forget(self, topic: Topic) -> None:
-        self._logs.forget(topic)
-        self._checkpoints.forget(topic)
-        self._in_force.forget(topic)
 
     def _remove(self, topic: Topic) -> None:
         """Remove the directory of a topic: its name and some of its files now, the rest by `sweep`."""

@@ -20,7 +20,7 @@ from kmq.message.routing import Topic
 from kmq.router import logs, queues
 from kmq.router.declarations import MADE_AT_ONCE
 from kmq.router.queues import Queues
-from kmq.router.recovery import Mender
+from kmq.router.recovery import Recovery
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -491,7 +491,7 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
     made.close()
     _, lost, *_ = segment.survey(f"{data}/topics/t/0")
     os.unlink(lost.path)
-    signs, before_and_after, fill = [], [], Mender.fill
+    signs, before_and_after, fill = [], [], Recovery._fill
 
     def counted(*args, **named):
         before_and_after.append(len(signs))
@@ -499,7 +499,7 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
         before_and_after.append(len(signs))
         return filled
 
-    monkeypatch.setattr(Mender, "fill", counted)
+    monkeypatch.setattr(Recovery, "_fill", counted)
     again = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=2000))
     again.recover(400, lambda: signs.append(None))
     again.close()

@@ -273,7 +273,7 @@ def test_a_bad_request_is_refused_once_and_removed(data, what):
         queues.tick()
         framer.declarations._due = framer.declarations._seen_ns = 0
         for change in framer.declarations.due():
-            queues.sorter.change(b"99|1732190000.000001|" + topic_changes.encode(change, b"1.0") + b"\n")
+            queues.changes.apply(b"99|1732190000.000001|" + topic_changes.encode(change, b"1.0") + b"\n")
     assert not path.exists() and len(queues.context.logger.of("request_refused")) == 1
     assert Path(data, "topics/orders/topic.toml").read_bytes() == before
     queues.close()
