@@ -5,31 +5,31 @@ from pathlib import Path
 
 # Checkpoints and index notes after every group, where due: what is made now and then is made all the time.
 _HURRIED = """
-from kmq.framing import checkpointer
-from kmq.router import checkpoints, queues
+from kmq.framing import dedupe
+from kmq.router import queues, recovery
 
 def route(self, blocks, route=queues.Queues.route):
     written = route(self, blocks)
     self.tick()
     return written
 
-checkpointer.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
-checkpoints.CHECKPOINT_NS = 1_000_000_000
+dedupe.CHECKPOINT_BYTES = recovery.CHECKPOINT_BYTES = 1 << 20
+recovery.CHECKPOINT_NS = 1_000_000_000
 queues.Queues.route = route
 """
 
 
 _BRISK = """
-from kmq import stage
+from kmq.broker import stage
 
 stage.DRAIN_S = 1.0
 """
 
 
 _SAVING = """
-from kmq.framing import checkpointer
+from kmq.framing import dedupe
 
-checkpointer.CHECKPOINT_S = 1.0
+dedupe.CHECKPOINT_S = 1.0
 """
 
 

@@ -679,7 +679,7 @@ MUTANTS = [
     ),
     Mutant(
         "a change is not carried out in a replay",
-        [("kmq/router/sorting.py", "                        self.change(part)\n", "                        pass\n")],
+        [("kmq/router/sorting.py", "                        change(part)\n", "                        pass\n")],
         [RECORDS],
     ),
     Mutant(

@@ -32,7 +32,7 @@ from kmq.router.queues import Queues
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
-CHANGES = ("declarations.py", "topic_changes.py", "topic_records.py", "requests.py", "deletions.py", "in_force.py")
+CHANGES = ("framing/topics.py", "declarations.py", "topic_changes.py", "deletions.py", "in_force.py")
 
 
 def content(data: Path) -> dict[str, bytes | str]:
