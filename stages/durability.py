@@ -24,7 +24,7 @@ from functools import partial
 
 from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
-from kmq.broker.stage import OomKills, RoomWaits, SlowSyncs, Stage, main
+from kmq.broker.stage import OomKills, SlowSyncs, Stage, main, wait_for_ring
 from kmq.config.states import InForce
 from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
@@ -44,7 +44,7 @@ class Durability:
     def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
-        self.waits, self.syncs = RoomWaits(stage.row, stage.check), SlowSyncs(stage.row)
+        self.syncs = SlowSyncs(stage.row)
         self.admission = Admission(stage.settings, lambda: stage.row.bytes)
         self.in_force = InForce(stage.settings)
         wal.limits = Limits.of(self.in_force.settings)
@@ -180,7 +180,7 @@ class Durability:
             if not block.count or block.first_seq < durable.last.next_seq:
                 continue
             if not durable.has_room(len(block.data), block.count):
-                self.waits.wait(durable, len(block.data), block.count)
+                wait_for_ring(self.stage.row, self.stage.check, durable, len(block.data), block.count)
             durable.append(Framed(block.data, block.stamp))
         self.stage.beat()
 

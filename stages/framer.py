@@ -25,7 +25,7 @@ import time
 from functools import partial
 
 from kmq.broker.clock import AgeClock, HeldTimes
-from kmq.broker.stage import RoomWaits, Stage, main
+from kmq.broker.stage import Stage, main, wait_for_ring
 from kmq.framing import blocks
 from kmq.framing.blocks import Batch, frame
 from kmq.framing.dedupe import Checkpointer
@@ -83,7 +83,6 @@ class Framer:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
         self._messages, self._bytes = stage.row.messages, stage.row.bytes  # to read the row costs more than to write it
-        self.waits = RoomWaits(stage.row, stage.check)
         self.held_times = HeldTimes(stage.row, stage.log)
         self.table, is_behind = remember(stage, ring, self.now)
         done = Received(ring.last.birth, ring.last.position)
@@ -129,7 +128,7 @@ class Framer:
             count = framed.stamp.count
             nbytes = len(framed.lines) + len(framed.replies)
             if not ring.has_room(nbytes, count):
-                self.waits.wait(ring, nbytes, count)
+                wait_for_ring(row, stage.check, ring, nbytes, count)
             staging.append(framed, swaps=is_last and not batch.more)
             source.committed(framed.received)
             self._messages += count

@@ -105,7 +105,7 @@ def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
     topics = f"{settings.data}/topics"
-    stage.holdings.give_way(f"{settings.data}/append/.owner", stage.who)
+    stage.give_way(f"{settings.data}/append/.owner")
     owner = stage.own(f"{topics}/.owner", f"queues {topics}", traces=f"{topics}/*/*/*.log")
     ring = stage.wait_for("ring durable, from durability", partial(stage.attach_ring, "durable"))
     assert isinstance(ring, RingReader)

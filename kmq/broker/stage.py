@@ -1,7 +1,17 @@
-"""What every stage has besides its job: settings, the stats row, signals, waiting, and its exit.
+"""What every stage has besides its job: settings, the stats row, signals, what it holds, waiting, and its exit.
 
 A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S,
 and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
+
+Holds       Lock files, and ends of rings. Other processes find the stage by their names.
+Invariant   A stage whose lock file, ring or bell was removed always ends (exit code 75). If it continued, no process
+            could find it, and a second stage of its kind could start beside it.
+            A stage that gives way to a lock ends (exit code 69) once another broker holds that lock. So where two
+            brokers meet on one directory, one of them gets all of it.
+            One log line always says why the stage has ended.
+Delays      The stats page says how the stage is delayed, so that one look at the page can judge it (health.py): waits
+            for room in a ring, slow syncs, kills for lack of memory.
+Not covered Kills before the stats page was made, and a kill that ends the whole container: its cgroup is gone then.
 """
 
 import contextlib
@@ -10,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kmq import files
 from kmq.broker.data_directory import open_page
@@ -18,11 +28,13 @@ from kmq.broker.stats import ADMISSIONS, ENDED, STATES, Row
 from kmq.config.settings import DRAIN_S, Settings, load
 from kmq.errors import EXIT_OK, BusyError, ConfigError, KmqError, Stopped, of_os_error
 from kmq.files import keep_others_out
+from kmq.links import received
 from kmq.links.doorbell import RemovedError
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe, is_of_another_broker
-from kmq.links.ring import RingWriter
+from kmq.links.received import ReceivedReader, ReceivedWriter
+from kmq.links.ring import RingReader, RingWriter
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
@@ -30,79 +42,17 @@ from kmq.logfmt import Logger
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
 if TYPE_CHECKING:
-    from kmq.links.received import ReceivedReader, ReceivedWriter
-    from kmq.links.ring import RingReader, RingWriter
-
-    End = RingWriter | RingReader | ReceivedWriter | ReceivedReader
     from typing import TypeVar
 
     _End = TypeVar("_End", RingReader, ReceivedReader)
-    from collections.abc import Iterator
-
-    from kmq.broker.stats import Row
-
-
-# --- holdings --------------------------------------------------------------------------------------------------------
-# What a stage holds under a name: lock files, and ends of rings. Other processes find the stage by these names.
-#
-# Invariant   A stage whose lock file, ring or bell was removed always ends (exit code 75). If it went on, no process could find
-#             it, and a second stage of its kind could start beside it.
-#             A stage that gives way to a lock ends (exit code 69) once another broker holds that one. So where two
-#             brokers meet on one directory, one of them gets all of it.
-
-
-class Holdings:
-    """The lock files and rings of one stage."""
-
-    def __init__(self, log: Logger) -> None:
-        self._log = log
-        self._held: list[FileLock | End] = []
-        self._rings: list[End] = []
-        self._first: tuple[FileLock, str] | None = None
-
-    def add(self, lock: FileLock) -> None:
-        """Watch a lock file from now on."""
-        self._held.append(lock)
-
-    def add_ring(self, ring: "End") -> None:
-        """Watch a ring from now on."""
-        self._held.append(ring)
-        self._rings.append(ring)
-
-    def give_way(self, path: str, who: str) -> None:
-        """Hold nothing beside another broker that holds the lock file `path`. `who`: this stage, as locks name it."""
-        self._first = FileLock(path), who
-
-    def check(self) -> None:
-        """Raise RemovedError if something was removed or replaced, BusyError if this stage has to give way."""
-        if self._first is not None:
-            lock, who = self._first
-            if is_of_another_broker(holder := lock.holder(), who) and lock.is_held():
-                raise BusyError(f"{lock.path} is held by {holder}: one broker per directory")
-        for held in self._held:
-            if not held.is_in_place():
-                raise RemovedError(
-                    f"{held.path}: it, or a bell of it, was removed or replaced while this broker used it;"
-                    " nothing acknowledged is lost"
-                )
-
-    def rewrite_rings(self) -> None:
-        """Write removed rings again, with their messages, for the stages that start next.
-
-        Whoever removes them may be in the middle of it: systemd's RemoveIPC takes the semaphores first.
-        """
-        time.sleep(LOOK_S)
-        for ring in self._rings:
-            if not os.path.exists(ring.path) and ring.may_write_again():
-                with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL
-                    ring.write_again()
-                    self._log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
-
-
-# --- stage -----------------------------------------------------------------------------------------------------------
 
 _SPACE_POLL_S = 0.25  # between two attempts to write to a full disk: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # between two looks for a missing peer
+
+
+def _supervisor() -> int:
+    """Return the pid of the supervisor that started this stage (argument `--with`); 0: something else started it."""
+    return int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
 
 
 def _is_any(pattern: str) -> bool:
@@ -110,11 +60,6 @@ def _is_any(pattern: str) -> bool:
     from glob import iglob  # few starts need it
 
     return bool(pattern) and next(iglob(pattern), "") != ""
-
-
-def _supervisor() -> int:
-    """Return the pid of the supervisor that started this stage (argument `--with`); 0: something else started it."""
-    return int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
 
 
 class Stage:
@@ -133,8 +78,9 @@ class Stage:
             self.log.warn("retired_settings_ignored", names=",".join(settings.retired), effect=effect)
         self.who = describe(name, settings.data, settings.instance)
         self.owns_row = False
-        self.holdings = Holdings(self.log)
-        self._check_holdings_at = 0
+        self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader] = []
+        self._gives_way_to: FileLock | None = None
+        self._check_held_at = 0
         # Readable after a signal. Register it in every poll: otherwise Python would resume the wait after the handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -166,51 +112,73 @@ class Stage:
             if not _supervisor() and self.row.state_name in ENDED:  # else a supervisor says it, or the row is in use
                 self.row.end_of(os.getpid(), 0, err.exit_code)
             raise
-        self.holdings.add(owner)
+        self._held.append(owner)
         if owner.is_new and _is_any(traces):
             self.log.warn(
                 "lock_file_missing", file=path, effect=f"waiting {NOTICE_S:g} s for a holder to notice that too"
             )
-            self._sit_out(NOTICE_S)
+            until = time.monotonic() + NOTICE_S
+            while time.monotonic() < until:  # without a heartbeat: the row is not ours yet
+                time.sleep(_PEER_POLL_S)
+                self._check_held()
         self.owns_row = True
         self.row.begin(_supervisor())
         return owner
 
-    def _sit_out(self, seconds: float) -> None:
-        """Wait before the row of the stats page is ours, so without a heartbeat."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            time.sleep(_PEER_POLL_S)
-            self.holdings.check()
+    def give_way(self, path: str) -> None:
+        """Hold nothing beside another broker that holds the lock file `path`."""
+        self._gives_way_to = FileLock(path)
 
-    def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
+    def _check_held(self) -> None:
+        """Raise RemovedError if something was removed or replaced, BusyError if this stage has to give way."""
+        lock = self._gives_way_to
+        if lock is not None and is_of_another_broker(holder := lock.holder(), self.who) and lock.is_held():
+            raise BusyError(f"{lock.path} is held by {holder}: one broker per directory")
+        for held in self._held:
+            if not held.is_in_place():
+                raise RemovedError(
+                    f"{held.path}: it, or a bell of it, was removed or replaced while this broker used it;"
+                    " nothing acknowledged is lost"
+                )
+
+    def rewrite_rings(self) -> None:
+        """Write removed rings again, with their messages, for the stages that start next.
+
+        Whoever removes them may be in the middle of it: systemd's RemoveIPC takes the semaphores first.
+        """
+        time.sleep(LOOK_S)
+        for ring in self._held:
+            if isinstance(ring, FileLock) or os.path.exists(ring.path) or not ring.may_write_again():
+                continue
+            with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL
+                ring.write_again()
+                self.log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
+
+    def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> RingWriter:
         """Return the writing end of a ring. `first_seq` gives the start of a new ring: next seq, last recv_ts (µs).
 
         While a stage still reads a ring whose name was removed, no new ring is made: both rings would continue from the
         same seq.
         """
-        from kmq.links.ring import RingWriter
 
         def make() -> tuple[int, int]:
             self._await_reader(name)
             return first_seq()
 
         ring = RingWriter(self.settings.instance, name, self.ring_identity(name), self.who, make, self.log)
-        self.holdings.add_ring(ring)
+        self._held.append(ring)
         return ring
 
-    def open_received(self) -> "ReceivedWriter":
+    def open_received(self) -> ReceivedWriter:
         """Return the writing end of the ring `received`."""
-        from kmq.links import received
-
-        ring = received.ReceivedWriter(
+        ring = ReceivedWriter(
             self.settings.instance,
             received.identity(self.data_id, self.settings.max_line),
             self.who,
             self.log,
             before_make=lambda: self._await_reader(received.NAME),
         )
-        self.holdings.add_ring(ring)
+        self._held.append(ring)
         return ring
 
     def _await_reader(self, name: str) -> None:
@@ -219,20 +187,16 @@ class Stage:
             what = f"the end of the stage that reads a removed ring {name}: {reader.holder()}"
             self.wait_for(what, lambda: None if reader.is_held() else True)
 
-    def attach_ring(self, name: str) -> "RingReader | None":
+    def attach_ring(self, name: str) -> RingReader | None:
         """Return the reading end of a ring; None until its writer has made the ring."""
-        from kmq.links.ring import RingReader
-
         return self._attach(
             name, lambda: RingReader.attach(self.settings.instance, name, self.ring_identity(name), self.who)
         )
 
-    def attach_received(self) -> "ReceivedReader | None":
+    def attach_received(self) -> ReceivedReader | None:
         """Return the reading end of the ring `received`; None while ingress has not made it."""
-        from kmq.links.received import NAME, ReceivedReader
-
         return self._attach(
-            NAME, lambda: ReceivedReader.attach(self.settings.instance, self.data_id, self.who, self.acks)
+            received.NAME, lambda: ReceivedReader.attach(self.settings.instance, self.data_id, self.who, self.acks)
         )
 
     def _attach(self, name: str, attach: "Callable[[], _End | None]") -> "_End | None":
@@ -245,8 +209,7 @@ class Stage:
         if ring is None:
             lock.release()
         else:
-            self.holdings.add(lock)
-            self.holdings.add_ring(ring)
+            self._held += lock, ring
         return ring
 
     def _reader_lock(self, name: str) -> str:
@@ -260,10 +223,10 @@ class Stage:
     def beat(self) -> None:
         """Write a heartbeat. Raises RemovedError if a lock file, a ring or a bell of this stage was removed."""
         self.row.heartbeat = now = time.monotonic_ns()
-        if now >= self._check_holdings_at:
-            self._check_holdings_at = now + int(LOOK_S * 1e9)
+        if now >= self._check_held_at:
+            self._check_held_at = now + int(LOOK_S * 1e9)
             self.page.keep_in_place(self.name)
-            self.holdings.check()
+            self._check_held()
 
     def check(self) -> None:
         """Write a heartbeat. Raises Stopped when the time to drain is over. Call in every wait."""
@@ -318,6 +281,99 @@ class Stage:
         return make_identity(self.data_id, settings.ring_slots, settings.ring_bytes, extra, policy)
 
 
+# --- delays ----------------------------------------------------------------------------------------------------------
+
+SLOW_NS = 1_000_000_000  # of a sync: a disk for a database takes 1 to 30 ms, a network disk up to 100
+_PAUSE_NS = 2_000_000_000  # a ring that had room for so long is not full any more
+_LAST_SYNCS = (1 << 16) - 1
+_CGROUP = "/sys/fs/cgroup"
+_OOM_LOOK_S = 10.0
+
+
+def wait_for_ring(row: Row, check: Callable[[], None], ring: RingWriter, nbytes: int, count: int) -> None:
+    """Return when a block of this size fits into the ring, and note the wait in the row. Call only if it does not fit.
+
+    `waits_since` is when the wait for this block began, `waited_at` when the last wait ended, and `full_since` when the
+    first of the waits began that followed each other closely.
+    """
+    row.waits_since = now = time.monotonic_ns()
+    if now - row.waited_at > _PAUSE_NS:
+        row.full_since = now
+    ring.wait_for_room(nbytes, count, check)
+    row.waits_since, row.waited_at = 0, time.monotonic_ns()
+
+
+class SlowSyncs:
+    """Remembers which of the last syncs were slow."""
+
+    def __init__(self, row: Row) -> None:
+        self._row, self._slow = row, 0
+
+    def observe(self, seconds: float) -> None:
+        """Count one sync."""
+        is_slow = seconds * 1e9 > SLOW_NS
+        self._slow = (self._slow << 1 | is_slow) & _LAST_SYNCS
+        self._row.slow_syncs = self._slow.bit_count()
+        if is_slow:
+            self._row.slow_sync_at = time.monotonic_ns()
+
+
+def _oom_counts(proc: str, top: str) -> Iterator[str]:
+    """Yield the files that may have the kernel's count of kills, the nearest first.
+
+    Version 2 of cgroups counts in memory.events, version 1 in memory.oom_control. A container sees its cgroup at the top.
+    """
+    with contextlib.suppress(OSError), open(f"{proc}/self/cgroup", encoding="ascii", errors="replace") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            path = path.rstrip("/")
+            if not controllers:
+                yield f"{top}{path}/memory.events"
+            elif "memory" in controllers.split(","):
+                yield f"{top}/memory{path}/memory.oom_control"
+    yield f"{top}/memory.events"
+    yield f"{top}/memory/memory.oom_control"
+
+
+def _kills_in(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
+
+
+class OomKills:
+    """How often the kernel has killed a process of this cgroup: the words `oom_kills`, `oom_at`, `oom_seen` of a row.
+
+    `look` reads one small file, at most once in 10 s.
+    """
+
+    def __init__(self, row: Row, proc: str = "/proc", top: str = _CGROUP) -> None:
+        self._row, self._due = row, 0.0
+        self._path = next((path for path in _oom_counts(proc, top) if _kills_in(path) is not None), "")
+
+    def look(self) -> None:
+        """Bring the row up to the kernel's count. The kernel begins at 0 again with a new container."""
+        now = time.monotonic()
+        if not self._path or now < self._due:
+            return
+        self._due = now + _OOM_LOOK_S
+        count, row = _kills_in(self._path), self._row
+        if count is None:
+            return
+        seen = row.oom_seen - 1 if row.oom_seen else count  # the first look only learns where the kernel is
+        new = count - seen if count >= seen else count
+        if new:
+            row.oom_kills += new
+            row.oom_at = int(time.time())
+        row.oom_seen = count + 1
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
 def main(name: str, run: Callable[[Stage], None]) -> int:
     """Run one stage to its end and return its exit code. One log line always says why the stage has ended."""
     keep_others_out()
@@ -336,7 +392,7 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
         if isinstance(err, RemovedError) and stage is not None:
-            stage.holdings.rewrite_rings()
+            stage.rewrite_rings()
         if isinstance(err, DamageError) and stage is not None and stage.owns_row and not stage.row.damage:
             stage.row.found_damage()  # once, although each start finds it again
     if stage is not None and stage.owns_row:
@@ -344,103 +400,3 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         stage.row.end(code)
     log.info("stopped", exit_code=code, reason=reason)
     return code
-
-
-# --- waits -----------------------------------------------------------------------------------------------------------
-# What a stage tells of its own delays, so that one look at the stats page can judge them (health.py).
-#
-# Words       RoomWaits: since when the ring behind this stage has been full (`full_since`), since when the present block
-#             waits (`waits_since`), and when the last wait ended (`waited_at`).
-#             SlowSyncs: how many of the last 16 syncs were slow, and when the last of those returned.
-
-SLOW_NS = 1_000_000_000  # of a sync: a disk for a database takes 1 to 30 ms, a network disk up to 100
-_PAUSE_NS = 2_000_000_000  # a ring that had room for so long is not full any more
-_LAST = (1 << 16) - 1
-
-
-class RoomWaits:
-    """Waits for room in a ring, and notes it."""
-
-    def __init__(self, row: Row, check: Callable[[], None]) -> None:
-        self._row, self._check = row, check
-
-    def wait(self, ring: RingWriter, nbytes: int, count: int) -> None:
-        """Return when a block of this size fits. Call only if it does not fit now."""
-        row = self._row
-        row.waits_since = now = time.monotonic_ns()
-        if now - row.waited_at > _PAUSE_NS:
-            row.full_since = now
-        ring.wait_for_room(nbytes, count, self._check)
-        row.waits_since, row.waited_at = 0, time.monotonic_ns()
-
-
-class SlowSyncs:
-    """Remembers which of the last syncs were slow."""
-
-    def __init__(self, row: Row) -> None:
-        self._row, self._slow = row, 0
-
-    def observe(self, seconds: float) -> None:
-        """Count one sync."""
-        is_slow = seconds * 1e9 > SLOW_NS
-        self._slow = (self._slow << 1 | is_slow) & _LAST
-        self._row.slow_syncs = self._slow.bit_count()
-        if is_slow:
-            self._row.slow_sync_at = time.monotonic_ns()
-
-
-# --- oom -------------------------------------------------------------------------------------------------------------
-# How often the kernel has killed a process of this cgroup for lack of memory.
-#
-# Version 2 counts it in memory.events, version 1 in memory.oom_control. A container sees its own cgroup at the top.
-# Not covered Kills before the stats page was made, and a kill that ends the whole container: its cgroup is gone then.
-
-_TOP = "/sys/fs/cgroup"
-_LOOK_S = 10.0
-
-
-def _files(proc: str, top: str) -> "Iterator[str]":
-    """Yield where the count may be, the nearest file first."""
-    with contextlib.suppress(OSError), open(f"{proc}/self/cgroup", encoding="ascii", errors="replace") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            path = path.rstrip("/")
-            if not controllers:
-                yield f"{top}{path}/memory.events"
-            elif "memory" in controllers.split(","):
-                yield f"{top}/memory{path}/memory.oom_control"
-    yield f"{top}/memory.events"
-    yield f"{top}/memory/memory.oom_control"
-
-
-def _count(path: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii", errors="replace") as file:
-        for line in file:
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    return None
-
-
-class OomKills:
-    """The words `oom_kills`, `oom_at` and `oom_seen` of one row. `look` reads one small file, at most once in 10 s."""
-
-    def __init__(self, row: "Row", proc: str = "/proc", top: str = _TOP) -> None:
-        self._row, self._due = row, 0.0
-        self._path = next((path for path in _files(proc, top) if _count(path) is not None), "")
-
-    def look(self) -> None:
-        """Bring the row up to the kernel's count. The kernel begins at 0 again with a new container."""
-        now = time.monotonic()
-        if not self._path or now < self._due:
-            return
-        self._due = now + _LOOK_S
-        count, row = _count(self._path), self._row
-        if count is None:
-            return
-        seen = row.oom_seen - 1 if row.oom_seen else count  # the first look only learns where the kernel is
-        new = count - seen if count >= seen else count
-        if new:
-            row.oom_kills += new
-            row.oom_at = int(time.time())
-        row.oom_seen = count + 1

@@ -38,7 +38,7 @@ from kmq.message.routing import AnyTopic
 #             lies here and bytes that ingress has put there; any other writer of the FIFO may have made it up. Bytes
 #             before `done` are never looked at: ingress may have overwritten them. Nothing is framed from there either,
 #             so a control line that speaks of them does nothing.
-# Removed     Whoever notices first writes the ring again (holdings.py). Until then a control line may speak of a ring
+# Removed     Whoever notices first writes the ring again (broker/stage.py). Until then a control line may speak of a ring
 #             that is not here, or of bytes that only the new file has. It must not pass for a made-up one, because its
 #             lines would be lost: we wait for the ring, or end and begin anew with the new file.
 

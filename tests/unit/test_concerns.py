@@ -314,13 +314,16 @@ class NarrowRing:
 
 def test_a_wait_for_room_is_in_the_page_while_it_lasts_and_close_waits_are_one(page):
     row, seen = page.rows["framer"], []
-    room = stage.RoomWaits(row, lambda: seen.append("beat"))
+
+    def check():
+        seen.append("beat")
+
     ring = NarrowRing(lambda: seen.append((row.waits_since, row.full_since)))
-    room.wait(ring, 100, 1)
-    room.wait(ring, 100, 1)
+    stage.wait_for_ring(row, check, ring, 100, 1)
+    stage.wait_for_ring(row, check, ring, 100, 1)
     (first, since), (second, still) = [entry for entry in seen if entry != "beat"]
     assert first == since == still < second, "the second began within two seconds of the first"
     assert row.waits_since == 0 and row.waited_at > second
     row.waited_at -= 3 * S
-    room.wait(ring, 100, 1)
+    stage.wait_for_ring(row, check, ring, 100, 1)
     assert row.full_since > second, "three seconds with room in between"
