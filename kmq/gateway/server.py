@@ -124,7 +124,6 @@ class Gateway:
         self.core = Core(settings, page, log, self.strangers)
         self.broker = self.core.broker
         self.certificates = certificates(settings, log, self.row)
-        self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
         self.health = Health()
         self.doors = Doors(settings, self.strangers)
@@ -132,19 +131,23 @@ class Gateway:
         streams = Streams(STREAMS)
         self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
-        self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
+        self.groups = Groups(settings, self.offsets, self.core.partitions, log)
+        self.keeper = OffsetKeeper(settings, self.row, self.offsets, log, self.groups.is_alive, self.groups.forgotten)
+        admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
+        self.stalled = StalledGroups(self.row, self.groups, admin, settings.group_stalled)
+        self.requests = Requests(admin.lags)
         self.compacting = Compacting(settings, log)
         self.consumers = Consumers(
-            settings, self.core.waking, self.tokens, self.strangers, self.requests, self.core.partitions
+            settings,
+            self.core.waking,
+            self.tokens,
+            self.strangers,
+            self.requests,
+            self.core.partitions,
+            self.core.fetching.damaged.note,
         )
-        self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.redelivery = Redelivery(self.groups, self.core)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)
-        self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
-        admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
-        self.requests.lags = admin.lags
-        self.stalled = StalledGroups(self.row, self.groups, admin, settings.group_stalled)
-        self.consumers.damaged = self.core.fetching.damaged.note
         self.overview = Overview(self.core, self.groups)
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
         self.changes = Changes(log, self.overview.events.add)

@@ -19,7 +19,7 @@ from kmq.gateway.core.compactor import Compacting
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.groups import offsets as keeping
 from kmq.gateway.groups import offsets as store_module
-from kmq.gateway.groups.offset_table import TOPIC, Nack, Place, decode_payload, routing_key, scan
+from kmq.gateway.groups.offset_table import TOPIC, Nack, RowKey, decode_payload, routing_key, scan
 from kmq.gateway.groups.offsets import LIMITS, Commit, OffsetKeeper, OffsetStore
 from kmq.log import identity, topic_changes
 
@@ -348,7 +348,7 @@ def talk(pod, *lines):
 
 
 def test_a_stranger_writes_no_offsets(pod):
-    place = Place("stranger", "orders", 0)
+    place = RowKey("stranger", "orders", 0)
     line = routing_key(place) + b"|1|1|offset=1 ts=1.000 member= generation=0 metadata="
     assert talk(pod, b"!hello acks=1 producer=s", line)[1] == b"!err 1 reserved_topic"
     assert talk(pod, b"!hello acks=1 reserved=1 token=local.00")[0].startswith(b"!err 0 unauthorized reserved=1 needs")

@@ -524,15 +524,14 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
         os.makedirs(f"{data}/topics/{directory}")
     topics.make(data, "t", topics.Declaration(1, 1, {"cleanup": "compact"}))
     passes.write(data, {("t", 0): passes.Pass(1, 0, 0, None, 1)})
-    requests = metrics.Requests()
-    requests.count("Produce", "OK", 0.003)
-    requests.count_egress("CONSUME", "OK")
-    requests.count_http("consume", "OK", 0.2)
 
     async def lags():
         return [("g", "t", 0, 3, 1.5)]
 
-    requests.lags = lags
+    requests = metrics.Requests(lags)
+    requests.count("Produce", "OK", 0.003)
+    requests.count_egress("CONSUME", "OK")
+    requests.count_http("consume", "OK", 0.2)
     within(PATIENCE_S, requests.look())
     text = metrics.page(broker, requests).decode()
     for name, help, _ in metrics.DECLARED:

@@ -20,7 +20,7 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import Committed, RowKey, encode_payload, routing_key
 from kmq.gateway.groups.offsets import Commit, OffsetStore
 from kmq.gateway.groups.redelivery import Reader, Turn
 from kmq.gateway.groups.terms import Client, Terms
@@ -34,7 +34,7 @@ ME = Client("test", "127.0.0.1")
 
 
 def commit(group, offset, ts, topic="t", number=0):
-    return b"%b|0|1|%b" % (routing_key(Place(group, topic, number)), encode_payload(Committed(offset, ts)))
+    return b"%b|0|1|%b" % (routing_key(RowKey(group, topic, number)), encode_payload(Committed(offset, ts)))
 
 
 @asynccontextmanager

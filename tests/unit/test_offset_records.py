@@ -11,7 +11,7 @@ from kmq.gateway.groups.offset_table import (
     Committed,
     Nack,
     OffsetTable,
-    Place,
+    RowKey,
     decode_key,
     decode_payload,
     encode_key,
@@ -22,11 +22,11 @@ from kmq.message.routing import Table, resolve
 
 ODD = "a.b|c;d%e f\n\x00é/~-_@!+𝄞"
 PLACES = [
-    Place("g", "orders", 0),
-    Place("g", "jobs.eu", 1023, 2**62),
-    Place(ODD, "t", 7),
-    Place(ODD, "x.y", 7, 0),
-    Place("1", "2", 3),
+    RowKey("g", "orders", 0),
+    RowKey("g", "jobs.eu", 1023, 2**62),
+    RowKey(ODD, "t", 7),
+    RowKey(ODD, "x.y", 7, 0),
+    RowKey("1", "2", 3),
 ]
 ROWS = [
     Committed(0, 1700000000.125),
@@ -59,7 +59,7 @@ def test_a_payload_is_read_as_it_was_written(row):
 def test_a_commit_can_be_read_by_a_person():
     commit = Committed(42, 1700000000.125, "worker-1", 3, "a b")
     assert encode_payload(commit) == b"offset=42 ts=1700000000.125 member=worker-1 generation=3 metadata=a%20b"
-    assert encode_key(Place("billing.eu", "orders", 2)) == b"billing%2Eeu.orders.2"
+    assert encode_key(RowKey("billing.eu", "orders", 2)) == b"billing%2Eeu.orders.2"
 
 
 def test_records_are_found_among_stored_lines_with_and_without_a_mark():
@@ -139,7 +139,7 @@ def test_a_record_lies_in_its_topic_and_any_name_is_a_legal_line():
 
 
 def put(table, group, seq, offset=1, partition=0):
-    table.put(Place(group, "t", partition), Committed(offset, 1.0, seq=seq))
+    table.put(RowKey(group, "t", partition), Committed(offset, 1.0, seq=seq))
 
 
 def test_the_row_with_the_higher_seq_stays_in_whatever_order_rows_come():
@@ -147,9 +147,9 @@ def test_the_row_with_the_higher_seq_stays_in_whatever_order_rows_come():
     for seq, offset in ((5, 50), (9, 90), (7, 70)):
         put(table, "g", seq, offset)
     assert table.commits_of("g")["t", 0].offset == 90
-    table.drop(Place("g", "t", 0), 8)
+    table.drop(RowKey("g", "t", 0), 8)
     assert table.groups == ["g"]
-    table.drop(Place("g", "t", 0), 9)
+    table.drop(RowKey("g", "t", 0), 9)
     assert table.groups == [] and table.rows == 0
 
 
@@ -157,9 +157,9 @@ def test_rows_of_groups_are_counted_and_gone_groups_leave_nothing():
     table = OffsetTable()
     put(table, "a", 1)
     put(table, "b", 2)
-    table.put(Place("a", "t", 0, 17), Nack(1, 2.0, seq=3))
+    table.put(RowKey("a", "t", 0, 17), Nack(1, 2.0, seq=3))
     assert table.groups == ["a", "b"] and table.rows == 3
-    assert [place for place, _ in table.rows_of("a")] == [Place("a", "t", 0), Place("a", "t", 0, 17)]
+    assert [place for place, _ in table.rows_of("a")] == [RowKey("a", "t", 0), RowKey("a", "t", 0, 17)]
     for place, row in [*table.rows_of("a"), *table.rows_of("b")]:
         table.drop(place, row.seq)
     assert table.groups == [] and vars(table)["_bytes"] == 0
@@ -171,24 +171,22 @@ def test_a_full_table_refuses_what_is_new_and_takes_what_is_known(monkeypatch):
     put(table, "a", 1)
     put(table, "b", 2)
     with pytest.raises(RequestRefused, match="2 groups") as refused:
-        table.check_room("c", {Place("c", "t", 0): ROWS[0]})
+        table.check_room("c", {RowKey("c", "t", 0): ROWS[0]})
     assert refused.value.code == "offsets_full"
     monkeypatch.setattr(offset_table, "MAX_BYTES", 2 * (offset_table.ROW_BYTES + 2))
-    table.check_room("a", {Place("a", "t", 0): ROWS[2]})
+    table.check_room("a", {RowKey("a", "t", 0): ROWS[2]})
     with pytest.raises(RequestRefused, match="delete some groups"):
-        table.check_room("a", {Place("a", "t", 1): ROWS[0]})
+        table.check_room("a", {RowKey("a", "t", 1): ROWS[0]})
 
 
 def test_a_partition_keeps_so_many_messages_that_were_given_back(monkeypatch):
     monkeypatch.setattr(offset_table, "MAX_NACKS", 1)
     table = OffsetTable()
-    table.put(Place("g", "t", 0, 17), Nack(1, 2.0, seq=3))
-    table.check_room("g", {Place("g", "t", 0, 17): ROWS[4], Place("g", "t", 1, 17): ROWS[4]})
+    table.put(RowKey("g", "t", 0, 17), Nack(1, 2.0, seq=3))
+    table.check_room("g", {RowKey("g", "t", 0, 17): ROWS[4], RowKey("g", "t", 1, 17): ROWS[4]})
     with pytest.raises(RequestRefused, match="wait to be delivered again"):
-        table.check_room("g", {Place("g", "t", 0, 18): ROWS[4]})
+        table.check_room("g", {RowKey("g", "t", 0, 18): ROWS[4]})
 
 
 def test_the_log_of_a_directory_without_offsets_is_empty(tmp_path):
-    from kmq.gateway.groups.offset_table import OffsetLog
-
-    assert OffsetLog(str(tmp_path), FakeLogger()).read() == []
+    assert offset_table.read_log(str(tmp_path), FakeLogger()) == ([], 0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kmq.gateway.groups.offset_table import Committed, OffsetTable, Place
+from kmq.gateway.groups.offset_table import Committed, OffsetTable, RowKey
 
 
 class Counted(dict):
@@ -21,7 +21,7 @@ class Counted(dict):
 def test_the_furthest_offset_of_a_partition_is_that_of_some_group(seed):
     chance, table, rows = random.Random(seed), OffsetTable(), {}
     for seq in range(1, 400):
-        place = Place(f"g{chance.randrange(4)}", "t", chance.randrange(2))
+        place = RowKey(f"g{chance.randrange(4)}", "t", chance.randrange(2))
         if chance.random() < 0.2:
             rows.pop(place, None)
             table.drop(place, seq)
@@ -37,6 +37,6 @@ def test_a_question_after_a_commit_costs_no_look_at_every_group():
     table = OffsetTable()
     table._groups = groups = Counted()
     for seq in range(100):
-        table.put(Place(f"g{seq}", "t", 0), Committed(seq, 0.0, seq=seq))
+        table.put(RowKey(f"g{seq}", "t", 0), Committed(seq, 0.0, seq=seq))
         table.furthest(("t", 0))
     assert groups.looks == 1

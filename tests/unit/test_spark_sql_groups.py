@@ -6,7 +6,7 @@ import pytest
 from log_server import up
 from made_data import append, write_data
 
-from kmq.gateway.groups.offset_table import Committed, Nack, Place, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import Committed, Nack, RowKey, encode_payload, routing_key
 from kmq.log import topics
 from kmq.spark.sql import shell
 
@@ -14,7 +14,7 @@ ORDERS = [b"orders.k%d|0|%d|x" % (n % 5, n) for n in range(10)]
 
 
 def line(row, *place):
-    return routing_key(Place(*place)) + b"|0||" + (encode_payload(row) if row else b"")
+    return routing_key(RowKey(*place)) + b"|0||" + (encode_payload(row) if row else b"")
 
 
 COMMITS = [

@@ -525,7 +525,8 @@ def _family(timed: Timed, seen: Snapshot) -> Family:
 class Requests:
     """The metrics of requests, which the gateway counts itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None) -> None:
+        """`lags` says how far the groups are."""
         self.registry = CollectorRegistry()
         self._requests = Counter(*GRPC_REQUESTS, registry=self.registry)
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
@@ -536,11 +537,11 @@ class Requests:
         ProcessCollector(registry=self.registry)
         self._lag = Gauge(*GROUP_LAG, registry=self.registry)
         self._lag_seconds = Gauge(*GROUP_LAG_SECONDS, registry=self.registry)
-        self.lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None  # the gateway sets it
+        self._lags = lags
 
     async def look(self) -> None:
         """Look how far the groups are; call before each scrape."""
-        rows = await self.lags() if self.lags is not None else ()
+        rows = await self._lags() if self._lags is not None else ()
         self._lag.clear()
         self._lag_seconds.clear()
         for group, topic, partition, messages, seconds in rows:

@@ -1,6 +1,10 @@
-"""The rows of all groups in memory: what each committed, and which messages it gave back.
+"""The rows of all groups: what each committed, and which messages it gave back. Their records, and their table.
 
 Invariant   Of two rows for one place the one with the higher seq stays, in whatever order they arrive.
+Damage      A record that is no row is skipped, counted and named in a log line: somebody may have brought it back from
+            an older release, or a later release may have written it. Damaged bytes raise DamageError: what is lost in
+            them may be all that a group has committed, and a group that is not known begins anew: it reads everything
+            again, or with `latest` skips what waits for it.
 Cost        What any group has committed in a partition is known without a look at each group (`furthest`).
 Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and its texts), MAX_NACKS messages given
             back in a partition; then `offsets_full`. Rows that were stored already are always taken in.
@@ -18,9 +22,7 @@ from kmq.log import reader
 from kmq.logfmt import Logger
 from kmq.message import routing
 
-# --- offset records --------------------------------------------------------------------------------------------------
-# The records of topic `__consumer_offsets`: committed offsets, and messages to deliver again. Encoder and decoder.
-#
+# --- records of topic `__consumer_offsets` ---------------------------------------------------------------------------
 #     key      <group>.<topic>.<partition>             each part percent-encoded, its dots too
 #     payload  offset=<n> ts=<unix> member=<m> generation=<g> metadata=<…>
 #              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
@@ -30,10 +32,8 @@ from kmq.message import routing
 #              first=<unix>                            when it was first given back
 #              letter=<topic>/<partition>@<offset>     of a message that was put aside: where its dead letter is
 #
-#     The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts.
-#
-# A reader is tolerant: a record that is none of these is skipped and counted. Somebody may have brought it back from an
-# older release, or a later release may have written it. So fields may be added at the end of a payload, and only there.
+# The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts. Fields may
+# be added at the end of a payload, and only there.
 
 TOPIC = "__consumer_offsets"
 MAX_OFFSET = (1 << 63) - 1
@@ -57,7 +57,7 @@ _STORED = re.compile(
 )
 
 
-class Place(NamedTuple):
+class RowKey(NamedTuple):
     """What a key names: a partition of a topic, or, with an offset, one message of it, for one group."""
 
     group: str
@@ -95,32 +95,32 @@ class Nack(NamedTuple):
     letter: str = ""
 
 
-Row = Committed | Nack
+OffsetRow = Committed | Nack
 
 
-def encode_key(place: Place) -> bytes:
+def encode_key(place: RowKey) -> bytes:
     """Return the key of a record. Raises UnicodeEncodeError for a name that is no text."""
     parts = [_encode(place.group), _encode(place.topic), str(place.partition)]
     return ".".join(parts if place.offset is None else [*parts, str(place.offset)]).encode()
 
 
-def decode_key(key: bytes) -> Place:
+def decode_key(key: bytes) -> RowKey:
     """Return what a key names. Raises ValueError if it is none, or not in the form that `encode_key` gives it."""
     group, topic, *numbers = key.decode("ascii").split(".")
     if not 1 <= len(numbers) <= 2:
         raise ValueError(f"key {key[:100]!r} must be <group>.<topic>.<partition>[.<offset>]")
-    place = Place(_decode(group), _decode(topic), *map(int, numbers))
+    place = RowKey(_decode(group), _decode(topic), *map(int, numbers))
     if encode_key(place) != key:  # two keys of one place would be two rows to compaction
         raise ValueError(f"key {key[:100]!r} is not encoded as KMQ does it")
     return place
 
 
-def routing_key(place: Place) -> bytes:
+def routing_key(place: RowKey) -> bytes:
     """Return the routing key of a record."""
     return routing.exact(TOPIC.encode(), encode_key(place))
 
 
-def encode_payload(row: Row) -> bytes:
+def encode_payload(row: OffsetRow) -> bytes:
     """Return the payload of a record."""
     if isinstance(row, Nack):
         text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
@@ -134,7 +134,7 @@ def encode_payload(row: Row) -> bytes:
     return text.encode()
 
 
-def decode_payload(payload: bytes, seq: int = 0) -> Row:
+def decode_payload(payload: bytes, seq: int = 0) -> OffsetRow:
     """Return what a payload says. Raises ValueError if it is damaged or empty."""
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
@@ -161,7 +161,7 @@ def _decode(text: str) -> str:
     return unquote_to_bytes(text).decode() if "%" in text else text
 
 
-# --- offset table ----------------------------------------------------------------------------------------------------
+# --- table -----------------------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 20_000
 MAX_BYTES = 64 * MIB
@@ -255,23 +255,25 @@ class OffsetTable:
         elif found[1] == group:
             del self._furthest[at]
 
-    def rows_of(self, group: str) -> list[tuple[Place, Row]]:
+    def rows_of(self, group: str) -> list[tuple[RowKey, OffsetRow]]:
         """Return all rows of a group."""
         found = self._groups.get(group)
         if found is None:
             return []
-        rows: list[tuple[Place, Row]] = [(Place(group, *at), row) for at, row in found.commits.items()]
-        rows += [(Place(group, *at, offset), row) for at, given in found.nacks.items() for offset, row in given.items()]
+        rows: list[tuple[RowKey, OffsetRow]] = [(RowKey(group, *at), row) for at, row in found.commits.items()]
+        rows += [
+            (RowKey(group, *at, offset), row) for at, given in found.nacks.items() for offset, row in given.items()
+        ]
         return rows
 
-    def row_at(self, place: Place) -> Row | None:
+    def row_at(self, place: RowKey) -> OffsetRow | None:
         group = self._groups.get(place.group)
         if group is None:
             return None
         at = place.topic, place.partition
         return group.commits.get(at) if place.offset is None else group.nacks.get(at, {}).get(place.offset)
 
-    def put(self, place: Place, row: Row) -> None:
+    def put(self, place: RowKey, row: OffsetRow) -> None:
         """Take in a row, unless a newer one is known."""
         before = self.row_at(place)
         if before is not None and before.seq > row.seq:
@@ -285,7 +287,7 @@ class OffsetTable:
             group.nacks.setdefault(at, {})[place.offset] = row
         self._bytes += _weight(place, row) - (_weight(place, before) if before else 0)
 
-    def drop(self, place: Place, seq: int) -> None:
+    def drop(self, place: RowKey, seq: int) -> None:
         """Forget a row because of the tombstone `seq`, unless the row is newer."""
         group, before, at = self._groups.get(place.group), self.row_at(place), (place.topic, place.partition)
         if group is None or before is None or before.seq > seq:
@@ -301,7 +303,7 @@ class OffsetTable:
         if not group:
             del self._groups[place.group]
 
-    def check_room(self, group: str, rows: Mapping[Place, Row]) -> None:
+    def check_room(self, group: str, rows: Mapping[RowKey, OffsetRow]) -> None:
         """Raise RequestRefused (offsets_full) if these rows must not be written."""
         if group not in self._groups and len(self._groups) >= MAX_GROUPS:
             raise RequestRefused("offsets_full", f"{MAX_GROUPS:,} groups have committed offsets; delete some")
@@ -315,74 +317,62 @@ class OffsetTable:
                 raise RequestRefused("offsets_full", f"{waiting}; commit or dead-letter some")
 
 
-def _weight(place: Place, row: Row) -> int:
+def _weight(place: RowKey, row: OffsetRow) -> int:
     texts = row.metadata + row.member if isinstance(row, Committed) else row.reason
     return ROW_BYTES + len(place.group) + len(place.topic) + len(texts)
 
 
-# --- offset log ------------------------------------------------------------------------------------------------------
-# Reading the log of topic `__consumer_offsets` at a start: the last record of each key, and how many there were.
-#
-# Damage      A record that is no commit is skipped, counted and named in a log line. Damaged bytes raise DamageError: what
-#             is lost in them may be all that a group has committed, and a group that is not known begins anew: it reads
-#             everything again, or with `latest` skips what waits for it.
+# --- log -------------------------------------------------------------------------------------------------------------
 
 _READ_BYTES = 4 * MIB
-_REMOVED = re.compile(rb"(?m)^\n+")  # the newlines of records that compaction removed
+_REMOVED = re.compile(rb"(?m)^\n+")
 
 
-class OffsetLog:
-    """The log as it is now. Reads files: call it in a thread."""
+def read_log(data: str, logger: Logger) -> tuple[list[tuple[RowKey, OffsetRow]], int]:
+    """Return the rows in force, and how many records there are, with those that were skipped. Call it in a thread.
 
-    def __init__(self, data: str, log: Logger) -> None:
-        self._data, self._log = data, log
-        self.records = 0  # read, with those that were skipped
-        self._skipped, self._example = 0, ""
-
-    def read(self) -> list[tuple[Place, Row]]:
-        """Return the rows in force: the last of each place, without those that a tombstone deleted.
-
-        Raises DamageError.
-        """
-        latest: dict[bytes, tuple[int, bytes]] = {}
-        for lines in self._blocks():
-            lines = _REMOVED.sub(b"", lines)
-            count = lines.count(b"\n")
-            found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
-            latest.update(found)
-            self.records += count
-            if len(found) != count:
-                self._skip(count - len(found), _first_foreign(lines))
-        rows = [row for key, (seq, payload) in latest.items() if payload for row in self._decoded(key, payload, seq)]
-        if self._skipped:
-            effect = "skipped: they are no commits of this release"
-            self._log.warn("offset_records_skipped", count=self._skipped, first=self._example[:200], effect=effect)
-        return rows
-
-    def _skip(self, count: int, example: str) -> None:
-        self._skipped += count
-        self._example = self._example or example
-
-    def _decoded(self, key: bytes, payload: bytes, seq: int) -> Iterator[tuple[Place, Row]]:
+    In force is the last row of each key, unless a tombstone deleted it. Raises DamageError.
+    """
+    latest: dict[bytes, tuple[int, bytes]] = {}
+    records = skipped = 0
+    example = ""
+    for lines in _blocks(data):
+        count = lines.count(b"\n")
+        found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
+        latest.update(found)
+        records += count
+        if len(found) != count:
+            skipped += count - len(found)
+            example = example or _first_foreign(lines)
+    rows: list[tuple[RowKey, OffsetRow]] = []
+    for key, (seq, payload) in latest.items():
+        if not payload:
+            continue
         try:
             place, row = decode_key(key), decode_payload(payload, seq)
         except ValueError as err:
-            self._skip(1, f"seq {seq}: {err}")
-            return
+            skipped += 1
+            example = example or f"seq {seq}: {err}"
+            continue
         if isinstance(row, Nack) == (place.offset is not None):
-            yield place, row
+            rows.append((place, row))
+    if skipped:
+        effect = "skipped: they are no commits of this release"
+        logger.warn("offset_records_skipped", count=skipped, first=example[:200], effect=effect)
+    return rows, records
 
-    def _blocks(self) -> Iterator[bytes]:
-        """Yield the lines of the log."""
-        if not os.path.isdir(f"{self._data}/topics/{TOPIC}"):
+
+def _blocks(data: str) -> Iterator[bytes]:
+    """Yield the lines of the log, without the newlines of records that compaction removed."""
+    if not os.path.isdir(f"{data}/topics/{TOPIC}"):
+        return
+    log, offset = reader.partition(data, TOPIC, 0), 0
+    while True:
+        first, lines = log.read(offset, _READ_BYTES)
+        if not lines:
             return
-        log, offset = reader.partition(self._data, TOPIC, 0), 0
-        while True:
-            first, lines = log.read(offset, _READ_BYTES)
-            if not lines:
-                return
-            yield lines
-            offset = first + lines.count(b"\n")
+        yield _REMOVED.sub(b"", lines)
+        offset = first + lines.count(b"\n")
 
 
 def _first_foreign(lines: bytes) -> str:

@@ -1,15 +1,27 @@
 """Committed offsets of all groups: in memory as a table, on disk as records of topic `__consumer_offsets`.
 
-Owner       the gateway. Nobody else may write this topic (kmq/ingress/hello.py, reserved=1).
+Owner       the gateway: one store, its connection to ingress, and one task, from its start to its end. Nobody else may
+            write this topic (kmq/ingress/hello.py, reserved=1).
 Invariant   A commit that has returned is on disk, and `committed` shows it. `committed` never shows what is not on disk.
-            Of two commits to one place the one with the higher seq counts, in memory as in the log. Commits get their
-            seqs in the order of the calls, also across lost connections and restarts (offsets.py). So a late
-            retry of the gateway never overwrites a newer commit. That a *client* repeats an old commit after a newer
-            one is for the coordinator to refuse: it knows members and generations.
+            Of two commits to one place the one with the higher seq counts, in memory as in the log. That a *client*
+            repeats an old commit after a newer one is for the coordinator to refuse, which knows generations.
             Offsets of a deleted topic, stored before its deletion, are never shown again (kmq/log/deletions.py).
+            No group is forgotten before the gateway has run for GRACE_S: members come back within their session
+            timeout, and until then nobody knows them.
+Order       Commits get their seqs in the order of the calls, whatever breaks. The producer's name is the same for every
+            gateway of a broker: a new connection fences the older one, and its ids go on after the last one that is
+            stored. So what an older connection, or a gateway that was killed, has left in a socket is refused or known
+            as stored (`!dup`). It never lands behind a newer commit. All rows of a commit are one delivery. Commits of
+            one turn of the event loop leave with one write, and the broker syncs them together.
 Crash       The table is in memory only. `load` waits until the router has routed everything that is in the WAL, so all
             acked commits are in the log that it reads. Killed in the middle of a commit: each row is stored or not.
-Memory      See offset_table.py and offsets.py.
+Size        Compaction (kmq/gateway/core/compactor.py) removes commits that later ones replace, and leaves their
+            newlines. When the log is over _LARGE_BYTES, rows whose records lie in front of its last _RECENT_BYTES are
+            written again. The router then deletes the front by size (LIMITS), which nobody needs any more. Only commits
+            make the log grow, and only a gateway writes them: so the router never deletes what no gateway could write
+            again.
+Memory      The table's (offset_table.py). At most _IN_FLIGHT rows and _IN_FLIGHT_BYTES on their way, and _WAITING
+            commits before them; then `busy`.
 Not covered With RB_OVERFLOW_POLICY=drop_oldest in force on the ring `durable`, a commit that was dropped there is in the
             WAL alone, and forgotten by the next start. On the ring `framed` it means that no commit is accepted.
 """
@@ -39,14 +51,14 @@ from kmq.gateway.groups.offset_table import (
     TOPIC,
     Committed,
     Nack,
-    OffsetLog,
+    OffsetRow,
     OffsetTable,
     Partition,
-    Place,
-    Row,
+    RowKey,
     decode_key,
     decode_payload,
     encode_payload,
+    read_log,
     routing_key,
 )
 from kmq.log import deletions, reader, segment, topics, wal
@@ -57,16 +69,7 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.message.text import format_text
 
-# --- offset writer ---------------------------------------------------------------------------------------------------
-# The gateway's connection to ingress for records of topic `__consumer_offsets`: kmq.client's protocol core, unchanged.
-#
-# Order       Commits leave in the order of the calls, and keep it whatever breaks. The producer's name is the same for
-#             every gateway of a broker: a new connection fences the older one, and its ids go on after the last one that
-#             is stored. So what an older connection, or a gateway that was killed, has left in a socket is refused or
-#             known as stored (`!dup`). It never lands behind a newer commit.
-# Batches     All rows of a commit are one delivery. Commits of one turn of the event loop leave with one write, and the
-#             broker syncs them together.
-# Memory      At most _IN_FLIGHT rows and _IN_FLIGHT_BYTES, and _WAITING commits in front of them; then `busy`.
+# --- connection to ingress -------------------------------------------------------------------------------------------
 
 PRODUCER = "__offsets"
 _PATIENCE_S = 15.0  # until a commit fails: a stage that is restarted takes a few seconds
@@ -78,7 +81,10 @@ Line = tuple[bytes, bytes]  # routing key, payload
 
 
 class OffsetWriter:
-    """Writes records through the WAL. `stored` is called with each list of lines that is durable, and their seqs."""
+    """Writes records through the WAL, with the protocol core of kmq.client.
+
+    `stored` is called with each list of lines that is durable, and their seqs.
+    """
 
     def __init__(
         self,
@@ -174,7 +180,7 @@ def _refusal_of(err: KmqError) -> RequestRefused:
     return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))
 
 
-# --- offsets ---------------------------------------------------------------------------------------------------------
+# --- store -----------------------------------------------------------------------------------------------------------
 
 MAX_NAME = 200  # bytes of a group's or a member's name
 MAX_METADATA = 1024  # bytes
@@ -241,13 +247,12 @@ class OffsetStore:
             ) from None
         started = time.monotonic()
         self._deleted.look()
-        log = OffsetLog(self._data, self._log)
-        rows = await asyncio.to_thread(log.read)
+        rows, self.records = await asyncio.to_thread(read_log, self._data, self._log)
         self._table.clear()
         for place, row in rows:
             if not self._deleted.covers(place.topic, row.seq):
                 self._table.put(place, row)
-        self.records, self.is_loaded = log.records, True
+        self.is_loaded = True
         took = round(time.monotonic() - started, 3)
         self._log.info("offsets_loaded", groups=len(self._table.groups), records=self.records, seconds=took)
 
@@ -300,10 +305,10 @@ class OffsetStore:
         _check_name("group", group)
         _check_name("member", member, least=0)
         now = time.time()
-        new: dict[Place, Row] = {}
+        new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
             _check_row(partition, asked.offset, asked.metadata)
-            new[Place(group, topic, partition)] = Committed(asked.offset, now, member, generation, asked.metadata)
+            new[RowKey(group, topic, partition)] = Committed(asked.offset, now, member, generation, asked.metadata)
         await self._write(group, new)
 
     async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, Nack]) -> None:
@@ -311,12 +316,12 @@ class OffsetStore:
         _check_name("group", group)
         for offset, row in given.items():
             _check_row(partition, offset, row.reason)
-        await self._write(group, {Place(group, topic, partition, offset): row for offset, row in given.items()})
+        await self._write(group, {RowKey(group, topic, partition, offset): row for offset, row in given.items()})
 
     async def nack_done(self, group: str, topic: str, partition: int, *offsets: int) -> None:
         """Forget messages that were given back: they were committed, or went to the dead letters, or are gone."""
         known = self.nacks(group, topic, partition)
-        await self._bury(group, [Place(group, topic, partition, offset) for offset in offsets if offset in known])
+        await self._bury(group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known])
 
     async def delete(self, group: str) -> None:
         """Forget a group. Durable when this returns. That it has no members is for the caller to know."""
@@ -387,13 +392,13 @@ class OffsetStore:
             left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))
         return left
 
-    async def _write(self, group: str, rows: Mapping[Place, Row]) -> None:
+    async def _write(self, group: str, rows: Mapping[RowKey, OffsetRow]) -> None:
         if rows:
             self.table.check_room(group, rows)
             await self._declare()
             await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in rows.items()])
 
-    async def _bury(self, group: str, places: Sequence[Place]) -> None:
+    async def _bury(self, group: str, places: Sequence[RowKey]) -> None:
         for at in range(0, len(places), _TOMBSTONES):
             await self._send(group, [(routing_key(place), b"") for place in places[at : at + _TOMBSTONES]])
 
@@ -454,17 +459,7 @@ def _size(what: str, text: str) -> int:
         raise RequestRefused("bad_request", f"{what}: must be text") from None
 
 
-# --- keeping ---------------------------------------------------------------------------------------------------------
-# Keeps the store of committed offsets: loads it, and forgets what is over.
-#
-# Owner       the gateway: one task, from its start to its end.
-# Invariant   No group is forgotten before the gateway has run for GRACE_S: members come back within their session
-#             timeout, and until then nobody knows them.
-# Size        Compaction (kmq/gateway/core/compactor.py) removes commits that later ones replace, and leaves their
-#             newlines. When the log is over _LARGE_BYTES, rows whose records lie in front of its last _RECENT_BYTES are
-#             written again. The router then deletes the front by size (store.LIMITS), which nobody needs any more. Only
-#             commits make the log grow, and only a gateway writes them: so the router never deletes what no gateway could
-#             write again.
+# --- task ------------------------------------------------------------------------------------------------------------
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups
@@ -474,14 +469,19 @@ _LARGE_BYTES, _RECENT_BYTES = 192 * MIB, 96 * MIB  # the router deletes from 256
 
 
 class OffsetKeeper:
-    """The task. `is_alive` says whether a group has members; until the gateway sets it, no group is forgotten.
+    """The task that loads the store, and forgets what is over."""
 
-    `forgotten` is called for each group that was forgotten.
-    """
-
-    def __init__(self, settings: Settings, row: stats.Row, store: OffsetStore, log: Logger) -> None:
-        self.is_alive: Callable[[str], bool] = lambda group: True
-        self.forgotten: Callable[[str], None] = lambda group: None
+    def __init__(
+        self,
+        settings: Settings,
+        row: stats.Row,
+        store: OffsetStore,
+        log: Logger,
+        is_alive: Callable[[str], bool] = lambda group: True,
+        forgotten: Callable[[str], None] = lambda group: None,
+    ) -> None:
+        """`is_alive` says whether a group has members. `forgotten` is called for each group that was forgotten."""
+        self.is_alive, self._forgotten = is_alive, forgotten
         self._settings, self._row, self._store, self._log = settings, row, store, log
         self._clock: AgeClock | None = None
         self._last_s = 0.0  # when the last record was stored
@@ -520,7 +520,7 @@ class OffsetKeeper:
         now = await self._now()
         if self._settings.group_retention != FOREVER and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _IDLE_S
-            await self._store.forget_idle(self._settings.group_retention, now, self.is_alive, self.forgotten)
+            await self._store.forget_idle(self._settings.group_retention, now, self.is_alive, self._forgotten)
 
     async def _now(self) -> float:
         """Return seconds since the epoch by a clock that does not jump. It must be asked every few seconds."""

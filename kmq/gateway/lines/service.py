@@ -48,11 +48,13 @@ class Service:
         strangers: Strangers,
         requests: Requests,
         partitions: Partitions | None = None,
+        damaged: Callable[[DamageError], object] = lambda err: None,
     ) -> None:
+        """`damaged` counts what is met."""
         self.settings, self.waking, self.requests = settings, waking, requests
         self.partitions = partitions or Partitions(settings.data)
         self._tokens, self._strangers = tokens, strangers
-        self.damaged: Callable[[DamageError], object] = lambda err: None  # the gateway counts what is met
+        self.damaged = damaged
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, files.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)

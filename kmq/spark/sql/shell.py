@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kmq.errors import EXIT_OK, ConfigError
-from kmq.gateway.groups.offset_table import TOPIC, Committed, Place, decode_key, decode_payload, scan
+from kmq.gateway.groups.offset_table import TOPIC, Committed, RowKey, decode_key, decode_payload, scan
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
@@ -82,7 +82,7 @@ def _rows_of(broker: Broker) -> Iterator[Row]:
         yield Row(*place[:3], last.offset, end, lag, *last[2:5], time, broker.name)
 
 
-def _committed(broker: Broker) -> dict[Place, Committed]:
+def _committed(broker: Broker) -> dict[RowKey, Committed]:
     """Return the last commit of each place. Records that are none are passed over, as the gateway does."""
     payloads: dict[bytes, tuple[int, bytes]] = {}
     for (topic, number), (first, end) in broker.bounds([TOPIC]).items():
