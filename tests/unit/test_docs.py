@@ -13,6 +13,7 @@ from kmq.broker import health
 from kmq.cli import app
 from kmq.config import settings
 from kmq.gateway.core import metrics
+from kmq.gateway.http.openapi import document
 from kmq.message import record
 from kmq.wire import refusals
 
@@ -139,6 +140,36 @@ def test_every_reason_for_dead_malformed_is_in_the_protocol():
 def test_every_refusal_code_is_in_the_protocol():
     told = _first_cells(_section("docs/protocol.md", "## Refusal codes")) - {"code", "---"}
     assert told == {row.code for row in refusals.table()}
+
+
+def test_every_file_that_a_maintainer_is_sent_to_is_there():
+    named = set(re.findall(r"`((?:kmq|tests|docs|k8s|scripts)/[^`]*)`", (ROOT / "docs/maintaining.md").read_text()))
+    assert len(named) > 30 and {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_path_of_the_api_is_on_a_page():
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("http.md", "gateway.md", "console.md"))
+
+    def is_told(path):
+        return re.search(re.sub(r"\{[^}]+\}", r"[^/\\s`?]+", path) + r"(?![/\w])", pages)
+
+    paths = set(document()["paths"]) - {"/console/{file}"}  # the files of the page
+    assert len(paths) > 30 and {path for path in paths if not is_told(path)} == set()
+
+
+def test_every_command_is_on_a_page():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    rows = re.findall(r"(?m)^\| (`kmq .*?) \|", pages.replace("\\|", " "))
+
+    def is_told(*words):
+        return " ".join(words) in pages or any(
+            " ".join(words[:-1]) in row and re.search(rf"\b{words[-1]}\b", row) for row in rows
+        )
+
+    known = [
+        words for words in _known_commands() if words[:3] != ("kmq", "pipeline", "run")
+    ]  # spark.md has a section each
+    assert len(known) > 40 and [words for words in known if not is_told(*words)] == []
 
 
 def test_a_page_can_be_read_at_night():
