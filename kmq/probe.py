@@ -2,7 +2,7 @@
 
 live        The process has written a heartbeat within LIVE_S; it may wait or recover. A process that is stopped, hung
             or dead is not live.
-ready       Nothing is wrong with this process (readiness.py): it is in its loop, and not starting, recovering, without
+ready       Nothing is wrong with this process (broker/health.py): it is in its loop, and not starting, recovering, without
             its peers, refusing messages for lack of space, or draining. For the gateway this is /readyz for the whole
             broker, asked from inside, because its ports may be on loopback or require a certificate. So a full disk
             takes the pod out of its Service, and never restarts a container.

@@ -4,8 +4,13 @@ Ready       A message sent now is accepted, and on disk in a moment: every stage
             space. The gateway counts if this broker has one, unless it has ended in order: with exit code 0.
 Source      The stats page alone, so that all readers of one moment get the same verdict. Each process writes there what
             it knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
+            A reader that comes once has no history, so each process also notes how it is restarted, how long its syncs
+            take, and since when it waits (stage.py).
 Warning     An operator must act, but messages are accepted and delivered meanwhile (docs/decisions/readiness.md says
             why an expired certificate is only a warning).
+Invariant   Every code has a section of its name in the runbook, docs/operations.md, so `section` never leads nowhere.
+            A start, a stop, a restart by an operator and a burst of messages never raise a concern
+            (docs/decisions/findings.md has the thresholds and the reason for each).
 Not covered If containers do not share process ids, a process that is only `silent` may be reported as `dead`.
 """
 
@@ -22,16 +27,16 @@ from kmq.config.values import GIB
 from kmq.errors import EXIT_NAMES, NO_RESTART
 
 # --- findings --------------------------------------------------------------------------------------------------------
-# One thing that is wrong with a broker: its code, what is seen, what to do, and the section that explains it.
-#
-# Invariant   Every code has a section of its name in the runbook, docs/operations.md, so `section` never leads nowhere.
 
 RUNBOOK = "docs/operations.md"
 ERROR, WARNING = "error", "warning"  # not ready; ready, but an operator must act
 
 
 class Finding:
-    """One finding. `about`: the process or file; `why`: a sentence; `advice`: what to do; `processes`: whose it is."""
+    """One thing that is wrong with a broker.
+
+    `about`: the process or file; `why`: what is seen, a sentence; `advice`: what to do; `processes`: whose it is.
+    """
 
     __slots__ = ("about", "advice", "code", "processes", "severity", "why")
 
@@ -53,9 +58,6 @@ class Finding:
         """Return what JSON shows."""
         texts = {"about": self.about, "why": self.why, "advice": self.advice}
         return {"code": self.code, "severity": self.severity, **texts, "section": self.section}
-
-
-# --- where to look ---------------------------------------------------------------------------------------------------
 
 
 def is_in_pod() -> bool:
@@ -83,12 +85,7 @@ def of_kernel() -> str:
 
 
 # --- concerns --------------------------------------------------------------------------------------------------------
-# Judge what needs an operator although the broker may be ready: one Finding for each concern, from the stats page.
-#
-# Source      Words that the processes themselves have written, because a reader that comes once has no history: each
-#             process notes how it is restarted, how long its syncs take, since when it waits (kmq/broker/stage.py).
-# Invariant   A start, a stop, a restart by an operator and a burst of messages never raise a concern
-#             (docs/decisions/findings.md has the thresholds and the reason for each).
+# What needs an operator although the broker may be ready: one function for each kind of concern.
 
 CONCERNS = (  # in the order of importance: a cause comes before its consequences
     "damage_found",
@@ -338,7 +335,6 @@ _RENEW = "replace the file{key}; the broker takes it up within seconds, without 
 REASONS = tuple(_ADVICE)
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
 ALL_WARNINGS = (*CONCERNS[:2], *WARNINGS, *CONCERNS[2:])  # in the order of importance
-Reason = Finding  # one that keeps a broker from being ready
 
 
 class Presented:

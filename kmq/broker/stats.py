@@ -1,17 +1,24 @@
-"""The stats page: /dev/shm/<instance>.stats, where every process publishes its state and counters.
+"""The stats page: /dev/shm/<instance>.stats, where every process publishes its state, counters and times.
 
 Layout      2: a line of text that names the data directory, then one row of 64 words of 8 bytes per process, then one
             histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
             is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
+            A histogram has 21 counts, one per bucket; then the sum of all times in microseconds, their number, and a
+            spare word. Bucket i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all
+            longer times.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
             `kmq up` resets, the words of damage, which `kmq verify` writes too, and the row of a gateway or agent that
             has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the probes, and
             ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
             wiped before it is used. All other values are hints for people.
+            A histogram has one writer, which writes the sum and the number last: a reader finds at most as many times
+            in them as in the buckets.
 Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
             as one without values there. Layout 2 calls the directory by another name than layout 1, so a program
             of an older release finds another broker's page, not numbers in wrong places.
+Memory      Of incidents one case per event, and the events are names in our source; peer and reason are cut at
+            _LONGEST characters.
 """
 
 import fcntl
@@ -29,12 +36,6 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 
 
 # --- histogram -------------------------------------------------------------------------------------------------------
-# Times in buckets of doubling width, in words of shared memory: one writer, any number of readers.
-#
-# Layout      21 counts, one per bucket; then the sum of all times in microseconds, their number, and a spare word. Bucket
-#             i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all longer times.
-# Invariant   The sum and the number are written last, so that a reader finds at most as many times in them as in the
-#             buckets.
 
 _FIRST_US = 64
 _SHIFT = 6  # log2 of _FIRST_US
@@ -58,7 +59,7 @@ EMPTY = Snapshot((0,) * BUCKETS, 0.0, 0)
 
 
 class Histogram:
-    """A histogram in WORDS words of 8 bytes."""
+    """Times in buckets of doubling width: WORDS words of shared memory."""
 
     __slots__ = ("_words",)
 
@@ -125,7 +126,7 @@ def difference(new: Snapshot, old: Snapshot) -> Snapshot:
     return Snapshot(counts, new.sum_s - old.sum_s, new.count - old.count)
 
 
-# --- stats -----------------------------------------------------------------------------------------------------------
+# --- page ------------------------------------------------------------------------------------------------------------
 
 _NAME, _DIRECTORY = "kmq-stats2", " directory="  # of the identity line
 _NAME_1, _DIRECTORY_1 = "kmq-stats", " data="  # of that of layout 1
@@ -465,7 +466,7 @@ def _identity(data_id: str, data: str) -> bytes:
 
 
 def _converted(page: bytes | bytearray) -> bytearray | None:
-    """Return a page of layout 1 as one of layout 2; None if it is none."""
+    """Convert a layout 1 page to layout 2. Return None for any other bytes."""
     text = page[:_TEXT]
     if not text.startswith(f"{_NAME_1} ".encode()):
         return None
@@ -507,15 +508,12 @@ def peek(instance: str, shm: str = SHM) -> StatsPage | None:
 
 
 # --- incidents -------------------------------------------------------------------------------------------------------
-# Events that strangers cause, for the log: per event and sweep at most one short line, with count and last case.
-#
-# Memory      One case per event, and the events are names in our source; peer and reason are cut at _LONGEST characters.
 
 _LONGEST = 200
 
 
 class Incidents:
-    """Events since the last sweep. A stranger must not be able to fill the log."""
+    """Events that clients cause: per event and sweep at most one short log line, so that nobody can fill the log."""
 
     def __init__(self, warn: Callable[..., None]) -> None:
         self._warn = warn

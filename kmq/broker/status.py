@@ -1,4 +1,4 @@
-"""What `kmq status` shows: the state of each process, and what waits in each link. Only reads."""
+"""What `kmq status` shows: the state of each process, what waits in each link, and how full it is. Only reads."""
 
 import os
 import time
@@ -14,7 +14,6 @@ from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
 
 # --- links -----------------------------------------------------------------------------------------------------------
-# What waits in the links between the stages, and how full they are. Only reads.
 
 
 class Link:
@@ -78,18 +77,6 @@ class StageStatus:
         return shown | {"started": round(time.time() - age_s, 3) if self.begun else None}
 
 
-class Measured:
-    """What was read beside the processes' states: when (unix seconds), the links, and how long things take."""
-
-    __slots__ = ("as_of", "instance", "latency", "links")
-
-    def __init__(
-        self, instance: str, links: list[Link] | None = None, latency: dict[str, Latency | None] | None = None
-    ) -> None:
-        self.as_of, self.instance, self.links = time.time(), instance, links or []
-        self.latency = latency or dict.fromkeys(TIMED.values())
-
-
 def _latency(page: StatsPage) -> dict[str, Latency | None]:
     """Return p50 and p99 in seconds of what each histogram has measured since its process started."""
     found: dict[str, Latency | None] = {}
@@ -104,24 +91,17 @@ def _latency(page: StatsPage) -> dict[str, Latency | None]:
 class Status:
     """The whole broker at one moment."""
 
-    def __init__(
-        self,
-        verdict: Verdict,
-        supervisor: str,
-        stages: list[StageStatus],
-        backlog: dict[str, int],
-        gateway: StageStatus | None = None,
-        clock: str = "",
-        agent: StageStatus | None = None,
-        *,
-        measured: Measured,
-    ) -> None:
-        self.verdict = verdict
+    def __init__(self, instance: str, verdict: Verdict, supervisor: str) -> None:
+        """Of a broker that does not run; `collect` adds what a running broker has."""
+        self.as_of, self.instance, self.verdict = time.time(), instance, verdict
         self.supervisor = supervisor  # up, killed, other or down
-        self.stages, self.backlog = stages, backlog
-        self.gateway, self.agent = gateway, agent  # None: this broker has none
-        self.measured = measured
-        self.clock = clock  # why the time of day is not trusted, and what to do; "": it is trusted
+        self.stages: list[StageStatus] = []
+        self.gateway: StageStatus | None = None
+        self.agent: StageStatus | None = None
+        self.backlog: dict[str, int] = {}
+        self.links: list[Link] = []
+        self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
+        self.clock = ""  # why the time of day is not trusted, and what to do; "": it is trusted
 
     @property
     def processes(self) -> list[StageStatus]:
@@ -137,21 +117,18 @@ def collect(settings: Settings) -> Status:
     page = peek(settings.instance)
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
-        return Status(_verdict(None, settings), supervisor, [], {}, measured=Measured(settings.instance))
+        return Status(settings.instance, _verdict(None, settings), supervisor)
     page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
-    stages = [StageStatus(name, page.rows[name]) for name in STAGES]
-    gateway, agent = (StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT))
-    waiting = {"raw_bytes": 0}
-    path = f"{settings.pipes}/raw"
-    if os.path.exists(path):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        waiting["raw_bytes"] = fifo.waiting_bytes(fd) + received.waiting_bytes(settings.instance)
-        os.close(fd)
-    for name in ("framed", "durable"):
-        waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    measured = Measured(settings.instance, look(settings), _latency(page))
-    verdict = _verdict(page, settings)
-    return Status(verdict, supervisor, stages, waiting, gateway, _clock(page), agent, measured=measured)
+    status = Status(settings.instance, _verdict(page, settings), supervisor)
+    status.stages = [StageStatus(name, page.rows[name]) for name in STAGES]
+    status.gateway, status.agent = (
+        StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT)
+    )
+    status.links = look(settings)
+    status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
+    status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
+    status.latency, status.clock = _latency(page), _clock(page)
+    return status
 
 
 def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
@@ -219,10 +196,10 @@ def logfmt(status: Status) -> str:
 
 def as_json(status: Status) -> dict[str, object]:
     """Return the status as a value for JSON."""
-    verdict, measured = status.verdict, status.measured
+    verdict = status.verdict
     return {
-        "as_of": measured.as_of,
-        "instance": measured.instance,
+        "as_of": status.as_of,
+        "instance": status.instance,
         "version": kmq.__version__,
         "ready": verdict.ready,
         "reasons": [reason.fields() for reason in verdict.reasons],
@@ -234,8 +211,8 @@ def as_json(status: Status) -> dict[str, object]:
         ],
         "stages": [stage.fields() for stage in status.processes],
         "backlog": status.backlog,
-        "links": [link.fields() for link in measured.links],
-        "latency": measured.latency,
+        "links": [link.fields() for link in status.links],
+        "latency": status.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,
     }

@@ -12,6 +12,10 @@ Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process g
             from the front by themselves. Each process has its own session, so that the signals of a terminal reach only
             the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain ends all
             processes by SIGKILL. Where a process had to be killed, the exit code is not 0.
+            A stage that our supervisor did not start is never told to stop: its starter (a kubelet, systemd, a shell)
+            would start it again, or still need it.
+Found       by its lock. A stage that our supervisor has started also holds the supervisor's pid in its row of the stats
+            page, which shows the supervisor where KMQ_PIPES is not the directory that `kmq up` used.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
             and the agent end.
 """
@@ -250,28 +254,8 @@ class Supervisor:
                     layout.remove(self.settings.instance, name)
 
 
-def main() -> int:
-    """Run `python -m kmq.broker.supervisor [--no-gateway]`, which `kmq up` starts in the background."""
-    keep_others_out()
-    try:
-        return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
-    except (KmqError, OSError) as err:
-        error = of_os_error(err) if isinstance(err, OSError) else err
-        Logger("supervisor").error("failed", exit_code=error.exit_code, reason=error)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # --- supervision -----------------------------------------------------------------------------------------------------
 # Who started this broker, and in which directory: `kmq up`, `down` and `status` look here before they act.
-#
-# Invariant   A stage that our supervisor did not start is never told to stop: its starter (a kubelet, systemd, a shell)
-#             would start it again, or still need it.
-# Mechanism   A stage that our supervisor has started holds the supervisor's pid in its row of the stats page. The
-#             supervisor is found by its lock, or by that pid if KMQ_PIPES is not the directory that `kmq up` used.
 
 # A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
 _SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
@@ -302,9 +286,8 @@ class Supervision:
         page = peek(settings.instance)
         self.stages = _living(page) if page and page.serves(settings.data) else []
         lock = FileLock(f"{settings.pipes}/supervisor.owner")
-        self.holder = (
-            (lock.holder() or "starting") if lock.is_held() else ""
-        )  # how it describes itself in the lock file
+        # How the supervisor describes itself in the lock file.
+        self.holder = (lock.holder() or "starting") if lock.is_held() else ""
         self.supervisor = _pid(self.holder, self.stages)
         self.others = [stage for stage in self.stages if not stage.supervisor]
         is_supervised = self.holder or self.supervisor
@@ -412,3 +395,21 @@ def why_not_here(settings: Settings) -> str:
             return f"{directory} is not there, although its broker runs; put it back (kmq status says more)"
         return f"{directory} is no data directory; cd to where the broker was started, or set KMQ_DATA"
     return ""
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run `python -m kmq.broker.supervisor [--no-gateway]`, which `kmq up` starts in the background."""
+    keep_others_out()
+    try:
+        return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
+        Logger("supervisor").error("failed", exit_code=error.exit_code, reason=error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
-"""The state of the broker from its stats page: alive, ready (readiness.py), and the last durable write."""
+"""The state of the broker from its stats page: alive, ready (kmq/broker/health.py), and the last durable write."""
 
 import time
 from typing import Any
 
-from kmq.broker.health import Reason, Verdict, judge, state_of
+from kmq.broker.health import Finding, Verdict, judge, state_of
 from kmq.broker.stats import Row, StatsPage
 from kmq.client.failures import NotAnswered, Refused
 from kmq.config.settings import STAGES, Settings
@@ -22,7 +22,7 @@ class Broker:
         """Return the verdict: ready, or the reasons why not."""
         return judge(self.page, self.settings)
 
-    def report(self, verdict: Verdict, reason: Reason | None) -> dict[str, Any]:
+    def report(self, verdict: Verdict, reason: Finding | None) -> dict[str, Any]:
         """Return the body of /healthz and /readyz; `reason` says why the status is 503, None if it is 200."""
         durability = self.page.rows["durability"]
         synced = durability.synced

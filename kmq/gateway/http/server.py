@@ -10,7 +10,7 @@ from html import escape
 
 from aiohttp import web
 
-from kmq.broker.health import Reason, Verdict
+from kmq.broker.health import Finding, Verdict
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.console.page import HEADERS, Page
 from kmq.gateway.core import metrics
@@ -127,7 +127,7 @@ async def _guard(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.setdefault(name, value)
 
 
-def _report(broker: Broker, verdict: Verdict, reason: Reason | None) -> web.Response:
+def _report(broker: Broker, verdict: Verdict, reason: Finding | None) -> web.Response:
     return web.json_response(broker.report(verdict, reason), status=503 if reason else 200)
 
 
