@@ -65,12 +65,12 @@ typer.run(main)
 # A JVM that answers nothing any more.
 HUNG = """
 import os, signal, typer
-from kmq.spark.streaming import stopping
+from kmq.spark.streaming import streams
 from kmq.cli.spark_options import On
 from kmq.cli.spark_options import running
 
 def main() -> None:
-    stopping.STOP_S = 2.0
+    streams.STOP_S = 2.0
     with running("stream", On("local[1]", ["{quick}"]), continuous=True) as job:
         os.kill(job.spark.sparkContext._gateway.proc.pid, signal.SIGSTOP)
         print("started", flush=True)
