@@ -128,7 +128,7 @@ def _require(topic: str, follows: bool) -> int:
 def _partitions(topic: str) -> "list[TopicPartition]":
     """Return the partitions of a topic; none if it does not exist. Raises RetryError or ConfigError without a broker."""
     from kmq.client.connection import local_consumer_address
-    from kmq.client.consumer_link import discover
+    from kmq.client.consumer_calls import discover
     from kmq.client.lines import no_connection
 
     host, port, token = local_consumer_address()

@@ -12,37 +12,47 @@
 Promise     At least once: what was not committed comes again, and nothing is skipped. No call waits for ever in silence,
             except iteration, which waits for records as long as it takes. After an outage a consumer goes on where it
             was, as the same member.
-Threads     One thread at a time uses a consumer. Another one, of the consumer's own, keeps the member alive meanwhile
-            (kmq/client/consumer_link.py). Callbacks run in the application's thread, inside poll, iteration and
-            close; on_revoke may commit.
+Threads     One thread at a time uses a consumer, and callbacks run in it, inside poll, iteration and close; on_revoke may
+            commit. That thread reads and writes in its own calls: a second thread that reads while the application
+            computes would wait for the interpreter at every read. The next batch waits in the socket meanwhile. A
+            background thread looks in twice a session or more often: it beats, takes in what has come, and reconnects.
+Locking     One lock guards the core and the socket. No thread waits while holding it. Callbacks run without it.
 """
 
 import atexit
+import contextlib
+import select
+import socket
+import ssl
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
-from kmq.client.connection import Address, address_of, local_consumer_address
-from kmq.client.consumer_calls import Waits
-from kmq.client.consumer_link import Driver
-from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
-from kmq.client.consumer_protocol import Core
-from kmq.client.consumer_state import Chunk, Event, Kind
+from kmq.client.connection import CONNECT_S, Address, address_of, backoff, local_consumer_address, open_socket
+from kmq.client.consumer_calls import DISCOVER_S, FOR_EVER_S, LAST_COMMIT_S, ConsumerCalls, Offsets, discover
+from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
+from kmq.client.consumer_protocol import Core, Phase
+from kmq.client.consumer_state import Event, Kind
+from kmq.client.failures import NotAnswered, Refused
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
+from kmq.client.lines import no_connection
 from kmq.client.producer import Producer
 from kmq.client.runner import Runner, Stop, local_producer, makes_producers, stopping
+from kmq.config.values import KIB
 from kmq.errors import KmqError
 from kmq.message.message import Message
+from kmq.wire.refusals import find
+from kmq.wire.replies import Nacked, PartitionOffsets
 from kmq.wire.requests import TopicPartition
-
-_FOR_EVER_S = 3600.0  # one wait of an iteration
 
 OnPlaces = Callable[[list[TopicPartition]], object]
 
 
-class Consumer(Waits):
+class Consumer(ConsumerCalls):
     """Reads topics. `options` are the fields of ConsumerOptions (kmq/client/consumer_options.py)."""
+
+    _driver: "Driver"
 
     def __init__(
         self,
@@ -59,9 +69,12 @@ class Consumer(Waits):
         on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
-        self._start(address_of(host, port), ConsumerOptions(**options))
+        core = Core(ConsumerOptions(**options))
+        driver = Driver(core, address_of(host, port))
+        super().__init__(core, driver, driver.lock)
         self._make_producer = makes_producers(host, port, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
+        atexit.register(self._at_exit)
         if topics:
             self.subscribe(*topics)
 
@@ -76,22 +89,10 @@ class Consumer(Waits):
     ) -> "Consumer":
         """Return a consumer of the broker of this directory's settings (environment, kmq.toml)."""
         local_consumer_address()
-        consumer = cls(on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
+        consumer = cls(*topics, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
         consumer._driver.address = local_consumer_address
         consumer._make_producer = local_producer
-        if topics:
-            consumer.subscribe(*topics)
         return consumer
-
-    def _start(self, address: Address, options: ConsumerOptions) -> None:
-        self.options = options
-        self._core = Core(options)
-        self._driver = Driver(self._core, address)
-        self._lock = self._driver.lock
-        self._given = None
-        self._committed = deque()
-        self._commit_at = time.monotonic() + options.auto_commit_s
-        atexit.register(self._at_exit)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -116,9 +117,13 @@ class Consumer(Waits):
         """Yield messages one by one, waiting for the next one as long as it takes; until the consumer is closed."""
         while not self._driver.closed:
             self._came_back()
-            chunk = self._first_chunk()
+            with self._lock:
+                chunks = self._core.holdings.buffer.chunks
+                chunk = chunks[0] if chunks else None
+                if chunk is not None:
+                    self._ask_for_more()
             if chunk is None:
-                self._wait_for_records(_FOR_EVER_S)
+                self._wait_for_records(FOR_EVER_S)
                 continue
             owned = chunk.owned
             for message in chunk.unread:
@@ -130,13 +135,6 @@ class Consumer(Waits):
                     self._came_back()
             with self._lock:
                 self._core.holdings.buffer.finish(chunk)
-
-    def _first_chunk(self) -> Chunk | None:
-        with self._lock:
-            chunks = self._core.holdings.buffer.chunks
-            if chunks:
-                self._ask_for_more()
-            return chunks[0] if chunks else None
 
     def _ask_for_more(self) -> None:
         """Let the next batch come while the application works on this one."""
@@ -172,6 +170,81 @@ class Consumer(Waits):
         rules.check(handler, knows_producers=make is not None)
         with stopping(stop) as event:
             Runner(self, rules, make or local_producer).run(handler, event)  # without letters nobody is asked
+
+    # --- calls that wait ---------------------------------------------------------------------------------------------
+    # Each waits at most `timeout` seconds, by default the option timeout_s, and then raises NotAnswered.
+
+    def connect(self, timeout: float | None = None) -> list[TopicPartition]:
+        """Wait until the broker has said which partitions this consumer reads, and return them."""
+        self._must_read()
+        self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
+        return self.assignment()
+
+    def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
+        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
+        owned = self._find(place)
+        self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
+        return owned.position
+
+    def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:
+        """Return the next offset that the group has committed for a partition; None: nothing is committed."""
+        return self._ask([place], timeout)[0].committed
+
+    def beginning_offsets(
+        self, places: Iterable[tuple[str, int]], timeout: float | None = None
+    ) -> dict[TopicPartition, int]:
+        """Return the offset of the first record that is stored of each partition."""
+        return {row.place: row.start for row in self._ask(places, timeout)}
+
+    def end_offsets(self, places: Iterable[tuple[str, int]], timeout: float | None = None) -> dict[TopicPartition, int]:
+        """Return the offset behind the last record of each partition."""
+        return {row.place: row.end for row in self._ask(places, timeout)}
+
+    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
+        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
+
+        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
+        """
+        pending = self._commit(offsets)
+        self._wait_for(lambda: pending.done, timeout, "the commit")
+        if pending.error is not None:
+            raise pending.error
+
+    def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked:
+        """Give a message back: the group is given it again after `delay` seconds, before new ones. Durable on return.
+
+        Commits may go beyond it. `.deliveries` of what is returned says how often it was delivered; after the topic's
+        max_deliveries it becomes a dead letter instead, with `reason`, and `.letter` says where that is.
+        Raises Refused: `fenced` if the partition is no longer this member's, `out_of_range` if the message is gone.
+        """
+        pending = self._nack(message, delay, reason)
+        self._wait_for(lambda: pending.done, timeout, "the answer to a nack")
+        return self._nacked(pending)
+
+    def _commit_last(self, places: Iterable[TopicPartition]) -> None:
+        """Commit what was handled of these partitions, before others read them."""
+        pending = self._commit_handled(places)
+        try:
+            self._wait_for(lambda: pending.done, LAST_COMMIT_S, "the commit")
+            if pending.error is not None:
+                raise pending.error
+        except KmqError as err:
+            logger().warning("not committed, so it comes again: %s", err)
+
+    def _ask(self, places: Iterable[tuple[str, int]], timeout: float | None) -> list[PartitionOffsets]:
+        """Return the offsets of these partitions, in this order."""
+        wanted = [self._find(place).place for place in places]
+        if not wanted:
+            return []
+        with self._lock:
+            pending = self._core.offsets(tuple(wanted), time.monotonic())
+            self._driver.write()
+        self._wait_for(lambda: pending.done, timeout, "the offsets")
+        return self._rows(pending, wanted)
+
+    def _wait_for(self, is_ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if not self._driver.wait(is_ready, self.options.timeout_s if timeout is None else timeout):
+            raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
 
     # --- what happens between records --------------------------------------------------------------------------------
 
@@ -217,16 +290,13 @@ class Consumer(Waits):
         try:
             held = tuple(self._core.holdings.owned)
             if held and self.options.group_id:
-                self._handle_last(held)
+                if self.options.auto_commit and self._core.failed is None:
+                    self._commit_last(held)
+                callback = self._callbacks[Kind.REVOKED]
+                if callback is not None:
+                    callback(list(held))
         finally:
             self._driver.end()
-
-    def _handle_last(self, held: tuple[TopicPartition, ...]) -> None:
-        if self.options.auto_commit and self._core.failed is None:
-            self._commit_last(held)
-        callback = self._callbacks[Kind.REVOKED]
-        if callback is not None:
-            callback(list(held))
 
     def _at_exit(self) -> None:
         """Leave the group at the end of a program that has not closed its consumer. Nothing is committed."""
@@ -239,6 +309,281 @@ class Consumer(Waits):
         if kind is None:
             self._given = None  # the block has handled what it was given
         self._close()
+
+
+# --- the socket, and the thread that keeps it alive while the application works --------------------------------------
+
+_RECEIVE_BYTES = 256 * KIB
+_SLICE_S = 1.0  # longest wait without a look around
+_LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
+_JOIN_S = 5.0
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Driver:
+    """Moves a core's bytes."""
+
+    def __init__(self, core: Core, address: Address) -> None:
+        self.core, self.address = core, address
+        self.lock = threading.RLock()
+        self.closed = False
+        self.used_at = time.monotonic()  # when the application last asked for records
+        self.is_due = False  # the background thread wants the application to look around
+        self.discovers: tuple[str, ...] = ()  # topics whose partitions are all to be read, without a group
+        self._discover_at = 0.0
+        self._is_resting = False  # the application has not come back for too long: no member until it does
+        self._sock: socket.socket | None = None
+        self._epoll = select.epoll()
+        self._out = memoryview(b"")
+        self._wants_room = False
+        self._dialing = threading.Lock()
+        self._attempts = 0
+        self._dial_at = 0.0  # not before, because an attempt has just failed
+        self._waiting = 0  # threads of the application that attend to the socket
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- the application's thread ------------------------------------------------------------------------------------
+
+    def wait(self, is_ready: Callable[[], bool], timeout_s: float, fetches: bool = False) -> bool:
+        """Attend until `is_ready`; return False when the time is up. `fetches`: records are what is waited for.
+
+        Raises the error that has ended the consumer.
+        """
+        self._start()
+        deadline = time.monotonic() + timeout_s
+        self._waiting += 1
+        try:
+            while True:
+                now = time.monotonic()
+                if not self._turn(is_ready, deadline - now, fetches):
+                    return True
+                if now >= deadline:
+                    return False
+                self._pause(min(deadline - now, _SLICE_S))
+        finally:
+            self._waiting -= 1
+
+    def _turn(self, is_ready: Callable[[], bool], left_s: float, fetches: bool) -> bool:
+        """Do what can be done now. Returns True if there is more to wait for."""
+        if self._sock is None:
+            self._connect(max(left_s, 0.1))
+        with self.lock:
+            self._is_resting = False
+            self.used_at = now = time.monotonic()
+            self.look(now)
+            if is_ready() or (self.closed and fetches):
+                return False
+            if self.core.failed is not None:
+                raise self.core.failed
+            if fetches:
+                self.core.fetch(now, max(left_s, 0.0))
+                self.write()
+        return True
+
+    def _pause(self, timeout_s: float) -> None:
+        """Wait for the socket, or until another attempt to connect."""
+        if self._sock is None:
+            time.sleep(min(timeout_s, max(0.001, self._dial_at - time.monotonic())))
+        else:
+            with contextlib.suppress(OSError, ValueError):  # closed by another thread
+                self._epoll.poll(timeout_s)
+
+    # --- with the lock held ------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Read what has come, beat if that is due, and write."""
+        if self._sock is not None:
+            self._read()
+        if self._sock is not None:
+            if why := self.core.overdue(now):
+                self.drop(why)
+            self.core.beat(now)
+            self.write()
+
+    def _read(self) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            while True:
+                data = sock.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise ConnectionResetError("the broker closed the connection")
+                self.core.receive(data)
+                self._attempts = 0
+                if len(data) < _RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
+                    return
+        except _WOULD_BLOCK:
+            return
+        except (OSError, Refused) as err:
+            self.drop(str(err))
+
+    def write(self) -> None:
+        """Write the requests, as far as the kernel accepts them."""
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            while self._out or (taken := self.core.requests.take()):
+                if not self._out:
+                    self._out = memoryview(taken)
+                self._out = self._out[sock.send(self._out) :]
+        except _WOULD_BLOCK:
+            pass
+        except OSError as err:
+            self.drop(str(err))
+            return
+        if bool(self._out) != self._wants_room:
+            self._wants_room = not self._wants_room
+            self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if self._wants_room else 0))
+
+    def drop(self, reason: str) -> None:
+        """Close the connection; the next turn makes another one."""
+        self.core.lost(reason)
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+        self._out, self._wants_room = memoryview(b""), False
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def _connect(self, timeout_s: float) -> None:
+        """Make one attempt, unless one has just failed, or nothing is to be read."""
+        if time.monotonic() < self._dial_at or not self._dialing.acquire(blocking=False):
+            return
+        try:
+            if not self.closed and self.core.failed is None:
+                self._dial(min(timeout_s, CONNECT_S))
+        finally:
+            self._dialing.release()
+
+    def _dial(self, timeout_s: float) -> None:
+        where, reason = "the broker", ""
+        try:
+            host, port, token = self.address()
+            where = f"{host}:{port}"
+            if self.discovers or self.core.lacks_ends:
+                self._discover(host, port, token)
+            if self.core.has_something_to_read:
+                options = self.core.options
+                self._open(open_socket(host, port, options.tls, options.server_hostname, timeout_s), token)
+                return
+            reason = f"no partitions of {', '.join(self.discovers) or 'any topic'} yet"
+        except Refused as err:
+            reason = str(err)
+            if not find(err.code).is_retryable:
+                self.core.fail(err)
+        except (OSError, KmqError) as err:
+            reason = str(err) if isinstance(err, KmqError) else no_connection(where, err)
+        with self.lock:
+            self.core.lost(reason)
+        self._dial_at = time.monotonic() + backoff(self._attempts)
+        self._attempts += 1
+
+    def _open(self, sock: socket.socket, token: str) -> None:
+        with self.lock:
+            try:
+                sock.sendall(self.core.opening(token))
+            except OSError:
+                sock.close()
+                raise
+            sock.setblocking(False)
+            self._epoll.register(sock, select.EPOLLIN)
+            self._sock = sock
+            self.core.connected()
+
+    def _discover(self, host: str, port: int, token: str) -> bool:
+        """Ask for partitions and ends. Returns True if there are partitions that are not read yet."""
+        options = self.core.options
+        found = discover(
+            self.discovers or self.core.topics, host, port, options.token or token, options.tls, options.server_hostname
+        )
+        self._discover_at = time.monotonic() + DISCOVER_S
+        with self.lock:
+            return self.core.discovered(found)
+
+    # --- the background thread ---------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kmq-consumer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        tick_s = min(1.0, self.core.options.session_s / 6)
+        while not self._wake.wait(tick_s):
+            if self.core.failed is not None:
+                return
+            try:
+                self._watch()
+            except Exception:
+                logger().exception("the consumer's background thread goes on after an error")
+
+    def _watch(self) -> None:
+        """Look for new partitions, and keep the member alive while the application works."""
+        now = time.monotonic()
+        if self.discovers and now >= self._discover_at and self._sock is not None:
+            self._look_for_partitions()
+        if self._waiting:
+            return
+        if self._sock is None and not self._is_resting and self.core.connections:
+            self._connect(CONNECT_S)
+        now = time.monotonic()
+        with self.lock:
+            self.is_due = True
+            self.look(now)
+            if self.core.is_managed and now - self.used_at > self.core.options.max_poll_interval_s:
+                self._rest(now)
+
+    def _look_for_partitions(self) -> None:
+        with contextlib.suppress(OSError, KmqError):
+            if self._discover(*self.address()):
+                with self.lock:
+                    self.drop("there are new partitions")
+
+    def _rest(self, now: float) -> None:
+        """Leave the group until the application comes back: others may be quicker."""
+        if self._sock is not None:
+            logger().warning("left the group: no poll for %g s", self.core.options.max_poll_interval_s)
+            self.core.leave(now)
+            self.write()
+            self.core.holdings.lose(tuple(self.core.holdings.owned))
+            self.drop("left the group: no poll within max_poll_interval_s")
+        self._is_resting = True
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave the group and close the connection."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._sock is not None:
+                self.core.leave(time.monotonic())
+                self.write()
+                if self.core.is_managed:
+                    self._linger()
+            self.core.fail(NotAnswered("this consumer is closed"))
+            self.drop("this consumer is closed")
+        self._wake.set()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+        self._epoll.close()
+
+    def _linger(self) -> None:
+        """Wait until the broker has taken the last request: a connection cut off at once might lose it."""
+        sock = self._sock
+        if sock is None:
+            return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(_LEAVE_S)
+            deadline = time.monotonic() + _LEAVE_S
+            while time.monotonic() < deadline and sock.recv(_RECEIVE_BYTES):
+                pass
 
 
 __all__ = ["Consumer"]

@@ -1,21 +1,44 @@
-"""What a consumer reads and where it is: the calls of kmq.Consumer and kmq.AsyncConsumer that do not wait."""
+"""What kmq.Consumer and kmq.AsyncConsumer share: the calls that do not wait for the broker, and the search for partitions.
 
+Invariant   The consumer by itself commits only what the application has come back for: never the message that is being
+            handled, or that has raised an exception.
+Memory      At most _MOST_CALLBACKS commits wait for their callbacks.
+"""
+
+import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kmq.client.consumer_link import Driver
-from kmq.client.consumer_options import ConsumerOptions, Start, logger, to_place, to_position, to_topic
+from kmq.client.connection import CONNECT_S, open_socket
+from kmq.client.consumer_options import Start, logger, to_place, to_position, to_topic
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Owned, Pending
-from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.failures import Fenced, Refused
+from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError
 from kmq.message.message import Message
 from kmq.message.text import whole_number, wrong_type
-from kmq.wire.replies import Nacked, PartitionOffsets
-from kmq.wire.requests import MAX_DELAY_MS, MAX_REASON, Nack, TopicPartition
+from kmq.wire.replies import Failed, Nacked, PartitionOffsets, Started, reply
+from kmq.wire.requests import (
+    LATEST,
+    MAX_DELAY_MS,
+    MAX_REASON,
+    BadLine,
+    Consume,
+    Nack,
+    TopicPartition,
+)
+
+LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
+FOR_EVER_S = 3600.0  # one wait of an iteration
+_MOST_CALLBACKS = 10_000
+
+Offsets = Mapping[tuple[str, int], int]
+OnCommit = Callable[[dict[TopicPartition, int], KmqError | None], object]
 
 
 class Mover(Protocol):
@@ -29,13 +52,15 @@ class Mover(Protocol):
     def drop(self, reason: str) -> None: ...
 
 
-class Places:
-    """The calls of a consumer that concern single partitions, each (topic, number)."""
+class ConsumerCalls:
+    """The calls of a consumer that do not wait. A partition is given as (topic, number)."""
 
-    options: ConsumerOptions
-    _core: Core
-    _driver: Mover
-    _lock: AbstractContextManager[object]
+    def __init__(self, core: Core, driver: Mover, lock: AbstractContextManager[object]) -> None:
+        self.options = core.options
+        self._core, self._driver, self._lock = core, driver, lock
+        self._given: Message | list[Message] | None = None  # what the application works on
+        self._committed: deque[tuple[OnCommit, Pending]] = deque()  # for callbacks
+        self._commit_at = time.monotonic() + self.options.auto_commit_s  # when the consumer commits by itself
 
     @property
     def member(self) -> str:
@@ -153,25 +178,7 @@ class Places:
             raise KmqError(f"{wanted}: not assigned to this consumer; see assignment()")
         return owned
 
-
-# --- consumer commits ------------------------------------------------------------------------------------------------
-# The commits of a kmq.Consumer: those that the application asks for, and those that the consumer makes by itself.
-#
-# Invariant   The consumer by itself commits only what the application has come back for: never the message that is being
-#             handled, or that has raised an exception.
-
-_MOST_CALLBACKS = 10_000
-
-Offsets = Mapping[tuple[str, int], int]
-OnCommit = Callable[[dict[TopicPartition, int], KmqError | None], object]
-
-
-class Commits(Places):
-    """The calls of a consumer that commit."""
-
-    _given: Message | list[Message] | None  # what the application works on
-    _committed: deque[tuple[OnCommit, Pending]]  # for callbacks
-    _commit_at: float  # when the consumer commits by itself
+    # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None:
         """Commit without waiting. `callback` gets the offsets and the error or None, at a later poll."""
@@ -205,10 +212,14 @@ class Commits(Places):
         return pending
 
     def _commit_handled(self, places: Iterable[TopicPartition]) -> Pending:
-        """Ask to commit what was handled of these partitions."""
-        wanted = set(places)
-        offsets, again = self._handled(wanted), [each for each in self._again(self._working()) if each[0] in wanted]
-        return self._ask_commit([(TopicPartition(*place), offset) for place, offset in offsets.items()], again)
+        """Ask to commit what was handled of these partitions, before others read them."""
+        working = [self._given] if isinstance(self._given, Message) else self._given or []
+        offsets, wanted = dict(self._offsets(None)), set(places)
+        for message in reversed(working):
+            if message.deliveries == 1:
+                offsets[TopicPartition(message.topic, message.partition)] = message.offset
+        handled = [(place, offsets[place]) for place in wanted if place in offsets]
+        return self._ask_commit(handled, [each for each in self._again(working) if each[0] in wanted])
 
     def _again(self, working: Collection[Message]) -> list[tuple[TopicPartition, int]]:
         """Return the messages that came again and were given out, without those that the application works on."""
@@ -272,103 +283,62 @@ class Commits(Places):
             self._commit_at = now + self.options.auto_commit_s
             self.commit_async(callback=_report)
 
-    def _working(self) -> list[Message]:
-        """Return what the application works on."""
-        return [self._given] if isinstance(self._given, Message) else self._given or []
-
-    def _handled(self, places: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
-        """Return the next offsets of these partitions behind what was handled, before others read them."""
-        positions = dict(self._offsets(None))
-        for message in reversed(self._working()):
-            if message.deliveries == 1:
-                positions[TopicPartition(message.topic, message.partition)] = message.offset
-        return {place: positions[place] for place in places if place in positions}
-
 
 def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
     if error is not None:
         logger().warning("not committed, so it comes again unless a later commit succeeds: %s", error)
 
 
-# --- consumer waits --------------------------------------------------------------------------------------------------
-# The calls of kmq.Consumer that wait for an answer of the broker.
+# --- the partitions of a topic ---------------------------------------------------------------------------------------
+# A consumer without a group reads all partitions of its topics, and `latest` is their ends.
+#
+# `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record. A
+# damaged partition may be left out or refused; it is one nevertheless, and whoever reads it hears of the damage.
 
-LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
+DISCOVER_S = 10.0  # between two looks for new partitions
+_NOT_YET = frozenset({"unknown_topic", "not_found"})
 
 
-class Waits(Commits):
-    """Each call waits at most `timeout` seconds, by default the option timeout_s, and then raises NotAnswered."""
+def discover(
+    topics: Iterable[str], host: str, port: int, token: str, tls: ssl.SSLContext | None, server_hostname: str | None
+) -> dict[TopicPartition, int | None]:
+    """Return the partitions of these topics and their ends, None if damage hides one; a topic that is not there has none.
 
-    _driver: Driver
+    Raises OSError, Refused.
+    """
+    found: dict[TopicPartition, int | None] = {}
+    for topic in topics:
+        with open_socket(host, port, tls, server_hostname) as sock:
+            sock.sendall(Consume(topic, None, LATEST, token=token).encode())
+            ends = _read(sock)
+        for number in range(max((place.partition + 1 for place in ends), default=0)):
+            place = TopicPartition(topic, number)
+            found[place] = ends.get(place)
+    return found
 
-    def connect(self, timeout: float | None = None) -> list[TopicPartition]:
-        """Wait until the broker has said which partitions this consumer reads, and return them."""
-        self._must_read()
-        self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
-        return self.assignment()
 
-    def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
-        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
-        owned = self._find(place)
-        self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
-        return owned.position
+def _read(sock: socket.socket) -> dict[TopicPartition, int | None]:
+    found: dict[TopicPartition, int | None] = {}
+    unfinished, deadline = b"", time.monotonic() + CONNECT_S
+    while data := sock.recv(64 * KIB):
+        *whole, unfinished = (unfinished + data).split(b"\n")
+        for line in whole:
+            if line.startswith(b"!"):  # others are records that came while the broker answered
+                _note(line, found)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the broker has not named the partitions in time")
+    return found
 
-    def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:
-        """Return the next offset that the group has committed for a partition; None: nothing is committed."""
-        return self._ask([place], timeout)[0].committed
 
-    def beginning_offsets(
-        self, places: Iterable[tuple[str, int]], timeout: float | None = None
-    ) -> dict[TopicPartition, int]:
-        """Return the offset of the first record that is stored of each partition."""
-        return {row.place: row.start for row in self._ask(places, timeout)}
-
-    def end_offsets(self, places: Iterable[tuple[str, int]], timeout: float | None = None) -> dict[TopicPartition, int]:
-        """Return the offset behind the last record of each partition."""
-        return {row.place: row.end for row in self._ask(places, timeout)}
-
-    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
-        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
-
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
-        """
-        pending = self._commit(offsets)
-        self._wait_for(lambda: pending.done, timeout, "the commit")
-        if pending.error is not None:
-            raise pending.error
-
-    def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked:
-        """Give a message back: the group is given it again after `delay` seconds, before new ones. Durable on return.
-
-        Commits may go beyond it. `.deliveries` of what is returned says how often it was delivered; after the topic's
-        max_deliveries it becomes a dead letter instead, with `reason`, and `.letter` says where that is.
-        Raises Refused: `fenced` if the partition is no longer this member's, `out_of_range` if the message is gone.
-        """
-        pending = self._nack(message, delay, reason)
-        self._wait_for(lambda: pending.done, timeout, "the answer to a nack")
-        return self._nacked(pending)
-
-    def _commit_last(self, places: Iterable[TopicPartition]) -> None:
-        """Commit what was handled of these partitions, before others read them."""
-        pending = self._commit_handled(places)
-        try:
-            self._wait_for(lambda: pending.done, LAST_COMMIT_S, "the commit")
-            if pending.error is not None:
-                raise pending.error
-        except KmqError as err:
-            logger().warning("not committed, so it comes again: %s", err)
-
-    def _ask(self, places: Iterable[tuple[str, int]], timeout: float | None) -> list[PartitionOffsets]:
-        """Return the offsets of these partitions, in this order."""
-        wanted = [self._find(place).place for place in places]
-        if not wanted:
-            return []
-        with self._lock:
-            pending = self._core.offsets(tuple(wanted), time.monotonic())
-            self._driver.write()
-        self._wait_for(lambda: pending.done, timeout, "the offsets")
-        return self._rows(pending, wanted)
-
-    def _wait_for(self, is_ready: Callable[[], bool], timeout: float | None, what: str) -> None:
-        if not self._driver.wait(is_ready, self.options.timeout_s if timeout is None else timeout):
-            raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
+def _note(line: bytes, found: dict[TopicPartition, int | None]) -> None:
+    """Add what a reply says. The first of a partition counts: another one follows where retention has deleted records."""
+    try:
+        answer = reply(line)
+    except BadLine as err:
+        raise Refused(f"protocol the broker's reply does not fit: {err}") from None
+    if isinstance(answer, Failed) and answer.code not in (*_NOT_YET, "damaged"):
+        raise Refused(f"{answer.code} {answer.text}")
+    if isinstance(answer, Started):
+        found.setdefault(answer.place, answer.offset)
+    elif isinstance(answer, Failed) and answer.place is not None:
+        found.setdefault(answer.place, None)

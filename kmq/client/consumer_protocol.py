@@ -2,8 +2,8 @@
 
     opening → connected → receive … take → lost            (kmq.Consumer and kmq.AsyncConsumer move the bytes)
 
-    kmq/wire/requests.py, kmq/wire/replies.py   the lines          consumer_state.py   partitions, and records that wait
-    consumer_options.py                  the options        consumer_state.py    replies cut out of a stream, requests
+    consumer_options.py   the options
+    consumer_state.py     partitions and records that wait, requests without an answer, the stream of replies
 
 Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the next one goes while the application works
             on the batch before. A batch that was asked for before a seek is dropped; the broker then goes on elsewhere.
@@ -22,7 +22,7 @@ Start       Where the group has committed nothing, the option `start` is found a
 Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
             has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
             member may have read the partition meanwhile.
-Memory      kmq/client/consumer_state.py, consumer_state.py.
+Memory      consumer_state.py.
 Threads     None: callers lock.
 """
 
@@ -98,7 +98,6 @@ class Core:
         self.fetched: tuple[Owned, ...] = ()  # named in the fetch on its way
         self.fetch_from = 0.0  # not before: the broker had too much to do
         self._decoder = Decoder()
-        self._received = _Received(self)
 
     @property
     def is_managed(self) -> bool:
@@ -129,6 +128,27 @@ class Core:
         self.topics, self.wanted, self.ends = topics, dict(places), None
         if self.phase is Phase.AWAY:
             self.away_since = time.monotonic()  # until now there was nothing to connect for
+
+    def discovered(self, found: dict[TopicPartition, int | None]) -> bool:
+        """Read these partitions too, if there is no group. Returns True if there are new ones.
+
+        What was not there when the consumer subscribed begins at its first record, also with `latest`.
+        """
+        is_first = self.ends is None
+        if self.ends is None:
+            self.ends, self.subscribed_us = found, time.time_ns() // 1000
+        if self.is_managed:
+            return False
+        read = {*self.holdings.owned, *self.wanted}
+        topics = {place.topic for place in read}
+        is_young = self.start == LATEST and not is_first
+        new = [place for place in found if place not in read]
+        for place in new:
+            if is_young or place.topic in topics:
+                self.wanted[place] = EARLIEST
+            else:
+                self.wanted[place] = self.start if found[place] is not None else self.start_of(place)
+        return bool(new)
 
     def opening(self, token: str = "") -> bytes:
         """Return the first lines of a connection."""
@@ -198,7 +218,7 @@ class Core:
         is_late = self.is_managed and now - self._fetched_at > _POLL_S
         if not is_late and (not has_room or (self.is_dry and not wait_s)):
             return
-        self._received.begin_at_start(now)  # where the broker would not say it before
+        self._begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
             if owned.stale and owned.is_placed and not owned.paused and not owned.revoked and not owned.is_damaged:
                 self.move(owned, owned.next, now)
@@ -280,8 +300,8 @@ class Core:
         if asked is not None:
             self.ask("commit", *commit_parts(asked))
             return asked
-        assert self.requests.waiting_commit is not None
-        return self.requests.waiting_commit
+        assert self.requests.next_commit is not None
+        return self.requests.next_commit
 
     def _commit_again(self, place: TopicPartition, offset: int, now: float) -> Pending:
         """Ask to commit a message that came again."""
@@ -323,31 +343,26 @@ class Core:
         if self.phase is not Phase.AWAY and self.is_managed:
             self.requests.write(lines.LEAVE.encode(), now)
 
+    # --- replies -----------------------------------------------------------------------------------------------------
+
     def receive(self, data: bytes) -> None:
         """Process replies. Raises Refused if the connection must be replaced, or if the consumer has `failed`."""
         now = time.monotonic()
         try:
             for reply, body in self._decoder.feed(data):
-                self._received.one(reply, body, now)
+                self._received(reply, body, now)
         except BadLine as err:
             raise Refused(f"protocol the broker's reply does not fit: {err}") from None
 
-
-class _Received:
-    """What the replies mean for a core."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def one(self, reply: replies.Reply, body: bytes, now: float) -> None:
+    def _received(self, reply: replies.Reply, body: bytes, now: float) -> None:
         """Process a reply. Raises BadLine if it does not fit, Refused if it ends the connection."""
-        requests = self._core.requests
+        requests = self.requests
         if isinstance(reply, replies.Batch):
             self._batch(reply, body)
         elif isinstance(reply, replies.Assigned):
             self._assigned(reply, now)
         elif isinstance(reply, replies.Revoke):
-            self._core.holdings.revoke(reply.partitions, self._core.connections)
+            self.holdings.revoke(reply.partitions, self.connections)
         elif isinstance(reply, replies.Sought):
             self._sought(reply)
         elif isinstance(reply, replies.Committed):
@@ -362,59 +377,56 @@ class _Received:
             raise BadLine(f"{reply}: belongs to another protocol")
 
     def _batch(self, batch: replies.Batch, body: bytes) -> None:
-        core = self._core
-        core.fetch_until, core.is_dry = None, batch.place is None
+        self.fetch_until, self.is_dry = None, batch.place is None
         if batch.place is not None and batch.deliveries:
-            core.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
+            self.holdings.deliver_again(batch.place, batch.offset, batch.deliveries, body)
         elif batch.place is not None:
-            core.holdings.deliver(batch.place, batch.offset, batch.lines, body)
+            self.holdings.deliver(batch.place, batch.offset, batch.lines, body)
 
     def _assigned(self, assigned: replies.Assigned, now: float) -> None:
-        core, holdings, offsets = self._core, self._core.holdings, dict(assigned.offsets)
-        is_first = core.phase is Phase.JOINING
+        holdings, offsets = self.holdings, dict(assigned.offsets)
+        is_first = self.phase is Phase.JOINING
         if is_first:
-            core.phase = Phase.READING
-            if core.is_outage_told:
-                core.is_outage_told = False
-                logger().warning("connected again, after %.0f s", now - core.away_since)
-            if core.is_managed:
-                is_late, asked = now >= core.expires_at, core.requests.asked_commits()
+            self.phase = Phase.READING
+            if self.is_outage_told:
+                self.is_outage_told = False
+                logger().warning("connected again, after %.0f s", now - self.away_since)
+            if self.is_managed:
+                is_late, asked = now >= self.expires_at, self.requests.asked_commits()
                 holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
-                core.requests.fence(holdings.owned)
+                self.requests.fence(holdings.owned)
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
         for place, owned in kept.items():
-            if is_first and not core.is_managed:
+            if is_first and not self.is_managed:
                 owned.position = offsets[place]  # the opening has named it; retention may have moved it
             if is_first:
                 owned.stale = owned.position != offsets[place]
         new = {place: offset for place, offset in offsets.items() if place not in kept}
         holdings.grant(new)
-        if not core.is_managed:
-            hidden = [place for place in new if (core.ends or {}).get(place, 0) is None]
+        if not self.is_managed:
+            hidden = [place for place in new if (self.ends or {}).get(place, 0) is None]
             for place in hidden:
-                holdings.owned[place].start = core.wanted.get(place)
-        core.generation, core.wanted = assigned.generation, {}
+                holdings.owned[place].start = self.wanted.get(place)
+        self.generation, self.wanted = assigned.generation, {}
         if is_first:
-            core.requests.write_again(now)
-        if core.is_managed and core.start != EARLIEST:
+            self.requests.write_again(now)
+        if self.is_managed and self.start != EARLIEST:
             for place in new:
                 holdings.owned[place].is_placed = False
-            self.begin_at_start(now)
+            self._begin_at_start(now)
 
-    def begin_at_start(self, now: float) -> None:
+    def _begin_at_start(self, now: float) -> None:
         """Where the group has committed nothing, begin at the option `start`."""
-        core = self._core
         waiting = [
             owned
-            for owned in core.holdings.owned.values()
+            for owned in self.holdings.owned.values()
             if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving or owned.is_damaged)
         ]
         if waiting:
             self._find_start(waiting, now)
 
     def _find_start(self, waiting: list[Owned], now: float) -> None:
-        core = self._core
         for owned in waiting:
             owned.is_starting = True
 
@@ -433,7 +445,7 @@ class _Received:
                 owned.is_starting = False
             self._begin(fresh, now)
             if any(owned.revoked for owned in waiting):
-                self.begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
+                self._begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
             elif isinstance(pending.error, Refused):
                 self._report(pending.error, waiting[0] if len(waiting) == 1 else None)
             elif pending.error is None:
@@ -441,11 +453,11 @@ class _Received:
                     if owned.place not in has_committed:  # it is damaged; asked for alone it is told how
                         self._find_start([owned], now)
 
-        core.offsets(tuple(owned.place for owned in waiting), now).then(answered)
+        self.offsets(tuple(owned.place for owned in waiting), now).then(answered)
 
     def _begin(self, fresh: list[Owned], now: float) -> None:
         """Move these partitions to the option `start`, and commit that. They are read as soon as it is durable."""
-        core, found = self._core, dict[Owned, int]()
+        found = dict[Owned, int]()
         missing = len(fresh)
 
         def committed(pending: Pending) -> None:
@@ -453,9 +465,9 @@ class _Received:
                 owned.is_placed |= pending.error is None
                 owned.is_starting = False
             if isinstance(pending.error, Refused):
-                core.fetch_from = time.monotonic() + _PAUSE_S
+                self.fetch_from = time.monotonic() + _PAUSE_S
                 if not find(pending.error.code).is_retryable and not any(owned.revoked for owned in found):
-                    core.errors.append(pending.error)
+                    self.errors.append(pending.error)
 
         def sought(owned: Owned, pending: Pending) -> None:
             nonlocal missing
@@ -464,21 +476,21 @@ class _Received:
                 found[owned] = pending.value
             else:
                 owned.is_starting = False
-                if isinstance(pending.error, Refused) and pending.error.code == "out_of_range" and core.ends:
-                    core.ends.pop(owned.place, None)  # the topic was made again meanwhile
+                if isinstance(pending.error, Refused) and pending.error.code == "out_of_range" and self.ends:
+                    self.ends.pop(owned.place, None)  # the topic was made again meanwhile
             if not missing and found:
-                core.commit([(owned.place, at) for owned, at in found.items()], now).then(committed)
+                self.commit([(owned.place, at) for owned, at in found.items()], now).then(committed)
 
         for owned in fresh:
-            core.move(owned, core.start_of(owned.place), now).then(partial(sought, owned))
+            self.move(owned, self.start_of(owned.place), now).then(partial(sought, owned))
 
     def _sought(self, sought: replies.Sought) -> None:
-        pending = self._core.requests.answered("seek")
+        pending = self.requests.answered("seek")
         owned = pending.value
         if not isinstance(owned, Owned) or sought.place != owned.place:
             raise BadLine(f"{sought.place}: another partition was sought")
         owned.moving -= 1
-        self._core.is_dry = False
+        self.is_dry = False
         if not owned.moving and not owned.stale:
             owned.position = sought.offset
         owned.is_placed |= pending.callback is None  # else the start, which is to be committed first
@@ -486,28 +498,27 @@ class _Received:
 
     def _committed(self, pending: Pending, now: float, error: Refused | None = None) -> None:
         for place, offset in pending.offsets if error is None else ():
-            if owned := self._core.holdings.owned.get(place):
+            if owned := self.holdings.owned.get(place):
                 owned.committed = offset
         pending.finish(error=error)
-        if waiting := self._core.requests.next_commit(now):
-            self._core.ask("commit", *commit_parts(waiting))
+        if waiting := self.requests.take_next_commit(now):
+            self.ask("commit", *commit_parts(waiting))
 
     def _refused(self, failed: replies.Failed, now: float) -> None:
-        core = self._core
         reason = f"{failed.code} {failed.text}".rstrip()
         refused = Fenced(reason) if failed.code == "fenced" else Refused(reason)
         if not failed.request:
             self._ended(refused)
         elif failed.request == "fetch":
-            core.fetch_until = None
+            self.fetch_until = None
             if find(refused.code).is_retryable:
-                core.fetch_from = now + _PAUSE_S
-            elif not any(owned.revoked for owned in core.fetched):  # else it crossed with the revocation
-                self._report(refused, core.holdings.owned.get(failed.place) if failed.place else None)
+                self.fetch_from = now + _PAUSE_S
+            elif not any(owned.revoked for owned in self.fetched):  # else it crossed with the revocation
+                self._report(refused, self.holdings.owned.get(failed.place) if failed.place else None)
         elif failed.request == "commit":
-            self._committed(core.requests.answered("commit"), now, refused)
+            self._committed(self.requests.answered("commit"), now, refused)
         else:
-            pending = core.requests.answered(failed.request)
+            pending = self.requests.answered(failed.request)
             if isinstance(pending.value, Owned):
                 pending.value.moving -= 1
                 if not pending.value.moving:  # else a later seek, which is on its way, decides
@@ -519,27 +530,27 @@ class _Received:
     def _report(self, refused: Refused, owned: Owned | None) -> None:
         """Let the application hear of a refusal. A damaged partition pauses instead, because the others can be read."""
         if owned is None or refused.code != "damaged":
-            self._core.errors.append(refused)
+            self.errors.append(refused)
         elif not owned.is_damaged:
             owned.is_damaged = True
             logger().error("paused, and others go on: %s", refused)
 
     def _ended(self, refused: Refused) -> None:
         """The broker ends the connection."""
-        core, meaning = self._core, find(refused.code)
+        meaning = find(refused.code)
         if refused.code == "bad_request" and refused.reason.startswith("bad_request 'more': unknown option"):
             text = "the broker is too old for so many names: it takes only what fits into one line of 64 KiB"
             refused = Refused(f"bad_request {text}")
         # A member that gets an error which this client does not know joins again: it had been admitted.
-        is_known = meaning.code == refused.code or core.phase is Phase.JOINING
+        is_known = meaning.code == refused.code or self.phase is Phase.JOINING
         if refused.code in REJOIN:
-            core.holdings.lose(tuple(core.holdings.owned))
-        elif refused.code == "bad_request" and core.requests.is_asked("nack"):
+            self.holdings.lose(tuple(self.holdings.owned))
+        elif refused.code == "bad_request" and self.requests.is_asked("nack"):
             too_old = Refused("bad_request the broker is too old for this client, and takes no message back")
-            core.requests.fail(too_old, "nack")
+            self.requests.fail(too_old, "nack")
         elif is_known and not meaning.is_retryable:
             refused.exit_code = meaning.exit_code
-            core.fail(refused)
+            self.fail(refused)
         raise refused
 
 

@@ -1,7 +1,11 @@
-"""What a consumer knows of the partitions it reads: where it is in each, and the records that wait for the application.
+"""What a consumer knows: where it is in each partition, the records that wait, and the requests without an answer.
 
 Invariant   A position only rises past a record that was given to the application, unless the application seeks.
-Memory      `Buffer.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages.
+            Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
+Memory      `Buffer.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages. A
+            batch is as large as the client has asked for, or one record.
+            At most _MOST_COMMITS commits are on their way; what is committed meanwhile is joined to one. A reply line is
+            at most MAX_REPLY bytes.
 """
 
 from collections import deque
@@ -297,12 +301,7 @@ class Holdings:
             owned.again.clear()  # they come once more
 
 
-# --- consumer wire ---------------------------------------------------------------------------------------------------
-# The bytes of the consumer port as a client reads and writes them: a stream cut into replies, requests with answers.
-#
-# Invariant   Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
-# Memory      At most _MOST_COMMITS commits are on their way; what is committed meanwhile is joined to one. A reply line is
-#             at most MAX_REPLY bytes. A batch is as large as the client has asked for, or one record.
+# --- requests, and the stream of replies -----------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 
@@ -408,7 +407,7 @@ class Requests:
         self._session_s = session_s
         self._out: list[bytes] = []
         self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit", "nack")}
-        self._next_commit: Pending | None = None  # waits until one of those on their way is answered
+        self.next_commit: Pending | None = None  # waits until one of those on their way is answered
 
     def connected(self, now: float) -> None:
         """Note that a connection was opened."""
@@ -437,26 +436,22 @@ class Requests:
         return pending
 
     def commit(self, offsets: dict[TopicPartition, int], now: float) -> Pending | None:
-        """Return a commit to ask for; None if it waits, joined to others: then `waiting_commit` is it."""
+        """Return a commit to ask for; None if it waits, joined to others: then `next_commit` is it."""
         if len(self._asked["commit"]) < _MOST_COMMITS:
             return _commit_of(tuple(offsets.items()), now)
-        joined = dict(self._next_commit.offsets) | offsets if self._next_commit else offsets
-        if self._next_commit is None:
-            self._next_commit = _commit_of(tuple(joined.items()), now)
-        self._next_commit.offsets = tuple(joined.items())
+        joined = dict(self.next_commit.offsets) | offsets if self.next_commit else offsets
+        if self.next_commit is None:
+            self.next_commit = _commit_of(tuple(joined.items()), now)
+        self.next_commit.offsets = tuple(joined.items())
         return None
 
     def asked_commits(self) -> set[tuple[TopicPartition, int]]:
         """Return what is asked to be committed, and not answered."""
         return {pair for pending in self._asked["commit"] for pair in pending.offsets}
 
-    @property
-    def waiting_commit(self) -> Pending | None:
-        return self._next_commit
-
-    def next_commit(self, now: float) -> Pending | None:
+    def take_next_commit(self, now: float) -> Pending | None:
         """Return the commit that has waited for an answer to another one; None: there is none."""
-        waiting, self._next_commit = self._next_commit, None
+        waiting, self.next_commit = self.next_commit, None
         if waiting is not None:
             waiting.line, waiting.since = Commit(waiting.offsets).encode(), now
         return waiting
@@ -477,11 +472,11 @@ class Requests:
 
     def fence(self, kept: Collection[TopicPartition]) -> None:
         """Fail commits for other partitions than these: sent again, they could undo what a later owner has committed."""
-        asked = [*self._asked["commit"], *([self._next_commit] if self._next_commit else [])]
+        asked = [*self._asked["commit"], *([self.next_commit] if self.next_commit else [])]
         gone = [pending for pending in asked if any(place not in kept for place, _ in pending.offsets)]
         self._asked["commit"] = deque(pending for pending in self._asked["commit"] if pending not in gone)
-        if self._next_commit in gone:
-            self._next_commit = None
+        if self.next_commit in gone:
+            self.next_commit = None
         for pending in gone:
             pending.finish(error=Fenced("fenced another member may have read on meanwhile"))
 
@@ -494,7 +489,7 @@ class Requests:
 
     def fail(self, error: KmqError, *names: str) -> None:
         """Fail the requests of these kinds; without a name all."""
-        if not names and (waiting := self.next_commit(0.0)) is not None:
+        if not names and (waiting := self.take_next_commit(0.0)) is not None:
             waiting.finish(error=error)
         for name in names or tuple(self._asked):
             asked = self._asked[name]

@@ -1,7 +1,12 @@
-"""`Consumer.run`: drives the rules of handling.py with a blocking consumer.
+"""`Consumer.run` and `AsyncConsumer.run`: drive the rules of handling.py, and store dead letters.
 
 Stop        `stop`, or SIGTERM, ends a run between two messages, and what was handled is committed. SIGTERM is taken in the
             main thread, where nobody else handles it. A second one ends the process at once.
+Letters     A blocking kmq.Producer stores them (kmq/message/letters.py), and each call waits until its letter is on disk.
+            asyncio does that in a thread: letters are rare, and there is one way to store them.
+Async       The handler is a function or a coroutine function. A plain function must not block, because the event loop
+            waits for it. If the run is cancelled, the message that is being handled is neither committed nor a failure;
+            it comes again.
 """
 
 import asyncio
@@ -27,105 +32,14 @@ from kmq.message.message import Message
 from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
 
-# --- letterbox -------------------------------------------------------------------------------------------------------
-# Stores dead letters (kmq/message/letters.py) for a consumer that runs a handler. Blocks until each is on disk.
 
-_NAME = re.compile(NAME_PATTERN)
-PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
-_TLS_CONSUMERS = 5444
-MakeProducer = Callable[[str], Producer]  # given its window
-_HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
-
-
-class Letterbox:
-    """The way of one group's letters to the broker. It connects when the first letter is put in."""
-
-    def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
-        """`make` returns a producer, given its window."""
-        self._group, self._make = group, make
-        self._producer: Producer | None = None
-
-    def put(self, message: Message, dlq: str, failure: Failure) -> int:
-        """Store a message as a dead letter of topic `dlq`, and return its seq; 0: stored before, and not known.
-
-        Raises KmqError if that is impossible.
-        """
-        if self._producer is None:
-            self._producer = self._make(_window(self._group))
-        try:
-            seq = _send(self._producer, format_letter(message, dlq, failure))
-        except Refused as refused:
-            if refused.code != "too_long":
-                raise
-            most = self._producer.connect() - _HEADER_ROOM
-            seq = _send(self._producer, format_letter(message, dlq, failure, most))
-        logger().warning(
-            "%s/%d offset %d went to %s after %d attempts: %.200r",
-            *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
-        )
-        return seq
-
-    def close(self) -> None:
-        if self._producer is not None:
-            self._producer.close()
-
-
-def _send(producer: Producer, line: bytes) -> int:
-    try:
-        return producer.send_lines(line).result()
-    except Refused as refused:
-        if refused.code != "id_reused":  # else it was stored before, with an older error
-            raise
-        seq = re.search(r"as seq (\d+)", refused.reason)
-        return int(seq[1]) if seq else 0
-
-
-def report(offsets: object, error: KmqError | None) -> None:
-    """Log a commit that failed."""
-    if error is not None:
-        logger().warning("handled, and not committed, so it comes again: %s", error)
-
-
-def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakeProducer | None:
-    """Return what makes a producer of the broker that a consumer at this address reads.
-
-    None at another port than the usual ones: behind the usual port for producers there may be another broker.
-    """
-    tls = options.tls
-    usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)
-    if port != usual:
-        return None
-
-    def make(window: str) -> Producer:
-        name = options.server_hostname
-        return Producer(host, other, window=window, token=options.token, tls=tls, server_hostname=name)
-
-    return make
-
-
-def local_producer(window: str) -> Producer:
-    """Return a producer of the broker of this directory's settings."""
-    return Producer.local(window=window)
-
-
-def _window(group: str) -> str:
-    """Return the scope in which the ids of a group's letters are remembered."""
-    name = f"dlq:{group}"
-    return name if _NAME.fullmatch(name) else f"dlq:{sha256(group.encode()).hexdigest()[:40]}"
-
-
-# --- runner ----------------------------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """What a runner needs of a kmq.Consumer."""
+class Calls(Protocol):
+    """What both runners need of a consumer."""
 
     options: ConsumerOptions
 
     @property
     def closed(self) -> bool: ...
-
-    def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
 
     def assignment(self) -> list[TopicPartition]: ...
 
@@ -135,11 +49,29 @@ class Source(Protocol):
 
     def resume(self, *places: tuple[str, int]) -> None: ...
 
-    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
-
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
 
+
+class Source(Calls, Protocol):
+    """A kmq.Consumer."""
+
+    def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
+
+    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
+
     def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked: ...
+
+
+class AsyncSource(Calls, Protocol):
+    """A kmq.AsyncConsumer."""
+
+    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
+
+    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
+
+    async def nack(
+        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
+    ) -> Nacked: ...
 
 
 class Stop(Protocol):
@@ -230,93 +162,6 @@ class Runner:
                 self._attempts.succeeded(message)
 
 
-class Places(Protocol):
-    """What holding messages and going on need of a consumer."""
-
-    def assignment(self) -> list[TopicPartition]: ...
-
-    def seek(self, place: tuple[str, int], position: Start) -> None: ...
-
-    def pause(self, *places: tuple[str, int]) -> None: ...
-
-    def resume(self, *places: tuple[str, int]) -> None: ...
-
-    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
-
-
-def hold(consumer: Places, message: Message, held: Held, error: Exception) -> None:
-    """Let a partition wait at this message."""
-    place = TopicPartition(message.topic, message.partition)
-    logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
-    with contextlib.suppress(KmqError):  # it is another member's meanwhile
-        consumer.seek(place, held.offset)
-        consumer.pause(place)
-
-
-@contextlib.contextmanager
-def not_given_back(message: Message) -> Iterator[None]:
-    """Go on if a message cannot be given back: it comes again when this member leaves, or comes back."""
-    try:
-        yield
-    except KmqError as err:
-        logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
-
-
-def put_back(consumer: Places, messages: Sequence[Message]) -> None:
-    """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
-    first: dict[TopicPartition, int] = {}
-    for message in messages:
-        if message.deliveries <= 1:  # what came again is not behind the position
-            first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
-    for place, offset in first.items():
-        with contextlib.suppress(KmqError):  # it is another member's meanwhile
-            consumer.seek(place, offset)
-
-
-def go_on(consumer: Places, attempts: Attempts) -> None:
-    """Commit what was handled, and let partitions go on that have waited long enough."""
-    if handled := attempts.take_handled():
-        consumer.commit_async(handled, report)
-    for place in attempts.due(consumer.assignment(), time.monotonic()):
-        with contextlib.suppress(KmqError):
-            consumer.resume(place)
-
-
-# --- runner aio ------------------------------------------------------------------------------------------------------
-# `AsyncConsumer.run`: drives the rules of handling.py from asyncio.
-#
-# Handler     A function or a coroutine function. A plain function must not block, because the event loop waits for it.
-# Letters     A blocking kmq.Producer stores them, in a thread: letters are rare, and there is one way to store them.
-# Cancelled   The message that is being handled is neither committed nor a failure; it comes again.
-
-
-class AsyncSource(Protocol):
-    """What a runner needs of a kmq.AsyncConsumer."""
-
-    options: ConsumerOptions
-
-    @property
-    def closed(self) -> bool: ...
-
-    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
-
-    def assignment(self) -> list[TopicPartition]: ...
-
-    def seek(self, place: tuple[str, int], position: Start) -> None: ...
-
-    def pause(self, *places: tuple[str, int]) -> None: ...
-
-    def resume(self, *places: tuple[str, int]) -> None: ...
-
-    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
-
-    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
-
-    async def nack(
-        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
-    ) -> Nacked: ...
-
-
 class AsyncRunner:
     """Hands the messages of an asyncio consumer to a handler."""
 
@@ -378,3 +223,130 @@ class AsyncRunner:
                 self._consumer.commit_async(message, report)
             else:
                 self._attempts.succeeded(message)
+
+
+# --- what both runners do --------------------------------------------------------------------------------------------
+
+
+def hold(consumer: Calls, message: Message, held: Held, error: Exception) -> None:
+    """Let a partition wait at this message."""
+    place = TopicPartition(message.topic, message.partition)
+    logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
+    with contextlib.suppress(KmqError):  # it is another member's meanwhile
+        consumer.seek(place, held.offset)
+        consumer.pause(place)
+
+
+@contextlib.contextmanager
+def not_given_back(message: Message) -> Iterator[None]:
+    """Go on if a message cannot be given back: it comes again when this member leaves, or comes back."""
+    try:
+        yield
+    except KmqError as err:
+        logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
+
+
+def put_back(consumer: Calls, messages: Sequence[Message]) -> None:
+    """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
+    first: dict[TopicPartition, int] = {}
+    for message in messages:
+        if message.deliveries <= 1:  # what came again is not behind the position
+            first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
+    for place, offset in first.items():
+        with contextlib.suppress(KmqError):  # it is another member's meanwhile
+            consumer.seek(place, offset)
+
+
+def go_on(consumer: Calls, attempts: Attempts) -> None:
+    """Commit what was handled, and let partitions go on that have waited long enough."""
+    if handled := attempts.take_handled():
+        consumer.commit_async(handled, report)
+    for place in attempts.due(consumer.assignment(), time.monotonic()):
+        with contextlib.suppress(KmqError):
+            consumer.resume(place)
+
+
+def report(offsets: object, error: KmqError | None) -> None:
+    """Log a commit that failed."""
+    if error is not None:
+        logger().warning("handled, and not committed, so it comes again: %s", error)
+
+
+# --- letters ---------------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(NAME_PATTERN)
+PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
+_TLS_CONSUMERS = 5444
+MakeProducer = Callable[[str], Producer]  # given its window
+_HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
+
+
+class Letterbox:
+    """The way of one group's letters to the broker. It connects when the first letter is put in."""
+
+    def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
+        """`make` returns a producer, given its window."""
+        self._group, self._make = group, make
+        self._producer: Producer | None = None
+
+    def put(self, message: Message, dlq: str, failure: Failure) -> int:
+        """Store a message as a dead letter of topic `dlq`, and return its seq; 0: stored before, and not known.
+
+        Raises KmqError if that is impossible.
+        """
+        if self._producer is None:
+            self._producer = self._make(_window(self._group))
+        try:
+            seq = _send(self._producer, format_letter(message, dlq, failure))
+        except Refused as refused:
+            if refused.code != "too_long":
+                raise
+            most = self._producer.connect() - _HEADER_ROOM
+            seq = _send(self._producer, format_letter(message, dlq, failure, most))
+        logger().warning(
+            "%s/%d offset %d went to %s after %d attempts: %.200r",
+            *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
+        )
+        return seq
+
+    def close(self) -> None:
+        if self._producer is not None:
+            self._producer.close()
+
+
+def _send(producer: Producer, line: bytes) -> int:
+    try:
+        return producer.send_lines(line).result()
+    except Refused as refused:
+        if refused.code != "id_reused":  # else it was stored before, with an older error
+            raise
+        seq = re.search(r"as seq (\d+)", refused.reason)
+        return int(seq[1]) if seq else 0
+
+
+def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakeProducer | None:
+    """Return what makes a producer of the broker that a consumer at this address reads.
+
+    None at another port than the usual ones: behind the usual port for producers there may be another broker.
+    """
+    tls = options.tls
+    usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)
+    if port != usual:
+        return None
+
+    def make(window: str) -> Producer:
+        name = options.server_hostname
+        return Producer(host, other, window=window, token=options.token, tls=tls, server_hostname=name)
+
+    return make
+
+
+def local_producer(window: str) -> Producer:
+    """Return a producer of the broker of this directory's settings."""
+    return Producer.local(window=window)
+
+
+def _window(group: str) -> str:
+    """Return the scope in which the ids of a group's letters are remembered."""
+    name = f"dlq:{group}"
+    return name if _NAME.fullmatch(name) else f"dlq:{sha256(group.encode()).hexdigest()[:40]}"
