@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
@@ -84,13 +85,11 @@ def open_socket(
     return sock
 
 
-class Greeted:
+class Greeted(NamedTuple):
     """A new connection, and the broker's reply to hello."""
 
-    __slots__ = ("greeting", "sock")
-
-    def __init__(self, sock: socket.socket, greeting: bytes) -> None:
-        self.sock, self.greeting = sock, greeting
+    sock: socket.socket
+    greeting: bytes
 
 
 def dial(address: Address, core: Core) -> Greeted:

@@ -1,4 +1,4 @@
-"""Messages on their way, and their outcomes."""
+"""A producer's options, its messages on their way, and their outcomes."""
 
 import re
 import ssl
@@ -206,7 +206,6 @@ class Outcomes:
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
-# The options of kmq.Producer and kmq.AsyncProducer, and their limits.
 
 _NAME = re.compile(NAME_PATTERN)
 

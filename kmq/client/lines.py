@@ -1,8 +1,10 @@
-"""The plain protocol, fire and forget: lines in blocks.
+"""The plain protocol, fire and forget: lines in blocks, and a user who is told what the sender waits for.
 
 Promise     close() returns only after ingress has received every byte and closed its side, so that no error on the way
             is missed. Messages are durable a moment later, but nothing confirms that: only the acknowledged protocol
             does.
+            Backpressure is the contract: a broker without space accepts nothing, and a sender that waits loses nothing.
+            But a sender must not wait in silence.
 """
 
 import contextlib
@@ -20,80 +22,11 @@ from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.message.text import request_line
 from kmq.wire.refusals import RETRYABLE
 
-# --- waiting ---------------------------------------------------------------------------------------------------------
-# What a command does while the broker accepts nothing: it waits, and says on stderr what it waits for.
-#
-# Backpressure is the contract: a broker without space accepts nothing, and a sender that waits loses nothing. But a
-# sender must not wait in silence.
-
 STALL_S = 2.0  # how long nothing moves before the terminal says why
-_T = TypeVar("_T")
-
-
-def say(text: str) -> None:
-    """Print a line for the user on stderr."""
-    print(f"kmq: {text}", file=sys.stderr, flush=True)
-
-
-def _gist(reason: str) -> str:
-    """Return a reason without its numbers, because "for 3.1 s" is no news after "for 2.1 s"."""
-    return re.sub(r"[\d.,]+", "#", reason)
-
-
-class Patience:
-    """Keeps the user informed of a wait: prints the reason, each change of it, and when messages move again."""
-
-    def __init__(self, why: Callable[[], str], timeout_s: float = math.inf) -> None:
-        """`why` returns what the broker waits for; `timeout_s` without progress ends a wait with RetryError."""
-        self.timeout_s = timeout_s
-        self._why = why
-        self._moved = self._stalled = time.monotonic()
-        self._reason = ""
-
-    @property
-    def tick_s(self) -> float:
-        """Return how long one attempt may take."""
-        return min(STALL_S, self.timeout_s)
-
-    def until_done(self, attempt: Callable[[], _T]) -> _T:
-        """Return the result of `attempt`, repeated while it times out. Raises RetryError when the time is up."""
-        self._moved = time.monotonic()
-        while True:
-            try:
-                result = attempt()
-            except TimeoutError:
-                self.stalled()
-                continue
-            self.moved()
-            return result
-
-    def moved(self) -> None:
-        """Note that the broker has accepted something."""
-        if self._reason:
-            say(f"the broker accepts messages again, after {time.monotonic() - self._stalled:.0f} s")
-            self._reason = ""
-        self._moved = time.monotonic()
-
-    def stalled(self) -> None:
-        """Note that an attempt has timed out. Raises RetryError when the time is up."""
-        waited_s = time.monotonic() - self._moved
-        if waited_s < self.tick_s:
-            return  # only this message waits, while others move
-        reason = self._why()
-        if waited_s >= self.timeout_s:
-            raise RetryError(f"the broker accepted nothing for {waited_s:.0f} s: {reason}; gave up after --timeout")
-        if not self._reason:
-            self._stalled = time.monotonic() - self.tick_s
-        if _gist(reason) != _gist(self._reason):
-            self._reason = reason
-            say(f"waiting: the broker accepts nothing: {reason}")
-
-
-# --- lines -----------------------------------------------------------------------------------------------------------
-
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
 _OF_INGRESS = ("ingress", "tls", "ack")  # listeners; every other one is the gateway's
+_T = TypeVar("_T")
 
 
 def read_port(settings: Settings, name: str, fixed: int) -> int:
@@ -109,9 +42,6 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
         raise ConfigError(f"{path}: no port there; is the broker {up}? (kmq status)") from None
 
 
-# --- what an application gives ---------------------------------------------------------------------------------------
-
-
 def no_connection(where: str, err: Exception) -> str:
     """Return the error text for a failed connection to `where`. A refusal by the broker is failures.Refused instead."""
     if isinstance(err, ConnectionRefusedError):
@@ -122,7 +52,7 @@ def no_connection(where: str, err: Exception) -> str:
 class LineSender:
     """One connection of a fire-and-forget producer."""
 
-    def __init__(self, host: str, port: int, token: str = "", patience: Patience | None = None) -> None:
+    def __init__(self, host: str, port: int, token: str = "", patience: "Patience | None" = None) -> None:
         """`patience` tells the user what a blocked sender waits for; None: the sender waits in silence."""
         self._host, self._port, self._token = host, port, token
         self._waiting: list[bytes] = []
@@ -219,3 +149,65 @@ class LineSender:
 
 def _once(attempt: Callable[[], _T]) -> _T:
     return attempt()
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Print a line for the user on stderr."""
+    print(f"kmq: {text}", file=sys.stderr, flush=True)
+
+
+def _gist(reason: str) -> str:
+    """Return a reason without its numbers, because "for 3.1 s" is no news after "for 2.1 s"."""
+    return re.sub(r"[\d.,]+", "#", reason)
+
+
+class Patience:
+    """Keeps the user informed of a wait: prints the reason, each change of it, and when messages move again."""
+
+    def __init__(self, why: Callable[[], str], timeout_s: float = math.inf) -> None:
+        """`why` returns what the broker waits for; `timeout_s` without progress ends a wait with RetryError."""
+        self.timeout_s = timeout_s
+        self._why = why
+        self._moved = self._stalled = time.monotonic()
+        self._reason = ""
+
+    @property
+    def tick_s(self) -> float:
+        """Return how long one attempt may take."""
+        return min(STALL_S, self.timeout_s)
+
+    def until_done(self, attempt: Callable[[], _T]) -> _T:
+        """Return the result of `attempt`, repeated while it times out. Raises RetryError when the time is up."""
+        self._moved = time.monotonic()
+        while True:
+            try:
+                result = attempt()
+            except TimeoutError:
+                self.stalled()
+                continue
+            self.moved()
+            return result
+
+    def moved(self) -> None:
+        """Note that the broker has accepted something."""
+        if self._reason:
+            say(f"the broker accepts messages again, after {time.monotonic() - self._stalled:.0f} s")
+            self._reason = ""
+        self._moved = time.monotonic()
+
+    def stalled(self) -> None:
+        """Note that an attempt has timed out. Raises RetryError when the time is up."""
+        waited_s = time.monotonic() - self._moved
+        if waited_s < self.tick_s:
+            return  # only this message waits, while others move
+        reason = self._why()
+        if waited_s >= self.timeout_s:
+            raise RetryError(f"the broker accepted nothing for {waited_s:.0f} s: {reason}; gave up after --timeout")
+        if not self._reason:
+            self._stalled = time.monotonic() - self.tick_s
+        if _gist(reason) != _gist(self._reason):
+            self._reason = reason
+            say(f"waiting: the broker accepts nothing: {reason}")

@@ -3,9 +3,9 @@
     add → queue → take → flying → receive → done            (kmq.Producer and kmq.AsyncProducer move the bytes)
             ↑_______ lost ________|
 
-    producer_core.py       which id the next message gets        window.py    messages without an outcome, and their pacing
-    producer_core.py      hello, its reply, replies             delivery.py  a message on its way, and its outcome
-    delivery.py   the options of a producer             failures.py  why a message was not stored
+    delivery.py   the options of a producer; a message on its way, and its outcome
+    window.py     messages without an outcome, and their pacing
+    failures.py   why a message was not stored
 
 Invariant   Messages always leave in the order in which they were added. A message without a reply is kept: `lost` puts
             all messages in flight back in front of the queue, with the same ids. The next connection sends them again,
@@ -40,154 +40,6 @@ from kmq.message.text import (
     wrong_type,
 )
 from kmq.wire.refusals import RETRYABLE
-
-# --- ids -------------------------------------------------------------------------------------------------------------
-# Which id the next message gets: the number after the last one, the user's own, or none.
-
-
-class Ids:
-    """The ids of one producer or window.
-
-    Provisional   A producer with a name chosen by the user may queue messages before its first connection has told the
-                  last id that the broker knows. These ids count from 1, and are raised by that last id on connecting.
-                  Once the user gives an id, ids continue after it and are final.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self.name = options.producer
-        self.prefix = ""  # of the generated ids of a window
-        self.are_made = False  # all ids are generated, according to the options
-        self.asks_last = self.is_provisional = bool(options.producer) and options.first_id is None
-        self._next = 0
-        self._provisional = 0  # number of provisional ids, once is_provisional is False
-        if options.window:
-            self.prefix = token_hex(8)
-        elif options.dedupe:
-            self.are_made = options.first_id is None
-            self._next = 1 if options.first_id is None else options.first_id
-            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # the broker forgets generated names first
-
-    @property
-    def last(self) -> int:
-        """Return the id before the next one that is made."""
-        return self._next - 1
-
-    def make(self) -> bytes:
-        """Return the next id; b"" if messages have none."""
-        number = self._next
-        if self.name:
-            self._next = number + 1
-            return b"%d" % number
-        if not self.prefix:
-            return b""
-        self._next = number + 1
-        return f"{self.prefix}-{number}".encode()
-
-    @property
-    def next_number(self) -> int | None:
-        """Return the number that a producer's next message gets; None if messages have no numbers."""
-        return self._next if self.name else None
-
-    def skip(self, count: int) -> None:
-        """Continue after `count` more numbers, which were given to messages."""
-        self._next += count
-
-    def make_field(self, id: str | int | None, headers: Headers | None) -> bytes:
-        """Return the id field with its headers, for the user's `id` or a generated id."""
-        if id is None:
-            return self.make() + format_headers(headers or ())
-        if isinstance(id, bool) or not isinstance(id, str | int):
-            raise wrong_type("id", id, "str or int")
-        if self.name:
-            text = str(id)
-            if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:
-                raise ValueError(
-                    f"id {id!r}: a producer's id must be a number of at most {MAX_ID_DIGITS} digits, above the last one"
-                )
-            if self.is_provisional:
-                self.is_provisional, self._provisional = False, self.last
-            self._next = max(self._next, int(id) + 1)
-        return make_id(str(id), headers or ())
-
-    def resume(self, last: int) -> None:
-        """Continue after the broker's `last` id plus the provisional ids, which are raised by `last`."""
-        made = self.last if self.is_provisional else self._provisional
-        self._next = max(self._next, last + made + 1)
-        self.asks_last = self.is_provisional = False
-
-
-# --- wire ------------------------------------------------------------------------------------------------------------
-# The lines of the acknowledged protocol besides messages, as a client writes and reads them.
-#
-#     !hello acks=1 [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]      first line
-#     !ok max_line=<bytes>       or  !err 0 <code> <text>                            its reply
-#     !last <id>                                                                     after !ok, if last=? was asked
-#     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
-#
-# kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
-
-
-def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:
-    """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
-    who = f"producer={ids.name}" if ids.name else ""
-    scope = f"window={window}" if window else ""
-    options = "last=?" * ids.asks_last, "reserved=1" * reserved, f"token={token}" if token else ""
-    return request_line("!hello", "acks=1", who, scope, *options)
-
-
-class Greeting:
-    """The reply to hello. `refusal` is why the broker refused the connection; None: it accepted."""
-
-    __slots__ = ("_more", "max_line", "refusal")
-
-    def __init__(self, data: bytes) -> None:
-        """Raises Refused if this is no reply of a KMQ broker."""
-        line, _, self._more = data.partition(b"\n")
-        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
-        if verb not in ("!ok", "!err"):
-            raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
-        self.refusal = Refused(rest.removeprefix("0 ")) if verb == "!err" else None
-        name, _, value = rest.partition("=")
-        self.max_line = int(value) if verb == "!ok" and name == "max_line" and value.isdecimal() else None
-
-    @staticmethod
-    def is_whole(data: bytes, asks_last: bool) -> bool:
-        """Return True if `data` is all of the reply; `asks_last`: a line `!last` follows `!ok`."""
-        return data.endswith(b"\n") and (not asks_last or not data.startswith(b"!ok") or data.count(b"\n") > 1)
-
-    def read_last(self, name: str) -> int:
-        """Return the last id that the broker knows of producer `name`; 0 if it knows none."""
-        verb, _, id = self._more.strip().partition(b" ")
-        if verb != b"!last" or not id.isdigit():
-            raise Refused(f"protocol the broker says {self._more[:100]!r} where the last id of {name} was asked for")
-        return int(id)
-
-
-class Replies:
-    """The replies on one connection."""
-
-    __slots__ = ("_unfinished", "answered", "refusing")
-
-    def __init__(self) -> None:
-        self.answered = 0  # messages on this connection
-        self.refusing = ""  # why all further messages of this connection are refused; "": they are not
-        self._unfinished = b""
-
-    def split(self, data: bytes) -> list[bytes]:
-        """Return the whole lines received so far; an unfinished line is kept for the next call."""
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        return lines
-
-    def count_to(self, number: int) -> int:
-        """Return how many messages a reply to the `number`th answers. Raises ValueError if all of them had replies."""
-        count = number - self.answered
-        if count < 1:
-            raise ValueError(number)
-        self.answered = number
-        return count
-
-
-# --- protocol --------------------------------------------------------------------------------------------------------
 
 Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
 
@@ -445,3 +297,148 @@ class Overdue:
             return ""
         self._reported = now
         return core.describe(now)
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+class Ids:
+    """The ids of one producer or window.
+
+    Provisional   A producer with a name chosen by the user may queue messages before its first connection has told the
+                  last id that the broker knows. These ids count from 1, and are raised by that last id on connecting.
+                  Once the user gives an id, ids continue after it and are final.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.name = options.producer
+        self.prefix = ""  # of the generated ids of a window
+        self.are_made = False  # all ids are generated, according to the options
+        self.asks_last = self.is_provisional = bool(options.producer) and options.first_id is None
+        self._next = 0
+        self._provisional = 0  # number of provisional ids, once is_provisional is False
+        if options.window:
+            self.prefix = token_hex(8)
+        elif options.dedupe:
+            self.are_made = options.first_id is None
+            self._next = 1 if options.first_id is None else options.first_id
+            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # the broker forgets generated names first
+
+    @property
+    def last(self) -> int:
+        """Return the id before the next one that is made."""
+        return self._next - 1
+
+    def make(self) -> bytes:
+        """Return the next id; b"" if messages have none."""
+        number = self._next
+        if self.name:
+            self._next = number + 1
+            return b"%d" % number
+        if not self.prefix:
+            return b""
+        self._next = number + 1
+        return f"{self.prefix}-{number}".encode()
+
+    @property
+    def next_number(self) -> int | None:
+        """Return the number that a producer's next message gets; None if messages have no numbers."""
+        return self._next if self.name else None
+
+    def skip(self, count: int) -> None:
+        """Continue after `count` more numbers, which were given to messages."""
+        self._next += count
+
+    def make_field(self, id: str | int | None, headers: Headers | None) -> bytes:
+        """Return the id field with its headers, for the user's `id` or a generated id."""
+        if id is None:
+            return self.make() + format_headers(headers or ())
+        if isinstance(id, bool) or not isinstance(id, str | int):
+            raise wrong_type("id", id, "str or int")
+        if self.name:
+            text = str(id)
+            if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:
+                raise ValueError(
+                    f"id {id!r}: a producer's id must be a number of at most {MAX_ID_DIGITS} digits, above the last one"
+                )
+            if self.is_provisional:
+                self.is_provisional, self._provisional = False, self.last
+            self._next = max(self._next, int(id) + 1)
+        return make_id(str(id), headers or ())
+
+    def resume(self, last: int) -> None:
+        """Continue after the broker's `last` id plus the provisional ids, which are raised by `last`."""
+        made = self.last if self.is_provisional else self._provisional
+        self._next = max(self._next, last + made + 1)
+        self.asks_last = self.is_provisional = False
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+# The lines of the acknowledged protocol besides messages, as a client writes and reads them.
+#
+#     !hello acks=1 [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]      first line
+#     !ok max_line=<bytes>       or  !err 0 <code> <text>                            its reply
+#     !last <id>                                                                     after !ok, if last=? was asked
+#     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
+#
+# kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
+
+
+def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:
+    """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
+    who = f"producer={ids.name}" if ids.name else ""
+    scope = f"window={window}" if window else ""
+    options = "last=?" * ids.asks_last, "reserved=1" * reserved, f"token={token}" if token else ""
+    return request_line("!hello", "acks=1", who, scope, *options)
+
+
+class Greeting:
+    """The reply to hello. `refusal` is why the broker refused the connection; None: it accepted."""
+
+    __slots__ = ("_more", "max_line", "refusal")
+
+    def __init__(self, data: bytes) -> None:
+        """Raises Refused if this is no reply of a KMQ broker."""
+        line, _, self._more = data.partition(b"\n")
+        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
+        if verb not in ("!ok", "!err"):
+            raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
+        self.refusal = Refused(rest.removeprefix("0 ")) if verb == "!err" else None
+        name, _, value = rest.partition("=")
+        self.max_line = int(value) if verb == "!ok" and name == "max_line" and value.isdecimal() else None
+
+    @staticmethod
+    def is_whole(data: bytes, asks_last: bool) -> bool:
+        """Return True if `data` is all of the reply; `asks_last`: a line `!last` follows `!ok`."""
+        return data.endswith(b"\n") and (not asks_last or not data.startswith(b"!ok") or data.count(b"\n") > 1)
+
+    def read_last(self, name: str) -> int:
+        """Return the last id that the broker knows of producer `name`; 0 if it knows none."""
+        verb, _, id = self._more.strip().partition(b" ")
+        if verb != b"!last" or not id.isdigit():
+            raise Refused(f"protocol the broker says {self._more[:100]!r} where the last id of {name} was asked for")
+        return int(id)
+
+
+class Replies:
+    """The replies on one connection."""
+
+    __slots__ = ("_unfinished", "answered", "refusing")
+
+    def __init__(self) -> None:
+        self.answered = 0  # messages on this connection
+        self.refusing = ""  # why all further messages of this connection are refused; "": they are not
+        self._unfinished = b""
+
+    def split(self, data: bytes) -> list[bytes]:
+        """Return the whole lines received so far; an unfinished line is kept for the next call."""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        return lines
+
+    def count_to(self, number: int) -> int:
+        """Return how many messages a reply to the `number`th answers. Raises ValueError if all of them had replies."""
+        count = number - self.answered
+        if count < 1:
+            raise ValueError(number)
+        self.answered = number
+        return count

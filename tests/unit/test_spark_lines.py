@@ -1,4 +1,4 @@
-"""Columns to lines: what the functions of kmq/client/lines.py say of each message, column by column."""
+"""Columns to lines: what the functions of kmq/message/text.py say of each message, column by column."""
 
 from datetime import UTC, datetime
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Convert Arrow columns to lines as sent, a column at a time: what kmq/client/lines.py does for single messages.
+"""Convert Arrow columns to lines as sent, a column at a time: what kmq/message/text.py does for single messages.
 
     routing_key                     as it is, or made of topic and key like make_routing_key (null: no key)
     partition                       only with option usePartition: the number in the routing key's mark. Null: the key
