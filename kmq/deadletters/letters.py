@@ -93,7 +93,7 @@ def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
     return letter.obstacle(max_replays)
 
 
-# --- the way back -----------------------------------------------------------------------------------------------------
+# --- the way back ----------------------------------------------------------------------------------------------------
 
 
 def origin_key(line: bytes, topic: str, has_marks: bool = True) -> bytes | None:

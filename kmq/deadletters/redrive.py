@@ -51,7 +51,7 @@ ORIGIN = "{origin}"  # the template that sends dead letters back to where they c
 _ANY_BYTES = "surrogateescape"  # keeps every byte of a key, which is UTF-8 by convention only
 _NAME_BYTES = 64  # longest name of a producer
 
-# --- the new key ------------------------------------------------------------------------------------------------------
+# --- the new key -----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +103,7 @@ def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = Tru
     return checked(template, new)
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- the line --------------------------------------------------------------------------------------------------------
 
 
 def as_sent(line: bytes, new_key: bytes, number: int = 0) -> bytes:
@@ -130,7 +130,7 @@ def producer_name(topic: str, partition: int, *redrive: str) -> str:
     return f"redrive-{digest[:12]}-{topic}"[: _NAME_BYTES - len(end)] + end
 
 
-# --- the source -------------------------------------------------------------------------------------------------------
+# --- the source ------------------------------------------------------------------------------------------------------
 
 
 class Record(NamedTuple):
@@ -252,7 +252,7 @@ def sent_back(chosen: Iterable[tuple[Record, bytes]], data: str) -> Iterator[tup
         yield place, as_sent(found.line, new_key, record.seq_of(found.line))
 
 
-# --- sending ----------------------------------------------------------------------------------------------------------
+# --- sending ---------------------------------------------------------------------------------------------------------
 
 
 def send(lines: Iterable[tuple[str, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:

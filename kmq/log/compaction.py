@@ -239,7 +239,7 @@ def settle(data: str, timeout_s: float = 30.0) -> None:
             time.sleep(_POLL_S)
 
 
-# --- the side of the owner of topics/ ---------------------------------------------------------------------------------
+# --- the side of the owner of topics/ --------------------------------------------------------------------------------
 
 
 def waiting(data: str) -> list[Sealed]:

@@ -103,7 +103,7 @@ def clock(data: str, now_s: float, gap_s: float) -> Clock:
     return Clock(now_s, min(now_s, wal.last_stored(data)[1] / 1e6 + gap_s), reader.first_seq(data))
 
 
-# --- what is due ------------------------------------------------------------------------------------------------------
+# --- what is due -----------------------------------------------------------------------------------------------------
 
 
 def pending(data: str, at: At, done: Pass | None, end: int) -> tuple[list[Sealed], int]:
@@ -147,7 +147,7 @@ def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, i
     return found
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- the file --------------------------------------------------------------------------------------------------------
 
 
 def of(rows: Mapping[At, Pass], table: Table, partition: int) -> Pass | None:

@@ -78,7 +78,7 @@ def _text(error: BaseException | str) -> str:
     return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
 
 
-# --- what a letter says ------------------------------------------------------------------------------------------------
+# --- what a letter says ----------------------------------------------------------------------------------------------
 
 
 class Letter(NamedTuple):

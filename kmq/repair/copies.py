@@ -1,5 +1,6 @@
-"""Compares the two copies of each record, in the WAL and in its queue. No crc reveals a difference, because each copy
-has a right one.
+"""Compares the two copies of each record, in the WAL and in its queue.
+
+No crc reveals a difference, because each copy has a right one.
 
 The WAL is read in windows of seqs, and each line is reduced to its crc32 and the partition it belongs to. Then the
 records of each queue in that window are read and compared. So every byte is read once, and a queue is read only if it
@@ -24,7 +25,7 @@ from kmq.log.reader import LogReader
 from kmq.log.segment import last_line
 from kmq.message import record, routing
 from kmq.message.routing import Topic
-from kmq.repair.directory import At, queues
+from kmq.repair.directory import At, Directory
 
 WINDOW_BYTES = 32 << 20  # of the WAL
 _READ = 1 << 20
@@ -43,10 +44,10 @@ class Difference(NamedTuple):
 
 
 WHAT = {
-    "differs": "another record than the WAL has under this seq",
-    "unknown": "a record that the WAL does not have",
-    "misrouted": "a record that belongs in another queue",
-    "missing": "missing here, but the WAL has it",
+    "altered": "another record than the WAL has under this seq",
+    "foreign": "a record that the WAL does not have",
+    "misplaced": "a record that belongs in another queue",
+    "lost": "missing here, but the WAL has it",
 }
 
 
@@ -88,7 +89,7 @@ class Copies:
         self._table = recorded.table(data)
         changes = (seq for topic in self._table.values() for seq in topic.changes())
         self._cuts = sorted([self._table.marks_from, *changes])
-        self._cursors = {at: _Cursor(data, at) for at in queues(data)}
+        self._cursors = {at: _Cursor(data, at) for at in Directory(data).queues()}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
         self._gaps = gaps
@@ -103,7 +104,7 @@ class Copies:
                 if cursor.next_seq < window.end:
                     yield from self._compare(cursor, window, seen)
             if not self._is_live:
-                yield from self._missing(window, seen, min(window.end - 1, routed))
+                yield from self._lost(window, seen, min(window.end - 1, routed))
 
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Copies:
                         return
                     if seq >= base:
                         kind = self._kind(line, seq - base, number, window)
-                        seen[seq - base] |= kind not in ("unknown", "misrouted")
+                        seen[seq - base] |= kind not in ("foreign", "misplaced")
                         if kind:
                             yield Difference(seq, kind, *cursor.at, offset)
             cursor.offset = first + text.count(b"\n")
@@ -191,12 +192,12 @@ class Copies:
     def _kind(line: bytes, at: int, number: int, window: _Window) -> str:
         """Return how a record of queue `number` disagrees with record `at` of the window, or an empty text."""
         if window.queues[at] == number:
-            return "" if window.crcs[at] == zlib.crc32(line) else "differs"
+            return "" if window.crcs[at] == zlib.crc32(line) else "altered"
         if window.crcs[at] == zlib.crc32(line):
-            return "misrouted"
-        return "differs" if window.crcs[at] else "unknown"
+            return "misplaced"
+        return "altered" if window.crcs[at] else "foreign"
 
-    def _missing(self, window: _Window, seen: bytearray, high: int) -> Iterator[Difference]:
+    def _lost(self, window: _Window, seen: bytearray, high: int) -> Iterator[Difference]:
         """Yield the records that the WAL has and the queue lacks, although nothing has removed them."""
         if 0 not in seen:
             return
@@ -209,7 +210,7 @@ class Copies:
                     cursor = by_number[number]
                     starts = cursor.first_seq if cursor.first_seq else (_NEVER if cursor.log.first_offset else 0)
                     if base + at >= starts and cursor.at[0] not in self._compacted:
-                        yield Difference(base + at, "missing", *cursor.at, -1)
+                        yield Difference(base + at, "lost", *cursor.at, -1)
                 at = seen.find(0, at + 1, last - base + 1)
 
 

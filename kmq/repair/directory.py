@@ -1,10 +1,11 @@
-"""A data directory as verify and the repair read it: its logs, its checkpoint, and the seqs it names as missing."""
+"""A data directory as verify and the repair read it: its logs, its checkpoint, named gaps; and its quarantine."""
 
 import os
 import time
 
 from kmq.files import QUARANTINE, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, reader, topics
+from kmq.log.dropped import SeqRange
 from kmq.log.growth import Since
 from kmq.message import record
 
@@ -16,11 +17,15 @@ class Directory:
 
     def __init__(self, data: str) -> None:
         self.data = data
-        self._gaps: dict[str, list[dropped.SeqRange]] = {}  # by ring
+        self._gaps: dict[str, list[SeqRange]] = {}  # by ring
 
     def queues(self) -> list[At]:
         """Return (topic, partition) of all partition logs."""
-        return queues(self.data)
+        names = topics.names(self.data)
+        entries = {topic: os.listdir(f"{self.data}/topics/{topic}") for topic in names}
+        return [
+            (topic, number) for topic in entries for number in sorted(map(int, filter(str.isdigit, entries[topic])))
+        ]
 
     def wal(self) -> reader.LogReader:
         return reader.wal(self.data)
@@ -46,7 +51,7 @@ class Directory:
         except (ValueError, LookupError):
             return 0, {}, {}
 
-    def named_gaps(self, ring: str = "framed") -> list[dropped.SeqRange]:
+    def named_gaps(self, ring: str = "framed") -> list[SeqRange]:
         """Return the ranges of seqs that may be missing, in order: named as dropped, or named as lost for good.
 
         For the ring `framed` the WAL may lack them, for the ring `durable` a queue. A damaged line of dropped.log is
@@ -55,16 +60,10 @@ class Directory:
         if ring not in self._gaps:
             lines = [line for line in self.read("dropped.log").split(b"\n")[:-1] if dropped.is_range(line)]
             rows = [line.split(b"|") for line in lines if line.startswith(ring.encode())]
-            gaps = [dropped.SeqRange(int(row[1]), int(row[2])) for row in rows]
+            gaps = [SeqRange(int(row[1]), int(row[2])) for row in rows]
             gaps += dropped.quarantined(self.data, "append/" if ring == "framed" else "topics/")
             self._gaps[ring] = sorted(gaps, key=lambda gap: gap.first)
         return self._gaps[ring]
-
-
-def queues(data: str) -> list[At]:
-    """Return (topic, partition) of all partition logs."""
-    entries = {topic: os.listdir(f"{data}/topics/{topic}") for topic in topics.names(data)}
-    return [(topic, number) for topic in entries for number in sorted(map(int, filter(str.isdigit, entries[topic])))]
 
 
 def read_file(path: str, nbytes: int = -1) -> bytes:
@@ -82,15 +81,11 @@ def read_text(path: str) -> str:
 
 
 # --- quarantine ------------------------------------------------------------------------------------------------------
-# `quarantine/` of a data directory: bytes that could not be healed, and files that belong nowhere here.
+# A repair deletes nothing. Bytes that cannot be healed, and files that belong nowhere here, go to `quarantine/`:
 #
-# A repair deletes nothing. The files are:
-#
-# <segment>.<byte>           bytes of a segment, under its path with dots for slashes
-# <path>.misplaced …         whole files
-# log                        lost records: path|byte|first_seq|last_seq|count|ts
-
-SeqRange = tuple[int, int]  # first, last
+#     <segment>.<byte>           bytes of a segment, under its path with dots for slashes
+#     <path>.misplaced …         whole files
+#     log                        lost records: path|byte|first_seq|last_seq|count|ts
 
 
 class Quarantine:

@@ -10,7 +10,9 @@ place and have every reader refuse it for ever: consumers would stop before it, 
 never start. So the loss is reported once, by name, the bytes are kept, and the broker runs.
 
 Owner       The caller holds append/.owner and topics/.owner: the broker is down.
-Crash       The next repair continues with what is left; see rewriting.py and places.py.
+Crash       The next repair continues with what is left; see rewriting.py and places.py. If both copies of a record
+            change, the queue is written before the WAL: the next repair finds a record with a mark where the WAL has
+            it without one, and writes the WAL.
 """
 
 import heapq
@@ -31,13 +33,10 @@ from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At, Directory
 from kmq.repair.places import Locator
 from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
-from kmq.repair.scan import Block, Evidence, Scan, confirmed_lines
-from kmq.repair.scan import Lines as Records
+from kmq.repair.scan import Block, Evidence, Records, Scan, confirmed_lines
 from kmq.repair.small_files import SmallFiles
 
-# --- wal -------------------------------------------------------------------------------------------------------------
-# Heals the WAL from the queues.
-#
+# --- the WAL from the queues -----------------------------------------------------------------------------------------
 # A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the WAL
 # are written again from the queues. Bytes that no index line covers (the index was lost) are compared with the queues,
 # record by record. If the queues lack the records, the bytes are kept as they are and reported as not confirmed.
@@ -156,9 +155,7 @@ class WalHealer:
                         last_seq = stamp[0]
 
 
-# --- queues ----------------------------------------------------------------------------------------------------------
-# Heals the queues from the WAL, which has been healed before.
-#
+# --- the queues from the WAL, which has been healed before -----------------------------------------------------------
 # Damaged parts of a queue are written again from the WAL: the records between the good ones on both sides. Offsets stay,
 # so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are compared
 # with the WAL, record by record. If retention has deleted the WAL's copy, they are kept as they are and reported as not
@@ -357,9 +354,7 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
     return before, behind
 
 
-# --- conflicts -------------------------------------------------------------------------------------------------------
-# Two different records under one seq: both copies are whole, but they differ.
-#
+# --- two records under one seq ---------------------------------------------------------------------------------------
 # That happens when a WAL has lost its end and its seqs were given out again (numbered.py refuses that today). Both
 # records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
 # it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
@@ -376,9 +371,6 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 #     in its queue too       the copy in the wrong queue leaves a bare newline. At the end of a queue the next record
 #                            would get the offset of a newline, so there the copy becomes a record of its own
 #     in no queue at all     a copy gets a new seq at the end of the WAL; quarantine/log names the old one
-#
-# Crash       A queue is written before the WAL. So the next repair finds a record with a mark where the WAL has it without
-#             one, and writes the WAL.
 
 
 class _Edit(NamedTuple):
@@ -404,22 +396,22 @@ class Conflicts:
         compared = Copies(self.data, end, gaps, is_live=False, progress=self._progress)
         for difference in compared.differences(checkpoint.routed_seq(self.data)):
             found[difference.topic, difference.partition].append(difference)
-        misrouted, missing = list[Difference](), list[Difference]()
+        misplaced, lost = list[Difference](), list[Difference]()
         kept: list[Difference] = []
         for at, differences in found.items():
             log = reader.partition(self.data, *at)
-            foreign = [each for each in differences if each.kind in ("differs", "unknown")]
-            if 2 * len(foreign) > log.end_offset() - log.first_offset:
+            in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
+            if 2 * len(in_doubt) > log.end_offset() - log.first_offset:
                 self._set_aside(at)
                 continue
-            kept += foreign
-            misrouted += [each for each in differences if each.kind == "misrouted"]
+            kept += in_doubt
+            misplaced += [each for each in differences if each.kind == "misplaced"]
             if at not in compared.damaged:
-                missing += [each for each in differences if each.kind == "missing"]
+                lost += [each for each in differences if each.kind == "lost"]
         if kept:
             self._keep_both(kept)
-        placed, copied = self._keep_place(misrouted)
-        self._send_again([each for each in missing if each.seq not in placed], copied)
+        placed, copied = self._keep_place(misplaced)
+        self._send_again([each for each in lost if each.seq not in placed], copied)
         return bool(found)
 
     def _set_aside(self, at: At) -> None:
@@ -508,11 +500,11 @@ class Conflicts:
         self.rewriter.report.add(directory_of(self.data, *at), what)
         return {record.seq_of(place.line) for place in last}
 
-    def _send_again(self, missing: list[Difference], copied: set[int]) -> None:
+    def _send_again(self, lost: list[Difference], copied: set[int]) -> None:
         """Append records that no queue has to the WAL, under new seqs. `copied`: that was done already."""
         by_queue: defaultdict[At, list[int]] = defaultdict(list)
         lines = []
-        for seq, _, topic, partition, _ in missing:
+        for seq, _, topic, partition, _ in lost:
             logged = reader.wal(self.data).find(seq, SEQ)
             if logged is not None and record.seq_of(logged.line) == seq:
                 by_queue[topic, partition].append(seq)
@@ -570,7 +562,7 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
     return b"|".join((seq, recv_ts, mark, rest))
 
 
-# --- rebuild ---------------------------------------------------------------------------------------------------------
+# --- the order of healing --------------------------------------------------------------------------------------------
 
 
 class Repair:

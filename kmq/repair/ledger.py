@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kmq.log import checkpoint, deletions, dropped, identity, topics
-from kmq.message.routing import CRC32, PARTITIONERS, Partitioner, Topic
-
-SeqRange = tuple[int, int]
+from kmq.log.dropped import SeqRange
+from kmq.message.routing import CRC32, PARTITIONERS, Topic
 
 
 def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
@@ -42,16 +41,13 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
 
 
 def in_force(ledger: Mapping[str, Any]) -> list[Topic]:
-    """Return the topics in force in a ledger."""
-    return [
-        Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()), _partitioner(row))
-        for row in ledger["topics"]
-        if row["from_seq"] is not None
-    ]
-
-
-def _partitioner(row: Mapping[str, Any]) -> Partitioner:
-    return PARTITIONERS[row.get("partitioner", CRC32.name)]  # an older gateway does not send it
+    """Return the topics in force in a ledger; an older gateway does not send the partitioner."""
+    found = []
+    for row in ledger["topics"]:
+        if row["from_seq"] is not None:
+            partitioner = PARTITIONERS[row.get("partitioner", CRC32.name)]
+            found.append(Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()), partitioner))
+    return found
 
 
 def _dropped(data: str) -> dict[str, list[SeqRange]]:
@@ -59,13 +55,10 @@ def _dropped(data: str) -> dict[str, list[SeqRange]]:
 
     A damaged line is skipped: an audit then reports its seqs as lost, and `kmq verify` the line.
     """
-    ranges: dict[str, list[SeqRange]] = {
-        "framed": [(gone.first, gone.last) for gone in dropped.quarantined(data)],
-        "durable": [],
-    }
+    ranges: dict[str, list[SeqRange]] = {"framed": dropped.quarantined(data), "durable": []}
     with contextlib.suppress(FileNotFoundError), open(f"{data}/dropped.log", "rb") as file:
         for line in file.read().split(b"\n")[:-1]:
             if dropped.is_range(line):
                 ring, first, last, *_ = line.decode().split("|")
-                ranges[ring].append((int(first), int(last)))
+                ranges[ring].append(SeqRange(int(first), int(last)))
     return ranges

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from kmq.files import QUARANTINE, find_tail, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, segment
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
-from kmq.log.partition import EMPTY
+from kmq.log.partition import EMPTY, directory_of
 from kmq.log.segment import is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
-from kmq.repair.directory import Quarantine, queues
+from kmq.repair.directory import Directory, Quarantine
 from kmq.repair.scan import claimed
 
 _ASIDE = "aside"
@@ -78,7 +78,8 @@ class Locator:
 
     def _directories(self) -> list[str]:
         """Return append/ and the directories of the partitions."""
-        return [f"{self.data}/append", *(f"{self.data}/topics/{topic}/{number}" for topic, number in queues(self.data))]
+        queues = Directory(self.data).queues()
+        return [f"{self.data}/append", *(directory_of(self.data, *at) for at in queues)]
 
     def _logs(self) -> list[str]:
         return [path for directory in self._directories() for _, path in segment.listing(directory)]

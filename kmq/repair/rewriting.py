@@ -10,8 +10,9 @@ from typing import BinaryIO, NamedTuple
 
 from kmq.files import replace_file, sync_directory
 from kmq.log import reader, segment
+from kmq.log.dropped import SeqRange
 from kmq.log.index import IndexWriter
-from kmq.repair.directory import Quarantine, SeqRange
+from kmq.repair.directory import Quarantine
 from kmq.repair.scan import Block, Scan, scan_segment
 
 _CHUNK = 1 << 20
@@ -157,7 +158,7 @@ class Rewriter:
             seqs = ranges(missing)
             self.quarantine.name_lost(scan.path, patch.position, seqs)
         else:
-            seqs = [(patch.first_seq, patch.last_seq)]
+            seqs = [SeqRange(patch.first_seq, patch.last_seq)]
             self.quarantine.name_lost(scan.path, patch.position, seqs, count=len(missing))
         return seqs
 
@@ -186,13 +187,13 @@ def _no_space(path: str) -> None:
 
 
 def ranges(seqs: Iterable[int]) -> list[SeqRange]:
-    """Return consecutive seqs as (first, last)."""
+    """Return runs of consecutive seqs."""
     found: list[SeqRange] = []
     for seq in seqs:
-        if found and found[-1][1] + 1 == seq:
-            found[-1] = found[-1][0], seq
+        if found and found[-1].last + 1 == seq:
+            found[-1] = SeqRange(found[-1].first, seq)
         else:
-            found.append((seq, seq))
+            found.append(SeqRange(seq, seq))
     return found
 
 

@@ -1,24 +1,123 @@
-"""Heals the small files: identity, checkpoints, declarations, dropped.log. Each is healed from the other files."""
+"""The small files: id, lineage, format, topic.toml, checkpoints, deletions, dropped.log. What is wrong, and healing.
+
+Each is healed from the other files.
+"""
 
 import os
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
-from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, recorded, topics
+from kmq.log import (
+    checkpoint,
+    dedupe_file,
+    deletions,
+    dropped,
+    growth,
+    identity,
+    index,
+    reader,
+    recorded,
+    segment,
+    topics,
+)
 from kmq.log.damage import DamageError
 from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, SEQ
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
-from kmq.repair import scan
-from kmq.repair.directory import Directory, Quarantine, read_text
+from kmq.repair.directory import Directory, Quarantine, read_file, read_text
 from kmq.repair.rewriting import Report
+from kmq.repair.scan import Finding
 
 _EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its topic has
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+ID = re.compile(r"[0-9a-f]{32}\n")  # of the files id and lineage
+
+
+def faults(directory: Directory, is_live: bool) -> Iterator[Finding]:
+    """Yield everything that is wrong with the small files. `is_live`: a broker may be writing meanwhile."""
+    yield from _of_format(directory)
+    yield from _of_identity(directory)
+    yield from _of_topics(directory)
+    try:
+        checkpoint.load(directory.data)
+    except (ValueError, LookupError) as err:
+        yield Finding.of_file("router.ckpt", f"cannot be read: {err}")
+    for name, what in deletions.faults(directory.data).items():
+        yield Finding.of_file(name, what, is_damage=not is_live)
+    if what := dedupe_file.fault(directory.data):
+        yield Finding.of_file("producers.ckpt", what)
+    for byte, line in damaged_ranges(directory):
+        yield Finding.of_file("dropped.log", f"not a range of seqs: {line[:60]!r}", byte)
+
+
+def _of_format(directory: Directory) -> Iterator[Finding]:
+    if identity.version(directory.data) is None:
+        text = directory.read("format").decode(errors="replace")
+        what = f"must hold a version, but holds {text[:40]!r}"
+        if re.fullmatch(r"\d+[ \n].*", text):
+            what = (
+                f"holds {text.strip()!r}: damaged, or written by another version; if by this one: kmq verify --repair"
+            )
+        yield Finding.of_file("format", what)
+
+
+def _of_identity(directory: Directory) -> Iterator[Finding]:
+    labels = label_lineages(directory).most_common(1)
+    for name in ("id", "lineage"):
+        if (
+            name == "lineage"
+            and not identity.is_newest(directory.data)
+            and not os.path.exists(f"{directory.data}/{name}")
+        ):
+            continue  # version 1 had no such file
+        text = directory.read(name).decode(errors="replace")
+        if not ID.fullmatch(text):
+            yield Finding.of_file(name, f"must hold 32 hexadecimal digits, but holds {text[:40]!r}")
+        elif name == "lineage" and labels and labels[0][0] not in ("", text.strip()):
+            yield Finding.of_file(name, f"names {text.strip()}, but most indexes name {labels[0][0]}")
+
+
+def _of_topics(directory: Directory) -> Iterator[Finding]:
+    for name in topics.misnamed(directory.data):
+        yield Finding.of_file(f"topics/{topics.printable(name)}", "is not a topic's name")
+    _, rows, since = directory.load_checkpoint()
+    since = recorded.complete(directory.data, rows, since, recorded.lives(directory.data))
+    for topic in topics.names(directory.data):
+        if what := topics.fault(directory.data, topic, since.get(topic)):
+            yield Finding.of_file(f"topics/{topic}/topic.toml", what)
+
+
+def label_lineages(directory: Directory) -> Counter[str]:
+    """Count the indexes by the lineage in their first line; "": an index that is not empty but names none."""
+    counts: Counter[str] = Counter()
+    for log in directory.logs():
+        for _, path in log.segments():
+            text = read_file(segment.index_path(path), index.MAX_LABEL)
+            fields = index.parse_label(index.read_label(text))
+            if fields or text:
+                counts[fields[0] if fields else ""] += 1
+    return counts
+
+
+def damaged_ranges(directory: Directory) -> list[tuple[int, bytes]]:
+    """Return (byte, line) of each line of dropped.log that is no range; a torn last line is harmless."""
+    text, byte, faults = directory.read("dropped.log"), 0, []
+    for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
+        if not dropped.is_range(line):
+            faults.append((byte, line))
+        byte += len(line) + 1
+    return faults
+
+
+# --- healing ---------------------------------------------------------------------------------------------------------
 
 
 class SmallFiles:
@@ -31,11 +130,11 @@ class SmallFiles:
     def heal_identity(self) -> None:
         """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
         data = self.data
-        if not scan.ID.fullmatch(read_text(f"{data}/id")):
+        if not ID.fullmatch(read_text(f"{data}/id")):
             replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
             what = "a new id: rings left in shared memory no longer belong to this directory"
             self.report.add(f"{data}/id", what)
-        labels = scan.label_lineages(self.directory)
+        labels = label_lineages(self.directory)
         lineage = _lineage(read_text(f"{data}/lineage").strip(), read_text(f"{data}/id").strip(), labels)
         if read_text(f"{data}/lineage") != f"{lineage}\n":
             replace_file(f"{data}/lineage", f"{lineage}\n".encode())
@@ -162,7 +261,7 @@ class SmallFiles:
     def heal_dropped(self) -> None:
         """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
         path = f"{self.data}/dropped.log"
-        damaged = dict(scan.of_dropped(self.directory))
+        damaged = dict(damaged_ranges(self.directory))
         if not damaged:
             return
         text = self.directory.read("dropped.log")
@@ -215,7 +314,7 @@ def _growth(text: str, partitions: int, known: Growth) -> Growth:
 def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:
     """Return the lineage: the file's, unless it is no valid name, or the indexes and the id contradict it."""
     named = [name for name, _ in labels.most_common() if name]
-    is_name = scan.ID.fullmatch(f"{stated}\n") is not None
+    is_name = ID.fullmatch(f"{stated}\n") is not None
     if is_name and (stated == own_id or not named or stated in named):
         return stated
     if own_id in named or not named:

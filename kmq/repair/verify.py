@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.files import QUARANTINE
@@ -21,10 +22,9 @@ from kmq.log import checkpoint, deletions, dropped, identity, segment, topics
 from kmq.log.reader import LogReader
 from kmq.log.segment import seqs_of
 from kmq.log.wal import RING_BYTES
-from kmq.repair import copies
-from kmq.repair import heal as rebuild
-from kmq.repair import scan as faults
+from kmq.repair import copies, small_files
 from kmq.repair.directory import At, Directory
+from kmq.repair.heal import Repair
 from kmq.repair.scan import Block, Finding, Scan, scan_segment
 
 
@@ -65,7 +65,7 @@ class Verifier:
             yield from cut
             damaged |= {at for at in ends if any(finding.path == f"topics/{at[0]}/{at[1]}" for finding in cut)}
             yield from self._of_copies(routed, wal_end, damaged)
-            yield from faults.of_small_files(directory, self._is_live)
+            yield from small_files.faults(directory, self._is_live)
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Verifier:
     def _of_copies(self, routed: int, wal_end: int, damaged: set[At]) -> Iterator[Finding]:
         """Compare the two copies of each record.
 
-        For `damaged` queues the missing records have been reported already.
+        For `damaged` queues the lost records have been reported already.
         """
         seqs: dict[tuple[str, str, int], list[int]] = {}  # first, last, count
         upto = routed if self._is_live else wal_end
@@ -173,28 +173,29 @@ class Verifier:
             first, last, count = seqs.get(key, (difference.seq, difference.seq, 0))
             seqs[key] = [min(first, difference.seq), max(last, difference.seq), count + 1]
         for (kind, topic, partition), (first, last, count) in seqs.items():
-            if kind != "missing" or (topic, partition) not in damaged:
+            if kind != "lost" or (topic, partition) not in damaged:
                 what = f"{count} records: {copies.WHAT[kind]}"
                 yield Finding.of_records(f"topics/{topic}/{partition}", what, (first, last))
 
 
-# --- check -----------------------------------------------------------------------------------------------------------
-# `kmq verify`: check, heal if asked to, print the findings, and return the exit code.
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """What a check has left: how many places are damaged, and whether it has looked at everything."""
+class Checked(NamedTuple):
+    """What a check has left: the exit code, how many places are damaged, and whether it has looked at everything."""
 
-    __slots__ = ("code", "damage", "is_complete")
-
-    def __init__(self, code: int, damage: int, is_complete: bool) -> None:
-        self.code, self.damage, self.is_complete = code, damage, is_complete
+    code: int
+    damage: int
+    is_complete: bool
 
 
 def run(
     data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None], ring_bytes: int
 ) -> Checked:
-    """Check everything, or only some topics. The code is 0 if all is good, 1 if not, 65 if something cannot be healed."""
+    """Check everything, or only some topics; heal if asked to, and print the findings.
+
+    The code is 0 if all is good, 1 if not, 65 if something cannot be healed.
+    """
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
         raise ConfigError(f"unknown topic {', '.join(sorted(unknown))}; kmq topics list shows all topics")
@@ -227,7 +228,7 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes:
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
     try:
-        done = rebuild.Repair(data, progress, ring_bytes).run()
+        done = Repair(data, progress, ring_bytes).run()
         found = Verifier(data, False, progress, ring_bytes).findings()
         left = [finding for finding in found if finding.is_damage]
     finally:

@@ -117,7 +117,7 @@ class Declarations:
         self._context.replace(topics.toml_path(data, name), declared.text())
         self._in_force.set_limits(name, declared)
 
-    # --- at a start ----------------------------------------------------------------------------------------------
+    # --- at a start --------------------------------------------------------------------------------------------------
 
     def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
         """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""

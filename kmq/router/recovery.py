@@ -173,7 +173,7 @@ class Recovery:
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
 
-    # --- a log that differs from the checkpoint -----------------------------------------------------------------------
+    # --- a log that differs from the checkpoint ----------------------------------------------------------------------
 
     def _mend(self, row: Row, segments: list[Segment], wal_range: WalRange) -> tuple[State, int | None]:
         """Cut torn ends, and write missing records before whole segments from the WAL.
@@ -292,7 +292,7 @@ class Recovery:
         limits = self._in_force.limits_of(row.topic.name)
         return PartitionLog(place, state, self._context.wait_for_room, limits)
 
-    # --- links and indexes --------------------------------------------------------------------------------------------
+    # --- links and indexes -------------------------------------------------------------------------------------------
 
     def _restore_indexes(self, row: Row, segments: Sequence[Segment], end: int) -> None:
         """Write the indexes again that are lost or torn: no reader believes a segment without.

@@ -72,7 +72,7 @@ class TopicChanges:
         self._last_seq = max(checkpoint_seq, changes.last_seq if changes else 0)
         self._final = self._last_seq if checkpoint_seq else 0
 
-    # --- records ---------------------------------------------------------------------------------------------------
+    # --- records -----------------------------------------------------------------------------------------------------
 
     def apply(self, line: bytes) -> None:
         """Carry out the record of a change, unless that was done before a kill."""

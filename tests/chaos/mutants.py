@@ -447,8 +447,8 @@ MUTANTS = [
         [
             (
                 "kmq/repair/heal.py",
-                'if each.kind in ("differs", "unknown")]',
-                'if each.kind in ("differs", "unknown", "misrouted")]',
+                'if each.kind in ("altered", "foreign")]',
+                'if each.kind in ("altered", "foreign", "misplaced")]',
             )
         ],
         [FORMATS],
