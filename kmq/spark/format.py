@@ -28,7 +28,7 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.spark.connections import SECRETS
 from kmq.spark.source import columns
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.reader import BatchReader, PushdownReader, StreamReader
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class KmqDataSource(DataSource):
         return self.options
 
     def schema(self) -> str:
-        options = Options(self._given())
+        options = ReadOptions(self._given())
         return columns.ddl(options.include_headers, options.include_origin)
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -74,8 +74,8 @@ class KmqDataSource(DataSource):
         options.check_stream()
         return StreamReader(schema, options)
 
-    def _checked(self, schema: StructType) -> Options:
-        options = Options(self._given())
+    def _checked(self, schema: StructType) -> ReadOptions:
+        options = ReadOptions(self._given())
         options.check_schema(schema.fieldNames())
         options.cores = self.cores
         return options

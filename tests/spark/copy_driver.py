@@ -26,7 +26,7 @@ from pyspark.sql.datasource import InputPartition, WriterCommitMessage
 from kmq.spark.format import KmqDataSource
 from kmq.spark.sessions import session
 from kmq.spark.sink.sink import BATCH_ID, KmqStreamWriter, KmqWriter
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.reader import StreamReader
 
 Plan = dict[str, Any]
@@ -135,7 +135,7 @@ class Source(KmqDataSource):
         self.plan = json.loads(options["plan"])
 
     def streamReader(self, schema: Any) -> Any:
-        return self._told(Reader(schema, Options(self.options)))
+        return self._told(Reader(schema, ReadOptions(self.options)))
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:
         return self._told(StreamWriter(schema, self.options, overwrite))

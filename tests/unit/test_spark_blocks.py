@@ -11,7 +11,7 @@ from kmq.log.damage import DamageError
 from kmq.message import record
 
 np = pytest.importorskip("numpy")
-blocks = pytest.importorskip("kmq.spark.source.columns")
+columns = pytest.importorskip("kmq.spark.source.columns")
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(700)]
 
@@ -39,7 +39,7 @@ def records(found, by_seq):
         each = lines.data.splitlines(keepends=True)
         offsets = [record.seq_of(line) for line in each] if by_seq else range(lines.offset, lines.offset + len(each))
         assert offsets[0] == lines.offset and offsets[-1] + 1 == lines.next_offset
-        assert (lines.newlines == blocks.find_newlines(lines.data)).all()
+        assert (lines.newlines == columns.find_newlines(lines.data)).all()
         got.update(zip(offsets, each, strict=True))
     return got
 
@@ -58,7 +58,7 @@ def test_any_range_is_read_in_any_size_as_log_read_gives_it(log):
     assert len(plain) == len(LINES)
     for _ in range(40):
         low, high = sorted(rng.sample(range(min(plain), max(plain) + 50), 2))
-        got = records(blocks.read(log, low, high, rng.choice([1, 5000, 50_000, 1 << 20])), log.by_seq)
+        got = records(columns.read_lines(log, low, high, rng.choice([1, 5000, 50_000, 1 << 20])), log.by_seq)
         assert got == {at: line for at, line in plain.items() if low <= at < high}
 
 
@@ -91,7 +91,7 @@ def test_an_index_that_counts_other_records_is_damage_behind_what_it_counts_righ
     rewritten(segment.replace(".log", ".idx"), change)
     got = []
     with pytest.raises(DamageError, match="the block and the index count different numbers of records") as raised:
-        got.extend(blocks.read(log, 0, 2000))
+        got.extend(columns.read_lines(log, 0, 2000))
     assert (raised.value.first_offset, raised.value.next_offset) == (wrong["from"], wrong["to"])
     assert records(got, False) == {at: plain[at] for at in range(wrong["from"])}
 
@@ -107,14 +107,14 @@ def test_a_bad_crc_ends_an_extent_in_front_of_its_block_and_is_damage_there(log,
     assert sum(len(extent.data) for extent in log.extents(first, 9999, 1 << 20)) == entries[number].position
     got = []
     with pytest.raises(DamageError, match="crc mismatch") as raised:
-        got.extend(blocks.read(log, first, 9999))
+        got.extend(columns.read_lines(log, first, 9999))
     assert raised.value.first_offset == bad
     assert records(got, log.by_seq) == {at: line for at, line in plain.items() if at < bad}
 
 
 def test_a_segment_that_goes_while_it_is_read_is_read_to_its_end(log):
     plain, (first, path) = one_by_one(log), log.segments()[0]
-    source = blocks.read(log, first, log.end_offset(), 8_000)
+    source = columns.read_lines(log, first, log.end_offset(), 8_000)
     got = [next(source)]
     Path(path).unlink()
     Path(path.replace(".log", ".idx")).unlink()

@@ -18,7 +18,7 @@ WHERE = columns.Where("here", "orders", 2, "id of here")
 
 
 def column(lines, name, exact=False, offset=0, by_seq=False):
-    block = columns.Block(lines, offset, "orders", by_seq)
+    block = columns.Block(columns.of_bytes(offset, lines, False), "orders", by_seq)
     made = columns._MAKE[name](block, WHERE, exact)
     return (made.cast("int64") if name == "recv_ts" else made).to_pylist()  # a float of seconds has no microseconds
 
@@ -103,7 +103,7 @@ def test_offsets_count_what_compaction_took_and_wal_offsets_are_seqs():
 
 def test_a_key_that_was_stored_before_there_were_marks_keeps_what_looks_like_one():
     text = b"".join(b"%d|1.000000|orders.@3.k|||\n" % seq for seq in (8, 9, 10)) + b"11|1.000000|orders.@|||\n"
-    block = columns.Block(text, 0, "orders", False, marks_from=9)
+    block = columns.Block(columns.of_bytes(0, text, False), "orders", False, marks_from=9)
     assert block.key().to_pylist() == [b"@3.k", b"k", b"k", None]
 
 
@@ -113,7 +113,7 @@ def test_a_key_ends_where_its_field_does():
 
 
 def test_a_time_keeps_its_microseconds():
-    block = columns.Block(b"1|9999999999.999999|orders|||\n", 0, "orders", False)
+    block = columns.Block(columns.of_bytes(0, b"1|9999999999.999999|orders|||\n", False), "orders", False)
     assert block.recv_ts().cast("int64").to_pylist() == [9_999_999_999_999_999]
 
 
@@ -147,7 +147,7 @@ def batch(lines, **kinds):
     """The columns of these types as rows, as a reader makes them."""
     schema = types.StructType([types.StructField(name, kind) for name, kind in kinds.items()])
     exact = [columns.is_exact(kind.simpleString()) for kind in kinds.values()]
-    block = columns.Block(lines, 40, "orders", False)
+    block = columns.Block(columns.of_bytes(40, lines, False), "orders", False)
     return columns.batch(block, WHERE, schema.names, exact, to_arrow_schema(schema, timezone="UTC")).to_pylist()
 
 
@@ -195,6 +195,6 @@ def test_fields_of_long_lines_are_cut_where_the_bars_are(seed, key_bytes):
     lines = [b"%d|1.000000|%b||%d|%b" % (n, key, n, payload()) for n in range(60)]
     lines += [b"60|1.000000|orders|||" + b"z" * (rng.randrange(300))]
     text = b"".join(line + rng.choice([b"\n", b"\n\n"]) for line in lines)
-    block = columns.Block(text, 0, "orders", False)
+    block = columns.Block(columns.of_bytes(0, text, False), "orders", False)
     for number in range(6):
         assert block.field(number).to_pylist() == [line.split(b"|", 5)[number] for line in lines]

@@ -8,7 +8,7 @@ import pytest
 from kmq.errors import ConfigError
 from kmq.spark.connections import Access, Tls
 from kmq.spark.source.brokers import Remote
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 
 
 def test_durations_have_units_and_bare_numbers_are_seconds():
@@ -51,7 +51,7 @@ def test_a_server_without_a_scheme_has_tls_where_tls_options_are_given(authority
 )
 def test_a_wrong_option_of_a_connection_is_named(given, says):
     with pytest.raises(ConfigError, match=says):
-        Options({"kmq.bootstrap.servers": "h:1", "subscribe": "a"} | given)
+        ReadOptions({"kmq.bootstrap.servers": "h:1", "subscribe": "a"} | given)
 
 
 def test_a_key_that_its_password_does_not_open_is_an_error(authority):
@@ -65,5 +65,5 @@ def test_a_key_that_its_password_does_not_open_is_an_error(authority):
 @pytest.mark.parametrize("name", ["kmq.timeout", "kmq.Patience", "kmq.ssl.ca.location", "kmq.ssl.key.password"])
 def test_options_of_connections_are_refused_where_there_is_none(name):
     with pytest.raises(ConfigError, match=rf"^{name.lower()}: `path` is read without a connection"):
-        Options({"path": "data", "subscribe": "t", name: "30s"})
-    Options({"path": "data", "subscribe": "t", "kmq.token": "t"})  # the archive's dead letters go back with it
+        ReadOptions({"path": "data", "subscribe": "t", name: "30s"})
+    ReadOptions({"path": "data", "subscribe": "t", "kmq.token": "t"})  # the archive's dead letters go back with it

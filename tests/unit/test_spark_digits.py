@@ -12,7 +12,7 @@ from kmq.spark.source import columns  # noqa: E402
 def parsed(texts):
     data = np.frombuffer(b"|".join(texts) + b"|" * 16, np.uint8)
     ends = np.cumsum([len(text) + 1 for text in texts]) - 1
-    found = columns.parse(data, ends - [len(text) for text in texts], ends)
+    found = columns.parse_numbers(data, ends - [len(text) for text in texts], ends)
     return None if found is None else found.tolist()
 
 
@@ -39,6 +39,6 @@ def test_what_it_cannot_parse_is_left_to_the_caller(texts):
 
 def test_numbers_at_both_ends_of_a_buffer_are_parsed_or_left():
     data = np.frombuffer(b"12|1234567890|345", np.uint8)
-    parse = lambda begin, end: columns.parse(data, np.array([begin]), np.array([end]))  # noqa: E731
+    parse = lambda begin, end: columns.parse_numbers(data, np.array([begin]), np.array([end]))  # noqa: E731
     assert parse(0, 2).tolist() == [12] and parse(3, 13).tolist() == [1234567890]
     assert parse(14, 17) is None  # there are no eight bytes to look at

@@ -19,7 +19,7 @@ from kmq.spark.connections import Access
 from kmq.spark.source import group
 from kmq.spark.source import reader as stream_reader
 from kmq.spark.source.group import GroupOffsets
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import listener
 
 OTHERS = (409, {"code": "unknown_member", "message": "group g has members; only they may commit"})
@@ -239,7 +239,7 @@ def test_the_source_commits_a_batch_when_the_next_is_asked_for_and_no_start(tmp_
         given = {"kmq.bootstrap.servers": f"127.0.0.1:{broker.port}", "subscribe": "t", "startingOffsets": "earliest"}
 
         def reader():
-            return stream_reader.StreamReader(StructType([]), Options(given | {"groupId": "g"}))
+            return stream_reader.StreamReader(StructType([]), ReadOptions(given | {"groupId": "g"}))
 
         first = reader()
         seen = made_recorders[-1].seen
@@ -301,9 +301,9 @@ def test_the_listener_commits_a_batch_that_no_other_follows_soon(committer, monk
 )
 def test_a_group_that_cannot_be_is_refused(given, says):
     with pytest.raises(ConfigError, match=says):
-        Options({"groupId": "g"} | given)
+        ReadOptions({"groupId": "g"} | given)
 
 
 def test_a_batch_says_that_a_group_has_no_effect(capfd):
-    Options({"kmq.bootstrap.servers": "h:1", "subscribe": "a", "groupId": "g"}).check_batch()
+    ReadOptions({"kmq.bootstrap.servers": "h:1", "subscribe": "a", "groupId": "g"}).check_batch()
     assert 'option=groupId effect="only a stream commits offsets"' in capfd.readouterr().err

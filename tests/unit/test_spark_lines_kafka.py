@@ -141,6 +141,6 @@ def test_a_partition_that_no_topic_can_have_is_named_with_its_row(number):
 def test_headers_of_any_bytes_come_back_to_the_byte():
     values = [bytes(range(256)), b"", b"\xff", b"plain"]
     lines = written(with_headers([("a1", value) for value in values]), topic="t")
-    block = columns.Block(b"1|1.000000|" + lines[0] + b"\n", 0, "t", False)
+    block = columns.Block(columns.of_bytes(0, b"1|1.000000|" + lines[0] + b"\n", False), "t", False)
     field = block.field(4)[0].as_py()
     assert [text.decode_bytes(each.partition(b"=")[2]) for each in field.split(b";")[1:]] == values

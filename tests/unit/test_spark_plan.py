@@ -8,7 +8,7 @@ from kmq.errors import ConfigError
 from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.ends import EARLIEST, LATEST, End
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import DataLossError, Position, Range
 
 A, B, WAL = ("b1", "a", 0), ("b1", "b", 0), ("b1", "__append", 0)
@@ -93,7 +93,7 @@ def test_offsets_of_a_later_format_are_refused():
 
 
 def test_defaults():
-    options = Options({"path": "d", "subscribe": "a, b"})
+    options = ReadOptions({"path": "d", "subscribe": "a, b"})
     assert (options.brokers, options.topics, options.start.option, options.fail_on_data_loss) == (
         ["d"],
         ["a", "b"],
@@ -103,18 +103,18 @@ def test_defaults():
 
 
 def test_names_are_as_spark_gives_them_and_numbers_may_have_units():
-    options = Options(
+    options = ReadOptions(
         {"kmq.Bootstrap.SERVERS": "h:1,h:2", "SUBSCRIBE": "a", "MaxBytesPerTrigger": "64m", "failondataloss": "False"}
     )
     assert (options.servers, options.max_bytes, options.fail_on_data_loss) == (["h:1", "h:2"], 64 << 20, False)
 
 
 def test_limits_of_triggers_and_tasks_are_none_without_options():
-    options = Options({"path": "d", "subscribe": "a"})
+    options = ReadOptions({"path": "d", "subscribe": "a"})
     assert (options.max_offsets, options.min_offsets, options.max_bytes, options.max_trigger_delay_s) == (0, 0, 0, 900)
     assert (options.min_partitions, options.max_records_per_partition) == (0, 0)
     given = {"minOffsetsPerTrigger": "5", "maxTriggerDelay": "90s", "maxRecordsPerPartition": "7", "minPartitions": "3"}
-    options = Options({"path": "d", "subscribe": "a", "maxBytesPerTrigger": "2 MiB"} | given)
+    options = ReadOptions({"path": "d", "subscribe": "a", "maxBytesPerTrigger": "2 MiB"} | given)
     assert (options.min_offsets, options.max_trigger_delay_s, options.max_bytes) == (5, 90, 2 << 20)
     assert (options.min_partitions, options.max_records_per_partition) == (3, 7)
 
@@ -122,10 +122,10 @@ def test_limits_of_triggers_and_tasks_are_none_without_options():
 def test_offsets_by_topic_are_for_every_broker_and_by_broker_for_each():
     given = {"kmq.bootstrap.servers": "h:1,h:2", "subscribe": "a"}
     table = {"a": {"0": 3}}
-    assert Options(given | {"startingOffsets": json.dumps(table)}).start.table == {"h:1": table, "h:2": table}
-    assert Options(given | {"startingOffsets": json.dumps({"h:2": table})}).start.table == {"h:2": table}
-    assert Options(given | {"startingOffsets": "Earliest"}).start.everywhere == EARLIEST
-    assert Options(given | {"endingOffsets": "latest"}).end.everywhere == LATEST
+    assert ReadOptions(given | {"startingOffsets": json.dumps(table)}).start.table == {"h:1": table, "h:2": table}
+    assert ReadOptions(given | {"startingOffsets": json.dumps({"h:2": table})}).start.table == {"h:2": table}
+    assert ReadOptions(given | {"startingOffsets": "Earliest"}).start.everywhere == EARLIEST
+    assert ReadOptions(given | {"endingOffsets": "latest"}).end.everywhere == LATEST
 
 
 @pytest.mark.parametrize(
@@ -211,27 +211,27 @@ def test_offsets_by_topic_are_for_every_broker_and_by_broker_for_each():
 )
 def test_a_wrong_option_is_named(given, says):
     with pytest.raises(ConfigError, match=says):
-        Options(given)
+        ReadOptions(given)
 
 
 def test_the_first_of_time_times_and_offsets_wins_as_in_kafkas_connector():
     given = {"path": "d", "subscribe": "a", "startingOffsets": "latest", "endingOffsets": "latest"}
     times = {"startingOffsetsByTimestamp": '{"a": {"0": 5}}', "endingoffsetsbytimestamp": '{"a": {"0": 7}}'}
-    options = Options(given | times)
+    options = ReadOptions(given | times)
     assert (options.start.value(("d", "a", 0)), options.start.is_time) == (5, True)
     assert (options.end.value(("d", "a", 0)), options.end.option) == (7, "endingOffsetsByTimestamp")
-    options = Options(given | times | {"STARTINGTIMESTAMP": "9"})
+    options = ReadOptions(given | times | {"STARTINGTIMESTAMP": "9"})
     assert options.start == End("startingTimestamp", everywhere=9, is_time=True)
 
 
 def test_a_list_of_paths_is_read_as_spark_hands_it_on():
-    assert Options({"paths": '["d", "e,f"]', "subscribe": "a"}).paths == ["d", "e,f"]
+    assert ReadOptions({"paths": '["d", "e,f"]', "subscribe": "a"}).paths == ["d", "e,f"]
 
 
 def test_options_that_end_a_query_are_refused_in_a_stream():
     for name, value in {"endingOffsets": "latest", "endingTimestamp": "5"}.items():
         with pytest.raises(ConfigError, match=f"{name}='{value}': a stream has no end"):
-            Options({"path": "d", "subscribe": "a", name: value}).check_stream()
+            ReadOptions({"path": "d", "subscribe": "a", name: value}).check_stream()
 
 
 # --- where a query begins and ends -----------------------------------------------------------------------------------
@@ -313,16 +313,16 @@ def test_a_path_that_is_no_data_directory_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"did you mean {tmp_path}/data"):
         Directory(str(tmp_path)).bounds([])
     with pytest.raises(ConfigError, match=f"matches no data directory; {tmp_path}/data is none"):
-        Options({"path": f"{tmp_path}/*", "subscribe": "a"})
+        ReadOptions({"path": f"{tmp_path}/*", "subscribe": "a"})
 
 
 def test_a_pattern_takes_kmqs_own_topics_only_if_it_names_them():
-    everything, own = (Options({"path": "d", "subscribePattern": each}) for each in (".*", "__.*"))
+    everything, own = (ReadOptions({"path": "d", "subscribePattern": each}) for each in (".*", "__.*"))
     assert everything.wants("a", 0) and not everything.wants("__append", 0) and not everything.wants("__x", 1)
     assert own.wants("__append", 0) and not own.wants("a", 0)
 
 
 def test_assigned_partitions_are_all_that_is_wanted():
-    options = Options({"path": "d", "assign": '{"a": [0, 2], "b": [1]}'})
+    options = ReadOptions({"path": "d", "assign": '{"a": [0, 2], "b": [1]}'})
     assert [options.wants("a", n) for n in range(3)] == [True, False, True]
     assert not options.wants("c", 0) and options.topics == ["a", "b"]

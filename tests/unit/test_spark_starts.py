@@ -4,7 +4,7 @@ import pytest
 from made_data import FIRST_TS, write_data
 
 from kmq.errors import ConfigError
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 
 types = pytest.importorskip("pyspark.sql.types")
 BatchReader = pytest.importorskip("kmq.spark.source.reader").BatchReader
@@ -60,7 +60,7 @@ def data(tmp_path_factory):
 )
 def test_a_batch_that_does_not_fit_what_is_there_is_refused(data, options, says):
     with pytest.raises(ConfigError, match=says):
-        BatchReader(SCHEMA, Options({"path": data} | options)).partitions()
+        BatchReader(SCHEMA, ReadOptions({"path": data} | options)).partitions()
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_a_batch_that_does_not_fit_what_is_there_is_refused(data, options, says)
 def test_a_stream_that_does_not_fit_what_is_there_does_not_start(data, options, says):
     asked = {} if "assign" in options else {"subscribe": "orders"}
     with pytest.raises(ConfigError, match=says):
-        asked_for = Options({"path": data} | asked | options)
+        asked_for = ReadOptions({"path": data} | asked | options)
         asked_for.check_stream()
         StreamReader(SCHEMA, asked_for).initialOffset()
 
 
 def count(data, **options):
-    reader = BatchReader(SCHEMA, Options({"path": data} | options))
+    reader = BatchReader(SCHEMA, ReadOptions({"path": data} | options))
     return sum(batch.num_rows for task in reader.partitions() for batch in reader.read(task))
 
 

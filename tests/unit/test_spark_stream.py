@@ -13,10 +13,10 @@ from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
-from kmq.spark.source import planner as lineage
 from kmq.spark.source.brokers import Directory
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import DataLossError
+from kmq.spark.source.planner import partition_has, stamp_before, wal_has
 from kmq.spark.source.reader import StreamReader
 
 ALL = ReadAllAvailable()
@@ -32,7 +32,7 @@ def lines(low, high, topic=b"t"):
 
 def planner(path, **options):
     given = {"path": str(path), "subscribe": "t", "startingOffsets": "earliest"} | options
-    return StreamReader(StructType([]), Options(given))
+    return StreamReader(StructType([]), ReadOptions(given))
 
 
 def through_json(offset):
@@ -121,12 +121,12 @@ def without_wal(tmp_path, monkeypatch):
     """(lineage's question, offset): a partition of 100 records; retention has taken the WAL of all of them."""
     made = write_data(tmp_path / "data", lines(0, 100), segment_bytes=600, group=5, closed=False)
     broker = Directory(str(tmp_path / "data"))
-    stamp = lineage.stamp_before(broker, "t", 0, 0, 50)
+    stamp = stamp_before(broker, "t", 0, 0, 50)
     assert stamp == (50, FIRST_TS + 50)
     append(made, lines(0, 20, b"other"), group=5)
     for path in sorted(tmp_path.glob("data/append/*"))[:-2]:
         path.unlink()
-    assert lineage.wal_has(broker, stamp) is None
+    assert wal_has(broker, stamp) is None
     return broker, stamp
 
 
@@ -134,7 +134,7 @@ def test_a_partition_tells_what_the_wal_has_no_more(without_wal):
     broker, (seq, micros) = without_wal
 
     def has(stamp):
-        return lineage.partition_has(broker, "t", 0, stamp, 50, 100)
+        return partition_has(broker, "t", 0, stamp, 50, 100)
 
     assert has((seq, micros))
     assert not has((seq, micros + 1))  # its seq has another record
@@ -155,9 +155,9 @@ def test_records_around_one_that_compaction_took_tell_for_it(without_wal, monkey
 
     monkeypatch.setattr(broker, "read", compacted)
     monkeypatch.setattr(broker, "offset_of_seq", offset_of_seq)
-    assert lineage.partition_has(broker, "t", 0, (seq, micros), 50, 100)
-    assert not lineage.partition_has(broker, "t", 0, (seq + 1, micros), 50, 100)
-    assert lineage.stamp_before(broker, "t", 0, 0, 50) == (49, FIRST_TS + 49)
+    assert partition_has(broker, "t", 0, (seq, micros), 50, 100)
+    assert not partition_has(broker, "t", 0, (seq + 1, micros), 50, 100)
+    assert stamp_before(broker, "t", 0, 0, 50) == (49, FIRST_TS + 49)
 
 
 def test_what_retention_took_must_have_come_before_what_there_is(without_wal, tmp_path):
@@ -168,17 +168,17 @@ def test_what_retention_took_must_have_come_before_what_there_is(without_wal, tm
         path.with_suffix(".idx").unlink()
     first, end = broker.bounds(["t"])["t", 0]
     assert first > 50
-    assert lineage.partition_has(broker, "t", 0, (seq, micros), 50, end)
-    assert not lineage.partition_has(broker, "t", 0, (seq + first, micros), 50, end)
+    assert partition_has(broker, "t", 0, (seq, micros), 50, end)
+    assert not partition_has(broker, "t", 0, (seq + first, micros), 50, end)
 
 
 def test_a_wal_that_ends_before_what_was_read_is_another_one(without_wal):
     broker, _ = without_wal
     _, end = broker.bounds([WAL])[WAL, 0]
-    assert lineage.wal_has(broker, (end, 1)) is False
-    last = lineage.stamp_before(broker, WAL, 0, end - 1, end)
-    assert lineage.wal_has(broker, last) is True
-    assert lineage.wal_has(broker, (last[0], last[1] + 1)) is False
+    assert wal_has(broker, (end, 1)) is False
+    last = stamp_before(broker, WAL, 0, end - 1, end)
+    assert wal_has(broker, last) is True
+    assert wal_has(broker, (last[0], last[1] + 1)) is False
 
 
 def test_a_topic_that_an_older_copy_does_not_have_is_missed(tmp_path):

@@ -16,7 +16,7 @@ from kmq.message.routing import DELETED, Topic, resolve
 from kmq.spark.audit.findings import THE_WAL, Damage, Evidence, OffsetRange, Place, Row, SeqRange
 from kmq.spark.audit.snapshot import Snapshot, Task
 from kmq.spark.source.brokers import Broker
-from kmq.spark.source.columns import Block, Lines, Numbers
+from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 # Reads logs for an audit: blocks of stored lines; damage and malformed lines become evidence.
@@ -76,7 +76,7 @@ class LogReader:
         """Return lines as a block without malformed ones. A crc proves only that the bytes are as they were written."""
         topic, is_wal = place[0], place[0] == WAL
         try:
-            block = Block.of(lines, topic, is_wal)
+            block = Block(lines, topic, is_wal)
             if not block.count or _is_sound(block):
                 return block
         except (IndexError, pa.ArrowInvalid):
@@ -89,7 +89,7 @@ class LogReader:
                 offset = -1 if is_wal else lines.offset + number
                 self.malformed[place].append(offset)
                 self._evidence.add(Row.of_malformed(place, offset, line))
-        return Block(b"\n".join([*kept, b""]), lines.offset, topic, is_wal)
+        return Block(of_bytes(lines.offset, b"\n".join([*kept, b""]), False), topic, is_wal)
 
 
 def _is_sound(block: Block) -> bool:

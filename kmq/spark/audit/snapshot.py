@@ -18,7 +18,7 @@ from kmq.repair import ledger as ledgers
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Broker, open_broker
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import SPLIT_BYTES
 
 BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_000)  # µs; each divides an hour
@@ -90,7 +90,7 @@ class Source(NamedTuple):
 
 def sources(where: dict[str, str]) -> list[Source]:
     """Return the brokers that the options `where` name (path, or kmq.bootstrap.servers and kmq.token)."""
-    options = Options(where | {"subscribe": WAL})
+    options = ReadOptions(where | {"subscribe": WAL})
     opened = []
     for name in options.brokers:
         broker = open_broker(name, bool(options.paths), options.access)

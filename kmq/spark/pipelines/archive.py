@@ -41,8 +41,7 @@ from kmq.spark.pipelines.payloads import INFER, NONE, infer, parse
 from kmq.spark.pipelines.table import BATCH_BYTES, Keywords, follow, starting
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
-from kmq.spark.source.options import Options
-from kmq.spark.source.options import Options as ReadOptions
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming.streams import EVERY, Trigger
 from kmq.spark.tables import PARQUET, Table, TableSpec
 
@@ -115,7 +114,7 @@ def _is_plain(name: Column) -> Column:
 class DeadLetters:
     """The way of dead letters back to the brokers their records came from."""
 
-    def __init__(self, options: Options, to: Destination) -> None:
+    def __init__(self, options: ReadOptions, to: Destination) -> None:
         """Raise ConfigError if a broker cannot be reached: better at the start than at the first bad record."""
         self._options = options
         self._connection = to.connection_like(options.token)

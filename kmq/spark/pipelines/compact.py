@@ -35,7 +35,7 @@ from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.log import compaction, passes, reader, topics, wal
 from kmq.log.compaction import Sealed
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 
 if TYPE_CHECKING:
     from kmq.spark.streaming.streams import Progress
@@ -108,7 +108,7 @@ def run(
     """Compact the topics that `where` (options of format("kmq")) names, directory by directory."""
     if where.get("kmq.bootstrap.servers"):
         raise ConfigError("compact rewrites files: it needs --path, where it sees them; --brokers only reads")
-    options = Options(where)
+    options = ReadOptions(where)
     found = []
     for path in options.paths:
         data = os.path.abspath(path)
@@ -127,7 +127,7 @@ def run(
     return found
 
 
-def _topics(data: str, options: Options) -> list[str]:
+def _topics(data: str, options: ReadOptions) -> list[str]:
     """Return the requested topics. Raises ConfigError if one requested by name is not declared compact."""
     asked = [name for name in topics.names(data) if options.wants(name)]
     other = [name for name in asked if not compaction.is_compacted(data, name)]

@@ -156,7 +156,7 @@ class Metrics(NamedTuple):
     trigger: Trigger = Trigger()
 
 
-class Options(TypedDict, total=False):
+class MetricsOptions(TypedDict, total=False):
     """The keyword arguments of `run`: `topic`, and fields of Windows, Destination, Trigger and TableSpec."""
 
     topic: str
@@ -176,7 +176,7 @@ def run(
     where: Mapping[str, str],
     to: str = "",
     format: str = PARQUET,
-    **options: Unpack[Options],
+    **options: Unpack[MetricsOptions],
 ) -> int:
     """Measure a stream, to a table (`to`) or as JSON to `topic`; return the rows added to the table.
 

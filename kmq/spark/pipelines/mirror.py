@@ -50,7 +50,7 @@ from kmq.spark.pipelines.table import BATCH_BYTES, Keywords
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import STOP, TRUST, Target
 from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
-from kmq.spark.source.options import Options as ReadOptions
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 
@@ -137,7 +137,7 @@ class To(NamedTuple):
     replay: str = STOP  # see Again
 
 
-class Options(TypedDict, total=False):
+class MirrorOptions(TypedDict, total=False):
     """The keyword arguments of `run`: fields of To and Trigger."""
 
     connection: Mapping[str, str] | None
@@ -154,7 +154,7 @@ def run(
     target: Broker | None = None,
     *,
     progress: "Progress | None" = None,
-    **options: Unpack[Options],
+    **options: Unpack[MirrorOptions],
 ) -> Mirrored:
     """Mirror the topics of `where` (options of format("kmq")) to the broker at `to`: all there is now, or continuously.
 

@@ -50,7 +50,7 @@ from kmq.files import replace_file
 from kmq.spark.pinned import pinned
 from kmq.spark.pipelines.table import starting
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.tables import Table
 
 # Columns of the source, and those that the archive adds. A payload's field of the same name is renamed.
@@ -456,7 +456,7 @@ def _given(schema: str) -> StructType:
 
 def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
     """Return the first records of each topic."""
-    options = Options(starting(where))
+    options = ReadOptions(starting(where))
     brokers = [open_broker(name, bool(options.paths), options.access) for name in options.brokers]
     names = sorted({topic for broker in brokers for topic in broker.topics() if options.wants(topic)})
     if not names:

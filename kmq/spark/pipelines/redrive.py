@@ -240,7 +240,7 @@ class Sending(NamedTuple):
     dry_run: bool = False  # send nothing
 
 
-class Options(TypedDict, total=False):
+class RedriveOptions(TypedDict, total=False):
     """The keyword arguments of `run`: fields of Redrive, Sending and Destination."""
 
     dropped: bool
@@ -260,7 +260,7 @@ def run(
     condition: str = "",
     *,
     progress: Any = None,
-    **options: Unpack[Options],
+    **options: Unpack[RedriveOptions],
 ) -> Summary:
     """Redrive the records of `topic` at the brokers of `where` (options of format("kmq")) that match `condition` (SQL).
 

@@ -52,7 +52,7 @@ from kmq.repair import ledger as ledgers
 from kmq.spark.pipelines.table import Keywords, map_in_arrow
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import FORMATS, TableSpec, base
@@ -69,7 +69,7 @@ class Pods:
 
     def __init__(self, where: Mapping[str, str], table: str = "") -> None:
         """`table`: a data directory whose table replaces the tables of all brokers."""
-        self.options = Options({**where, "subscribe": WAL})
+        self.options = ReadOptions({**where, "subscribe": WAL})
         self.is_path = bool(self.options.paths)
         self._table = table
         if table and not os.path.isdir(f"{table}/topics"):

@@ -1,4 +1,17 @@
-"""The two ways to a broker's logs (brokers.py): its data directory, or its gateway over HTTP (brokers.py)."""
+"""The logs of a broker, read in one of two ways: from its data directory, or from its gateway over HTTP.
+
+`Broker` is what a reader needs of them: the partitions of topics, and the WAL. An implementation keeps no state that
+matters: each call reads again, on the driver or in a task.
+
+Remote      Only a connection, so that any process may send requests. A Remote can be pickled; in another process it
+            connects anew. The gateway's side is kmq/gateway/http/logs.py.
+Invariant   Only whole lines are handed out, and those of a partition are counted: a response states its first and last
+            offset and its size in bytes. The missing rest of a response is requested again.
+Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
+            reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
+            the gateway in the middle of a read goes unnoticed.
+Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
+"""
 
 import glob
 import json
@@ -10,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
 from kmq.broker import stats
@@ -26,11 +39,6 @@ from kmq.spark.connections import PLAIN, Access, Tls
 if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
 
-
-# --- broker ----------------------------------------------------------------------------------------------------------
-# What a reader needs of a broker's logs, however it reads them: brokers.py has the two ways.
-#
-# An implementation keeps no state that matters: each call reads again, on the driver or in a task.
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
 
@@ -92,7 +100,7 @@ class Broker(Protocol):
         return ((lines.offset, lines.data) for lines in self.blocks(topic, partition, start, end))
 
 
-# --- brokers ---------------------------------------------------------------------------------------------------------
+# --- a data directory ------------------------------------------------------------------------------------------------
 
 
 class Directory(Broker):
@@ -124,10 +132,10 @@ class Directory(Broker):
         found = {name: topics.read(self.path, name) for name in topics.names(self.path)}
         return {name: Layout(each.partitions, each.partitioner) for name, each in found.items()}
 
-    def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+    def bounds(self, asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
         self.identity()  # raises if this is no data directory
         bounds = {}
-        for topic in topics_asked:
+        for topic in asked:
             if topic == WAL:
                 bounds[topic, 0] = self._wal_bounds()
             elif os.path.isdir(f"{self.path}/topics/{topic}"):
@@ -184,27 +192,10 @@ class Directory(Broker):
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         from kmq.spark.source import columns
 
-        return columns.read(self._log(topic, partition), start, end, BLOCK_BYTES)
+        return columns.read_lines(self._log(topic, partition), start, end, BLOCK_BYTES)
 
 
-def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
-    """Return the broker of this name: a path, or host:port of a gateway."""
-    if is_path:
-        return Directory(name)
-    return Remote(name, access)
-
-
-# --- remote ----------------------------------------------------------------------------------------------------------
-# A broker read remotely: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
-#
-# State       Only a connection, so any process may send requests. A Remote can be pickled; in another process it connects
-#             anew.
-# Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
-#             reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
-#             the gateway in the middle of a read goes unnoticed.
-# Complete    A response states its first and last offset and its size in bytes. Only whole lines are handed out, and
-#             those of a partition are counted. The missing rest of a response is requested again.
-# Damage      is raised as DamageError, as if the files were read here, after all records before it were handed out.
+# --- a gateway over HTTP ---------------------------------------------------------------------------------------------
 
 _PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
@@ -213,8 +204,6 @@ _NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1
 _LATER = (429, 503)
 # OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
-
-T = TypeVar("T")
 
 
 class Remote(Broker):
@@ -418,3 +407,8 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
             yield data[:whole]  # no copy if the block ends with a whole line
         if whole < len(data) or not data:
             return
+
+
+def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
+    """Return the broker of this name: a path, or host:port of a gateway."""
+    return Directory(name) if is_path else Remote(name, access)

@@ -1,17 +1,25 @@
 """Stored lines → Arrow columns, without Python per line.
 
-A block of lines is one buffer. Its bars and newlines are found once (numpy). A column is then an array of offsets into
+A block of lines is one buffer. Its newlines and bars are found once (numpy). A column is then an array of offsets into
 that buffer, from which Arrow gathers the bytes. Python handles single lines only to decode them: base64 payloads,
-percent-encoded keys and headers, and text that is not UTF-8.
+percent-encoded keys and headers, and text that is not UTF-8. The lines come from kmq.log.reader or the gateway, which
+have checked them: each has five bars, or is empty (compaction).
 
-The lines come from kmq.log.reader or the gateway, which have checked them: each has five bars, or is empty
-(compaction).
+Most of a log is final blocks of an index. LogReader.extents gives about 1 MiB of them, their crcs checked; one search
+finds their newlines, which count the records (as the index must) and later cut the lines into fields. So each byte is
+read once, summed once and searched once.
+
+Invariant   Records and damage are always those that LogReader.read reports. If an extent differs from its index, or
+            there is no extent (the open block, the unindexed tail, a segment that is being swapped or was removed),
+            LogReader.read continues from there, and serves or raises. Only whole lines of the requested range are
+            handed out, in order.
+Memory      One extent at a time; a block that was handed out shares no bytes with the next one.
 """
 
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -22,14 +30,14 @@ import pyarrow.compute as pc
 from kmq.errors import ConfigError
 from kmq.log.reader import Extent, LogReader
 from kmq.log.segment import last_line, within
+from kmq.log.segment_reader import READ_BYTES
 from kmq.message import record
 from kmq.spark.connections import nearest
 
-# --- digits ----------------------------------------------------------------------------------------------------------
-# Decimal numbers in a buffer as integers, eight digits at a time, without a string for each.
-#
-# Eight bytes are one 64-bit word. Three multiplications add up its digits for all numbers at once: pairs of digits, pairs
-# of pairs, and the two halves. A shorter number is shifted to the end of its word and padded with zeros.
+# --- numbers ---------------------------------------------------------------------------------------------------------
+# Decimal numbers in a buffer as integers, eight digits at a time, without a string for each. Eight bytes are one 64-bit
+# word. Three multiplications add up its digits for all numbers at once: pairs of digits, pairs of pairs, and the two
+# halves. A shorter number is shifted to the end of its word and padded with zeros.
 
 Numbers = np.ndarray[Any, Any]
 
@@ -45,7 +53,7 @@ _THOUSANDS = np.uint64(42949672960001)  # 10,000 · 2³² + 1
 _ONE, _4, _8, _16, _32 = (np.uint64(bits) for bits in (1, 4, 8, 16, 32))
 
 
-def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
+def parse_numbers(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
     """Return the numbers at begins[i]…ends[i]. They must have up to 8 digits each or 9 to 16 each, else None."""
     if not len(begins) or len(data) < 2 * _WORD:
         return None
@@ -55,12 +63,12 @@ def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
         return None
     words = np.ndarray((len(data) - _WORD + 1,), "<u8", data, strides=(1,))
     if most <= _WORD:
-        return _parse(words[begins], _WORD - widths)
-    upper, lower = _parse(words[begins], 2 * _WORD - widths), _parse(words[ends - _WORD], None)
+        return _parse_words(words[begins], _WORD - widths)
+    upper, lower = _parse_words(words[begins], 2 * _WORD - widths), _parse_words(words[ends - _WORD], None)
     return None if upper is None or lower is None else upper * 10**_WORD + lower
 
 
-def _parse(words: Numbers, missing: Numbers | None) -> Numbers | None:
+def _parse_words(words: Numbers, missing: Numbers | None) -> Numbers | None:
     """Return words as numbers; the last `missing` bytes of a word do not belong to its number."""
     if missing is not None and missing.any():
         bits = missing.astype(np.uint64) * _8
@@ -73,14 +81,13 @@ def _parse(words: Numbers, missing: Numbers | None) -> Numbers | None:
 
 
 # --- bars ------------------------------------------------------------------------------------------------------------
-# Find the bars that separate the fields of stored lines, for many lines at once (numpy).
 
 FIELDS = 6
 _BAR = ord("|")
 _LONG, _HEAD = 512, 96  # bytes: if lines average _LONG, only their first _HEAD bytes are searched at first
 
 
-def find(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers]:
+def find_bars(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers]:
     """Return where the first five bars of each line are, one array for each bar. Lines are data[starts[i]:ends[i]]."""
     count = len(starts)
     if len(data) > _LONG * count and (near := _find_near(data, starts, ends)):
@@ -108,19 +115,8 @@ def _find_near(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers] |
     return bars if (bars[-1] < ends).all() else None
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
-# Stored lines in blocks whose newlines are known: each byte is read once, summed once and searched once.
-#
-# Most of a log is final blocks of an index. LogReader.extents gives about 1 MiB of them, their crcs checked; one search
-# finds their newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
-#
-# Invariant   Records and damage are always those that LogReader.read reports. If an extent differs from its index, or
-#             there is no extent (the open block, the unindexed tail, a segment that is being swapped or was removed),
-#             LogReader.read continues from there, and serves or raises. Only whole lines of the requested range are
-#             handed out, in order.
-# Memory      One extent at a time; a block that was handed out shares no bytes with the next one.
+# --- lines -----------------------------------------------------------------------------------------------------------
 
-BLOCK_BYTES = 1 << 20  # size of the blocks handed out: they stay in the processor's cache
 _LINE_BYTES = 512  # an assumed length; longer lines cost more calls of LogReader.read
 _NEWLINE = ord("\n")
 
@@ -156,7 +152,7 @@ def of_bytes(offset: int, data: bytes, by_seq: bool) -> Lines:
     return Lines(offset, data, find_newlines(data), by_seq)
 
 
-def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
+def read_lines(log: LogReader, start: int, end: int, nbytes: int = READ_BYTES) -> Iterator[Lines]:
     """Yield records start…end-1, checked. They begin later if retention removed the start. They end with the log."""
     offset = start
     while offset < end:
@@ -258,23 +254,16 @@ def is_exact(kind: str) -> bool:
     return kind in ("binary", HEADERS_ARRAY)
 
 
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
 class Block:
     """Whole stored lines, cut into fields. `offset` is that of the first line; WAL lines have their seq as offset.
 
     `marks_from`: the first seq whose routing key may have a mark.
     """
 
-    def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool, marks_from: int = 0) -> None:
-        self._cut_up(of_bytes(offset, lines, False), topic, by_seq, marks_from)
-
-    @classmethod
-    def of(cls, lines: Lines, topic: str, by_seq: bool, marks_from: int = 0) -> "Block":
-        """Return the block of lines whose newlines are known."""
-        made = object.__new__(cls)
-        made._cut_up(lines, topic, by_seq, marks_from)
-        return made
-
-    def _cut_up(self, lines: Lines, topic: str, by_seq: bool, marks_from: int) -> None:
+    def __init__(self, lines: Lines, topic: str, by_seq: bool, marks_from: int = 0) -> None:
         self.lines, self.offset, self.topic, self.by_seq = lines.data, lines.offset, topic, by_seq
         self.marks_from, self.decoded = marks_from, False
         self._buffer = pa.py_buffer(lines.data)
@@ -290,7 +279,7 @@ class Block:
             starts, ends = starts[kept], ends[kept]
         self.count = len(ends)
         # Where the six fields of each line begin and end: one array per field.
-        self.starts = [starts, *(found + 1 for found in find(self.bytes, starts, ends))]
+        self.starts = [starts, *(found + 1 for found in find_bars(self.bytes, starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
         self.ascii = lines.data.isascii()
 
@@ -326,7 +315,7 @@ class Block:
 
     def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
         """Return the decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid if one is not a number."""
-        found = parse(self.bytes, begins, ends)
+        found = parse_numbers(self.bytes, begins, ends)
         return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
 
     def seq(self) -> pa.Array:
@@ -375,7 +364,7 @@ class Block:
     def id(self) -> tuple[pa.Array, pa.Array]:
         """Return (id, headers) of each record: the id before the first `;`, and the map of what follows."""
         ids, offsets, names, values = self._id_and_pairs
-        return ids, _maps(offsets, names, values)
+        return ids, pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), _text_of(names), _text_of(values))
 
     def headers(self) -> pa.Array:
         """Return the headers as structs of name and exact value; null without headers."""
@@ -426,7 +415,7 @@ class Block:
         return pa.array(decoded, pa.binary())
 
     def value_text(self) -> pa.Array:
-        payloads = self.value
+        payloads = self.value  # sets `decoded`
         return text(payloads, self.ascii and not self.decoded)
 
 
@@ -457,10 +446,6 @@ def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
     middle = np.where(sign < 0, ends, begins + sign)
     data = pairs.buffers()[2]
     return _cut(data, begins, middle), _cut(data, np.minimum(middle + 1, ends), ends)
-
-
-def _maps(offsets: Numbers, names: pa.Array, values: pa.Array) -> pa.Array:
-    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), _text_of(names), _text_of(values))
 
 
 def _text_of(stored: pa.Array) -> pa.Array:
@@ -511,11 +496,13 @@ def _same(value: str, count: int) -> pa.Array:
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-class Where:
-    """The values of a block's columns that are not in its lines. `origin` is the id of the data directory."""
+class Where(NamedTuple):
+    """The values of a block's columns that are not in its lines."""
 
-    def __init__(self, broker: str, topic: str, partition: int, origin: str = "") -> None:
-        self.broker, self.topic, self.partition, self.origin = broker, topic, partition, origin
+    broker: str
+    topic: str
+    partition: int
+    origin: str = ""  # id of the data directory
 
 
 _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {

@@ -21,13 +21,12 @@ from typing import Any
 
 from kmq.errors import ConfigError
 from kmq.spark.connections import nearest
+from kmq.spark.source.plan import Bounds, Key
 
 EARLIEST, LATEST = -2, -1
 STRATEGY = "startingOffsetsByTimestampStrategy"
 _NAMED = 5  # partitions that an error names
 
-Key = tuple[str, str, int]  # broker, topic, partition
-Bounds = dict[Key, tuple[int, int]]
 Table = dict[str, dict[str, dict[str, int]]]  # broker → topic → partition
 
 
@@ -64,25 +63,21 @@ class End:
 def parse(options: Mapping[str, str], side: str, brokers: Sequence[str]) -> End:
     """Parse the end from options (names in lower case). Raises ConfigError, even for an overridden option."""
     found = []
-    for name, parse_one in (
-        (f"{side}Timestamp", _one_time),
-        (f"{side}OffsetsByTimestamp", _times),
-        (f"{side}Offsets", _offsets),
-    ):
-        text = options.get(name.lower())
-        if text is not None:
-            found.append(parse_one(name, text.strip(), brokers))
+    for name in (f"{side}Timestamp", f"{side}OffsetsByTimestamp", f"{side}Offsets"):
+        text = options.get(name.lower(), "").strip()
+        if name.lower() not in options:
+            continue
+        if name.endswith("OffsetsByTimestamp"):
+            found.append(_table(name, text, brokers, 0, is_time=True))
+        else:
+            found.append(_offsets(name, text, brokers) if name.endswith("Offsets") else _one_time(name, text))
     return found[0] if found else End()
 
 
-def _one_time(name: str, text: str, brokers: Sequence[str]) -> End:
+def _one_time(name: str, text: str) -> End:
     if not text.isascii() or not text.isdecimal():
         raise ConfigError(f"{name}={text!r}: must be a whole number of milliseconds since the epoch")
     return End(name, everywhere=int(text), is_time=True)
-
-
-def _times(name: str, text: str, brokers: Sequence[str]) -> End:
-    return _table(name, text, brokers, 0, is_time=True)
 
 
 def _offsets(name: str, text: str, brokers: Sequence[str]) -> End:

@@ -42,14 +42,12 @@ from typing import TypeVar
 
 from kmq.config.values import parse_bytes, parse_duration
 from kmq.errors import ConfigError
-from kmq.log.reader import WAL as WAL
+from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark import connections
 from kmq.spark.connections import Access, check_options
 from kmq.spark.source import ends
-from kmq.spark.source.ends import EARLIEST as EARLIEST
-from kmq.spark.source.ends import LATEST as LATEST
 
 MAX_TRIGGER_DELAY_S = 900.0
 MAX_GROUP = 200  # bytes of a group's name
@@ -79,7 +77,7 @@ _ELSEWHERE = {
 _CONNECTING = [name for name in connections.OPTIONS if name != "kmq.token"]
 
 
-class Options:
+class ReadOptions:
     """The read options, checked; a ConfigError names the wrong option."""
 
     cores = 0  # cores of the session that reads, set by the format; 0: not known
@@ -179,9 +177,7 @@ class Options:
 
     def check_schema(self, names: Collection[str]) -> None:
         """Raise ConfigError if the user's schema lacks a column that an option requests."""
-        from kmq.spark.source import (
-            columns,
-        )  # here: it needs numpy, which kmq pipeline status must work without
+        from kmq.spark.source import columns  # here: it needs numpy, and kmq pipeline status must work without
 
         for option, is_on, needed in (
             ("includeOrigin", self.include_origin, columns.ORIGIN),

@@ -309,7 +309,7 @@ _LEAST_LINE = 24  # bytes; each stored line is longer
 _LINE_BYTES = 512  # assumed where the index does not tell
 _MARKS = 16  # places of a partition at which its bytes are known
 _BLOCK = 64 << 10  # bytes of lines that an index line covers
-_LIMITS_FEW = 16  # a block with fewer records has long lines
+_FEW_LINES = 16  # a block with fewer records has long lines
 
 Weigh = Callable[[Key, int], float]  # how much of a partition's range lies before an offset
 
@@ -358,7 +358,7 @@ class Bytes:
             # A block ends with a whole line. With half a block added, a cut covers as many blocks as intended.
             places = [span.start, *cuts(span.key, span.start, end, blocks * _BLOCK + _BLOCK // 2)]
             self._places[span.key], self._mark[span.key] = places, blocks * _BLOCK
-            if len(places) > 1 and places[1] - places[0] < _LIMITS_FEW:  # a block of long lines is larger than _BLOCK
+            if len(places) > 1 and places[1] - places[0] < _FEW_LINES:  # a block of long lines is larger than _BLOCK
                 self._mark[span.key] = max(blocks * _BLOCK, times.bytes_of(span.key, places[0], places[1]))
 
     def __call__(self, key: Key, offset: int) -> float:

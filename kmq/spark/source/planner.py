@@ -1,37 +1,44 @@
-"""The brokers of a query as its planner on the driver sees them: bounds, where the query begins and ends, its tasks."""
+"""The brokers of a query as its planner on the driver sees them: where the query begins, resumes and ends, its tasks.
+
+Before a stream resumes, its planner asks: does each broker still have the records that the stream has read? A data
+directory restored from an older copy does not. Such a copy has the same id, and gives the seqs and offsets after its
+end to other records. By offsets alone these would look like records that were read, or the reverse. So a stream
+remembers the seq and recv_ts of the last record it has read in each partition (plan.py), and looks for that record.
+
+WAL          Seqs are contiguous and recv_ts never decreases. So a WAL that has the latest remembered record, with its
+             recv_ts, has all earlier records. One record is read, however many partitions there are. A WAL that ends
+             before that record, or has another one there, belongs to a restored copy.
+Partition    If retention has removed the record from the WAL: the record is where it was read. If it was removed there
+             too, no record at its place or after it has the same or a lower seq.
+Shorter      If the WAL has a partition's last read record, but the partition ends before it, the router is recovering
+             and rebuilds the partition. The stream does not read it until it has its old length.
+Not covered  Damage: unreadable records are not compared, and reading them fails by itself. Offsets of format 1: no
+             stamps.
+"""
 
 import os
 from collections.abc import Iterable
 
+from pyspark.sql.datasource import InputPartition
+
 from kmq.errors import ConfigError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.logfmt import Logger
 from kmq.message import record
-from kmq.spark.connections import nearest
+from kmq.spark.connections import Access, nearest
 from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import Broker, Directory, open_broker
 from kmq.spark.source.ends import LATEST
-from kmq.spark.source.options import Options
-from kmq.spark.source.plan import Bounds, Key, Offsets, Range, Stamp
-from kmq.spark.source.reading import Task
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
 
-# --- lineage ---------------------------------------------------------------------------------------------------------
-# Does a broker still have the records that a stream has read? A data directory restored from an older copy does not.
-#
-# Such a copy has the same id, and gives the seqs and offsets after its end to other records. By offsets alone these would
-# look like records that were read, or the reverse. So a stream remembers the seq and recv_ts of the last record it has
-# read in each partition (plan.py), and looks for that record.
-#
-# WAL          Seqs are contiguous and recv_ts never decreases. So a WAL that has the latest remembered record, with its
-#              recv_ts, has all earlier records. One record is read, however many partitions there are. A WAL that ends
-#              before that record, or has another one there, belongs to a restored copy.
-# Partition    If retention has removed the record from the WAL: the record is where it was read. If it was removed there
-#              too, no record at its place or after it has the same or a lower seq.
-# Shorter      If the WAL has a partition's last read record, but the partition ends before it, the router is recovering
-#              and rebuilds the partition. The stream does not read it until it has its old length.
-# Not covered  Damage: unreadable records are not compared, and reading them fails by itself. Offsets of format 1: no
-#              stamps.
+# --- the same records ------------------------------------------------------------------------------------------------
 
+_ADVICE = (
+    "start with a new checkpoint to read what is there now,"
+    " or continue with failOnDataLoss=false: with what was received after that record"
+)
 _LOOK_BACK = (1, 64, 4096)  # records: the bare newlines of compacted records have no stamp
 
 
@@ -101,13 +108,22 @@ def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offs
         return True
 
 
-# --- planner ---------------------------------------------------------------------------------------------------------
+# --- the brokers of a query ------------------------------------------------------------------------------------------
 
 
-class Logs:
+class Task(InputPartition):
+    """A range, and all that another process needs to read it."""
+
+    def __init__(self, span: Range, is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
+        self.broker, self.topic, self.partition = span.key
+        self.start, self.end = span.start, span.end
+        self.is_path, self.access, self.fail_on_data_loss = is_path, access, fail_on_data_loss
+
+
+class QueryLogs:
     """The brokers of a query, as its planner sees them."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self._cores = options.cores or len(os.sched_getaffinity(0))
         self.brokers: dict[str, Broker] = {name: self._open(name) for name in options.brokers}
@@ -229,3 +245,97 @@ class Logs:
     def as_tasks(self, pieces: Iterable[Range]) -> list[Task]:
         options = self.options
         return [Task(piece, bool(options.paths), options.access, options.fail_on_data_loss) for piece in pieces]
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def begun(logs: QueryLogs, read: Position, bounds: Bounds) -> Offsets:
+    """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
+
+    A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
+    deleted before all of it was read, or was requested by name.
+    """
+    known = read.offsets
+    new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
+    # Retention keeps the last record of a partition, so this is rare unless the topic came back.
+    passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
+    if not new and not lost and not passed:
+        return known
+    ends: Offsets = {}
+    last_seqs: dict[Key, int] = {}
+    for name, broker in logs.brokers.items():
+        for topic, _, last_seq, offsets in broker.ledger().get("deleted", ()):
+            for number, end in enumerate(offsets):
+                ends[name, topic, number] = end
+                last_seqs[name, topic, number] = last_seq
+    back = {
+        key
+        for key in passed & ends.keys()
+        if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
+    }
+    for key in sorted((lost & ends.keys()) | back):
+        unread = ends[key] > known[key]
+        if logs.options.fail_on_data_loss and logs.options.wants(*key[1:]) and (unread or not logs.options.pattern):
+            what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
+            raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
+    return {key: ends[key] for key in new & ends.keys()} | known
+
+
+def check_same_records(logs: QueryLogs, read: Position, bounds: Bounds) -> None:
+    """Raise DataLossError if a broker now has other records than those that were read.
+
+    Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
+    `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
+    """
+    for name, broker in logs.brokers.items():
+        stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
+        if not stamps:
+            continue
+        latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
+        has = wal_has(broker, latest)
+        if has:
+            continue
+        others = [key for key, stamp in stamps.items() if not _is_same(logs, key, stamp, read, bounds, has)]
+        if others and logs.options.fail_on_data_loss:
+            raise DataLossError(others[0], _restored(stamps[others[0]]), _ADVICE)
+        if others:
+            logs.look_anew(name, bounds)
+        for key in others:
+            _set_back(logs, key, read, bounds)
+
+
+def _is_same(
+    logs: QueryLogs, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None
+) -> bool:
+    """Return True if a partition has the record of `stamp`, or had it until it was taken."""
+    broker = logs.brokers[key[0]]
+    if latest_is_there is not None and (found := wal_has(broker, stamp)) is not None:
+        return found
+    if key not in bounds:
+        return latest_is_there is None  # deleted, which `begun` has reported
+    return partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
+
+
+def _set_back(logs: QueryLogs, key: Key, read: Position, bounds: Bounds) -> None:
+    micros = read.last.pop(key)[1]
+    before = read.offsets.pop(key)
+    now = None
+    if key in bounds:
+        first, end = bounds[key]
+        now = read.offsets[key] = min(max(first, logs.offset_of_time(key, micros + 1)), end)
+        if stamp := logs.stamp_before(key, first, now):
+            read.last[key] = stamp
+    Logger("spark").warn(
+        "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
+    )
+
+
+def _restored(stamp: Stamp) -> str:
+    seq, micros = stamp
+    when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
+    return (
+        f"the last record read of it, seq {seq} received at {when}, is not there:"
+        " the data directory was restored from an older copy (or lost its end in a power cut),"
+        " and may have given its offsets to other records"
+    )

@@ -1,10 +1,22 @@
-"""spark.read: which ranges a query reads, narrowed to records that its filters may match."""
+"""The readers that Spark calls: which ranges a batch or a micro-batch reads, and how a task reads its range.
+
+spark.read         planned once for a query, narrowed to records that its filters may match
+spark.readStream   how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint
+
+Invariant   A task reads all records of its range, or raises DataLossError (failOnDataLoss=false: reads those there
+            are). `partitions` of a stream needs nothing but the two offsets of a batch (plan.py): a repeated batch
+            always has the same tasks. Without new records latestOffset returns its start unchanged, so that no batch
+            runs.
+Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
+            partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
+            batch with a limit ends at one recv_ts (plan.py).
+"""
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
     DataSourceReader,
@@ -18,6 +30,7 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -31,25 +44,84 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
-from kmq.spark.source import ends, plan, planner
+from kmq.spark.source import columns, ends, plan
+from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.columns import Lines
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.group import GroupOffsets
-from kmq.spark.source.options import Options
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
-from kmq.spark.source.planner import Logs
-from kmq.spark.source.reading import Reading
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range
+from kmq.spark.source.planner import QueryLogs, Task, begun, check_same_records
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
-class BatchReader(Reading, DataSourceReader):
+# --- in a task -------------------------------------------------------------------------------------------------------
+
+
+class TaskReader:
+    """What a task does, the same for batches and streams: read a range of offsets as Arrow batches."""
+
+    def __init__(self, schema: StructType) -> None:
+        for field in schema.fields:
+            columns.check(field.name, field.dataType.simpleString())
+        self._names = schema.fieldNames()
+        self._exact = [columns.is_exact(field.dataType.simpleString()) for field in schema.fields]
+        self._schema = schema
+
+    def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
+        if not isinstance(partition, Task):
+            return  # Spark's placeholder if there is nothing to read
+        schema = to_arrow_schema(self._schema, timezone="UTC")
+        broker = open_broker(partition.broker, partition.is_path, partition.access)
+        origin = broker.identity() if "origin_broker" in self._names else ""
+        where = columns.Where(partition.broker, partition.topic, partition.partition, origin)
+        needs_marks = not {"key", columns.KEY_BYTES}.isdisjoint(self._names) and partition.topic != WAL
+        marks_from = broker.marks_from() if needs_marks else 0
+        for lines in _lines(partition, broker):
+            block = columns.Block(lines, partition.topic, partition.topic == WAL, marks_from)
+            if block.count:
+                yield columns.batch(block, where, self._names, self._exact, schema)
+
+
+def _lines(task: Task, broker: Broker) -> Iterator[Lines]:
+    """Yield the lines of a task in blocks. Raises DataLossError if there are fewer than planned."""
+    key = (task.broker, task.topic, task.partition)
+    reached = task.start
+    for lines in broker.blocks(task.topic, task.partition, task.start, task.end):
+        if lines.offset > reached:
+            _check_not_lost(task, broker, key, reached)
+        yield lines
+        reached = lines.next_offset
+    if reached < task.end:
+        _check_not_lost(task, broker, key, reached)
+
+
+def _check_not_lost(task: Task, broker: Broker, key: Key, reached: int) -> None:
+    """Raise DataLossError if the records at `reached` are lost; in the WAL drop_oldest may have left a gap."""
+    first, end = broker.bounds([task.topic]).get((task.topic, task.partition), (task.end, task.end))
+    if not task.fail_on_data_loss:
+        return
+    if first > reached:
+        raise DataLossError(key, f"offsets {reached} to {first - 1} went while they were to be read: retention")
+    if end < task.end or task.topic != WAL:
+        raise DataLossError(key, f"the log ends at {min(end, reached)}, but was to be read up to {task.end - 1}")
+
+
+# --- spark.read ------------------------------------------------------------------------------------------------------
+
+
+class BatchReader(TaskReader, DataSourceReader):
     """spark.read: plans on the driver, once per query."""
 
-    def __init__(self, schema: StructType, options: Options) -> None:
+    def __init__(self, schema: StructType, options: ReadOptions) -> None:
         super().__init__(schema)
         self._options = options
         self._conditions: list[Filter] = []
 
     def partitions(self) -> Sequence[InputPartition]:
-        logs = Logs(self._options)
+        logs = QueryLogs(self._options)
         bounds = logs.bounds()
         start, end = logs.starting(bounds, EARLIEST), logs.ending(bounds)
         self._check_within(start, end, bounds)
@@ -81,7 +153,7 @@ class BatchReader(Reading, DataSourceReader):
                 raise DataLossError(key, f"endingOffsets: all before {end[key]} is gone, the log begins with {first}")
         ends.check_order(options.start, options.end, start, end)
 
-    def _narrow(self, condition: Filter, logs: Logs, start: Offsets, end: Offsets) -> None:
+    def _narrow(self, condition: Filter, logs: QueryLogs, start: Offsets, end: Offsets) -> None:
         """Move starts and ends to where `condition` may hold; Spark still checks each row."""
         name, low, high = _span(condition)
         if name == "recv_ts":
@@ -138,130 +210,16 @@ def _span(condition: Filter) -> tuple[str, int | None, int | None]:
     return condition.attribute[0], low, high
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
-# Where a stream resumes, and whether its brokers still have the records that it has read (planner.py).
+# --- spark.readStream ------------------------------------------------------------------------------------------------
 
 
-class Resumption:
-    """Compares what a stream has read with what its brokers have."""
-
-    def __init__(self, logs: Logs) -> None:
-        self._logs, self._options = logs, logs.options
-
-    def begun(self, read: Position, bounds: Bounds) -> Offsets:
-        """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
-
-        A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
-        deleted before all of it was read, or was requested by name.
-        """
-        known = read.offsets
-        new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
-        # Retention keeps the last record of a partition, so this is rare unless the topic came back.
-        passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
-        if not new and not lost and not passed:
-            return known
-        ends: Offsets = {}
-        last_seqs: dict[Key, int] = {}
-        for name, broker in self._logs.brokers.items():
-            for topic, _, last_seq, offsets in broker.ledger().get("deleted", ()):
-                for number, end in enumerate(offsets):
-                    ends[name, topic, number] = end
-                    last_seqs[name, topic, number] = last_seq
-        back = {
-            key
-            for key in passed & ends.keys()
-            if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
-        }
-        for key in sorted((lost & ends.keys()) | back):
-            unread = ends[key] > known[key]
-            if (
-                self._options.fail_on_data_loss
-                and self._options.wants(*key[1:])
-                and (unread or not self._options.pattern)
-            ):
-                what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
-                raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
-        return {key: ends[key] for key in new & ends.keys()} | known
-
-    def check_same_records(self, read: Position, bounds: Bounds) -> None:
-        """Raise DataLossError if a broker now has other records than those that were read.
-
-        Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
-        `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
-        """
-        for name, broker in self._logs.brokers.items():
-            stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
-            if not stamps:
-                continue
-            latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
-            has = planner.wal_has(broker, latest)
-            if has:
-                continue
-            others = [key for key, stamp in stamps.items() if not self._is_same(key, stamp, read, bounds, has)]
-            if others and self._options.fail_on_data_loss:
-                raise DataLossError(others[0], _restored(stamps[others[0]]), _ADVICE)
-            if others:
-                self._logs.look_anew(name, bounds)
-            for key in others:
-                self._set_back(key, read, bounds)
-
-    def _is_same(self, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None) -> bool:
-        """Return True if a partition has the record of `stamp`, or had it until it was taken."""
-        broker = self._logs.brokers[key[0]]
-        if latest_is_there is not None and (found := planner.wal_has(broker, stamp)) is not None:
-            return found
-        if key not in bounds:
-            return latest_is_there is None  # deleted, which `begun` has reported
-        return planner.partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
-
-    def _set_back(self, key: Key, read: Position, bounds: Bounds) -> None:
-        micros = read.last.pop(key)[1]
-        before = read.offsets.pop(key)
-        now = None
-        if key in bounds:
-            first, end = bounds[key]
-            now = read.offsets[key] = min(max(first, self._logs.offset_of_time(key, micros + 1)), end)
-            if stamp := self._logs.stamp_before(key, first, now):
-                read.last[key] = stamp
-        Logger("spark").warn(
-            "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
-        )
-
-
-_ADVICE = (
-    "start with a new checkpoint to read what is there now,"
-    " or continue with failOnDataLoss=false: with what was received after that record"
-)
-
-
-def _restored(stamp: Stamp) -> str:
-    seq, micros = stamp
-    when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
-    return (
-        f"the last record read of it, seq {seq} received at {when}, is not there:"
-        " the data directory was restored from an older copy (or lost its end in a power cut),"
-        " and may have given its offsets to other records"
-    )
-
-
-# --- stream reader ---------------------------------------------------------------------------------------------------
-# spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
-#
-# Invariant   `partitions` needs nothing but the two offsets of a batch (plan.py): a repeated batch always has the same
-#             tasks. Without new records latestOffset returns its start unchanged, so that no batch runs.
-# Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
-#             partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
-#             batch with a limit ends at one recv_ts (plan.py).
-
-
-class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """spark.readStream: one object plans a query on the driver, as long as the query lives; tasks do the reading."""
 
-    def __init__(self, schema: StructType, options: Options) -> None:
+    def __init__(self, schema: StructType, options: ReadOptions) -> None:
         super().__init__(schema)
         self._options = options
-        self._logs = Logs(options)
-        self._resumption = Resumption(self._logs)
+        self._logs = QueryLogs(options)
         self._target: Offsets | None = None  # where Trigger.AvailableNow ends
         self._latest: dict[str, Any] | None = None
         self._last_batch = -math.inf  # when the last batch was planned
@@ -287,24 +245,25 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     # --- how far a batch goes ----------------------------------------------------------------------------------------
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        read, bounds = self._read_up_to(start)
+        identities = self._logs.identities()
+        read, bounds = self._with_current_names(Position.of_json(start), identities), self._logs.bounds()
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
             # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
             # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/listener.py covers the rest.
             self._group.commit(before)
         if not self._is_compared or self._there(bounds) != before:
-            self._resumption.check_same_records(read, bounds)
+            check_same_records(self._logs, read, bounds)
             self._check_begins(read, bounds)
             self._is_compared = True
         self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
-        begun = self._resumption.begun(read, bounds)
-        spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before its read offset is held back
+        begins = begun(self._logs, read, bounds)
+        spans = plan.wanted(begins, self._there(bounds))  # a partition that ends before its read offset is held back
         if not spans and read.offsets == before:
             return start
         if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
             return start
-        position = self._batch(read, before, begun, spans, bounds, limit)
+        position = self._batch(read, before, begins, spans, bounds, limit)
         table = position.to_json()
         self._planned = table, bounds
         return table
@@ -339,13 +298,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._last_batch = now
         return False
 
-    def _read_up_to(self, start: dict[str, Any]) -> tuple[Position, Bounds]:
-        """Return the position of an offset from Spark, under the brokers' current names, and the bounds."""
-        identities = self._logs.identities()
-        return self._with_current_names(Position.of_json(start), identities), self._logs.bounds()
-
     def _batch(
-        self, read: Position, before: Offsets, begun: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
+        self, read: Position, before: Offsets, begins: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
     ) -> Position:
         """Return the end of the next batch: its offsets, and all that a replay needs."""
         there = [plan.within(span, bounds) for span in spans]  # records removed by retention do not count for a limit
@@ -353,12 +307,12 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if not isinstance(limit, ReadAllAvailable):
             options = self._options
             reached |= plan.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
-        offsets = begun | reached
+        offsets = begins | reached
         order = {key: offsets[key] for key in sorted(offsets)}
         pieces = [Range(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)]
         is_first = read.begins == before
-        begins = {key: at for key, at in begun.items() if is_first or at != before.get(key, plan.least(key[1]))}
-        position = Position(order, read.identities, dict(read.last), self._logs.cut(pieces), begins)
+        named = {key: at for key, at in begins.items() if is_first or at != before.get(key, plan.least(key[1]))}
+        position = Position(order, read.identities, dict(read.last), self._logs.cut(pieces), named)
         self._remember(position, reached, bounds)
         return position
 
@@ -385,16 +339,16 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     # --- what a batch reads ------------------------------------------------------------------------------------------
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        bounds = None
-        if self._planned is not None and self._planned[0] == end:
-            bounds = self._planned[1]
+        bounds = self._planned[1] if self._planned is not None and self._planned[0] == end else None
         read, ends, bounds = self._ends_of(start, end, bounds)
         spans = plan.wanted(read.offsets | ends.begins, ends.offsets)
         if self._options.fail_on_data_loss:
             self._check_forward(read, ends)
             plan.check_there(spans, bounds)
         if ends.cuts is None:
-            return self._logs.as_tasks(self._as_format_1(spans, bounds))
+            there = [piece for span in spans if len(piece := plan.within(span, bounds))]
+            pieces = plan.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
+            return self._logs.as_tasks(pieces)
         pieces = [piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ()))]
         return self._logs.as_tasks(plan.within(piece, bounds) for piece in pieces)
 
@@ -407,20 +361,16 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if bounds is None:
             bounds = self._logs.bounds()
             if self._options.fail_on_data_loss:
-                self._resumption.check_same_records(ends, bounds)
+                check_same_records(self._logs, ends, bounds)
         if ends.cuts is None:
-            read.offsets = self._resumption.begun(read, bounds)
+            read.offsets = begun(self._logs, read, bounds)
         return read, ends, bounds
 
     def _check_forward(self, read: Position, ends: Position) -> None:
         for key, stop in ends.offsets.items():
             begin = ends.begins.get(key, read.offsets.get(key, 0))
             if begin > stop:
-                raise plan.DataLossError(key, f"offsets went back from {begin} to {stop}")
-
-    def _as_format_1(self, spans: list[Range], bounds: Bounds) -> list[Range]:
-        there = [piece for span in spans if len(piece := plan.within(span, bounds))]
-        return plan.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
+                raise DataLossError(key, f"offsets went back from {begin} to {stop}")
 
     def _with_current_names(self, position: Position, now: dict[str, str]) -> Position:
         """Return the position under the names of this query's brokers; the data id tells which broker is which.

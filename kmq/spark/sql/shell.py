@@ -21,7 +21,7 @@ from kmq.gateway.groups.offset_table import TOPIC, Committed, RowKey, decode_key
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.sql.results import Show
 from kmq.spark.streaming.streams import Progress
 
@@ -65,7 +65,7 @@ def table(spark: "SparkSession", source: Mapping[str, str]) -> "DataFrame":
 
 def rows(source: Mapping[str, str]) -> Iterator[Row]:
     """Yield the rows of all brokers, by group, topic and partition."""
-    options = Options({**source, "subscribe": WAL})
+    options = ReadOptions({**source, "subscribe": WAL})
     for name in options.brokers:
         yield from _rows_of(open_broker(name, bool(options.paths), options.access))
 
@@ -122,9 +122,9 @@ class Shell:
     def topics(self) -> list[str]:
         """Return the names of the topics that exist now."""
         from kmq.spark.source.brokers import open_broker
-        from kmq.spark.source.options import Options
+        from kmq.spark.source.options import ReadOptions
 
-        options = Options({**self.source, "subscribe": WAL})
+        options = ReadOptions({**self.source, "subscribe": WAL})
         opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
 

@@ -27,7 +27,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 from kmq.links.ownership import FileLock
 from kmq.logfmt import Logger
 from kmq.spark.source.group import GroupOffsets
-from kmq.spark.source.options import Options
+from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import checkpoint
 from kmq.spark.streaming.checkpoint import OWNER, STATUS, batch_figures, positions
 
@@ -106,7 +106,7 @@ def _group_of(given: Mapping[str, str]) -> GroupOffsets | None:
     if "groupid" not in map(str.lower, given):
         return None
     with suppress(Exception):  # another source's option of this name
-        options = Options(given)
+        options = ReadOptions(given)
         return GroupOffsets(options.group_id, options.servers, options.access, is_second=True)
     return None
 
