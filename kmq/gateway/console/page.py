@@ -55,24 +55,12 @@ def _read(directory: Path) -> dict[str, _File]:
     return {name: _File(content, kind, sha256(content).hexdigest()[:32]) for name, (content, kind) in found.items()}
 
 
-class Page:
-    """The handlers of the page."""
+def add_page(app: web.Application) -> None:
+    """Register the page and its files with `app`."""
+    files = _read(STATIC)
 
-    def __init__(self, directory: Path = STATIC) -> None:
-        self._files = _read(directory)
-
-    def add_to(self, app: web.Application) -> None:
-        """Register the page and its files with `app`."""
-        app.add_routes([web.get("/", self.index), web.get("/console/{file}", self.file)])
-
-    async def index(self, request: web.Request) -> web.StreamResponse:
-        return self._answer(request, INDEX)
-
-    async def file(self, request: web.Request) -> web.StreamResponse:
-        return self._answer(request, request.match_info["file"])
-
-    def _answer(self, request: web.Request, name: str) -> web.StreamResponse:
-        found = self._files.get(name)
+    async def serve(request: web.Request) -> web.StreamResponse:
+        found = files.get(request.match_info.get("file", INDEX))
         if found is None:
             raise web.HTTPNotFound
         charset = "utf-8" if found.kind.startswith("text/") else None
@@ -82,3 +70,5 @@ class Page:
             response = web.Response(body=found.content, content_type=found.kind, charset=charset, headers=HEADERS)
         response.etag = found.tag
         return response
+
+    app.add_routes([web.get("/", serve), web.get("/console/{file}", serve)])

@@ -57,7 +57,7 @@ _NOTHING: frozenset[int] = frozenset()
 _numbers = count(1)
 
 
-class Given(NamedTuple):
+class NackOutcome(NamedTuple):
     """What became of a message that was given back. `letter`: <topic>/<partition>@<offset>; "": it comes again."""
 
     deliveries: int
@@ -65,7 +65,7 @@ class Given(NamedTuple):
     letter: str = ""
 
 
-class Again(NamedTuple):
+class RedeliveredMessage(NamedTuple):
     """A message that is delivered again, how often it was delivered with that, and where its partition goes on."""
 
     message: Message
@@ -80,7 +80,7 @@ class Again(NamedTuple):
 class Turn(NamedTuple):
     """What a reader is given next. `apart`: what new messages leave out, by partition; None: all may come."""
 
-    again: list[Again]
+    again: list[RedeliveredMessage]
     apart: Mapping[Partition, frozenset[int]] | None = None
 
     def skips(self, place: Partition) -> frozenset[int] | None:
@@ -102,7 +102,7 @@ class Redelivery:
 
     async def nack(
         self, group: str, topic: str, partition: int, offset: int, reason: str = "", delay_s: float = 0.0
-    ) -> Given:
+    ) -> NackOutcome:
         """Let a message be delivered again after a while, or put it aside. On disk when this returns."""
         place, groups, store = (topic, partition), self.groups, self.groups.store
         if groups.describe(group) is None:
@@ -115,15 +115,15 @@ class Redelivery:
         message = await self._read(place, offset)
         known = store.nacks(group, topic, partition).get(offset)
         if known is not None and known.letter not in ("", DONE):
-            return Given(known.deliveries, 0.0, known.letter)
+            return NackOutcome(known.deliveries, 0.0, known.letter)
         row = given_back(known, store.now_s(), delay_s, reason)
         if is_spent(row, most):
-            return Given(row.deliveries, 0.0, await self._put_aside(group, message, row))
+            return NackOutcome(row.deliveries, 0.0, await self._put_aside(group, message, row))
         await store.nack(group, topic, partition, {offset: row})
         groups.in_hand.give_back(group, place, offset)
         groups.in_hand.trust(group, place, offset)
         groups.wake(group)
-        return Given(row.deliveries, row.due - store.now_s())
+        return NackOutcome(row.deliveries, row.due - store.now_s())
 
     async def max_deliveries(self, topic: str) -> int:
         """Return the topic's own limit; 0: none."""
@@ -265,7 +265,7 @@ class Reader:
         is_idle = is_idle or in_hand.has_nothing(
             group, self.member, lambda place: known[place].offset if place in known else 0
         )
-        again: list[Again] = []
+        again: list[RedeliveredMessage] = []
         apart: list[Partition] = []
         held: set[Partition] = set()
         for place, position in positions.items():
@@ -306,7 +306,7 @@ class Reader:
         due = in_hand.due(self.group, place, store.nacks(self.group, *place), store.now_s())
         return [offset for offset in due if in_hand.is_apart(self.group, place, offset) == is_apart]
 
-    async def _several(self, place: Partition, position: int, room: Limit) -> list[Again]:
+    async def _several(self, place: Partition, position: int, room: Limit) -> list[RedeliveredMessage]:
         """Return the messages of a partition that are due and need not come apart."""
         in_hand = self._groups.in_hand
         is_apart = bool(self._due(place, is_apart=True)) or position < in_hand.doubted(self.group, place)
@@ -319,14 +319,14 @@ class Reader:
 
     def _take(
         self, place: Partition, found: tuple[list[Message], dict[int, Nack]], position: int, is_alone: bool
-    ) -> list[Again]:
+    ) -> list[RedeliveredMessage]:
         messages, rows = found
         for message in messages:
             # Only a commit that goes beyond what the member may have read before says that it has handled this one.
             self._groups.in_hand.take(self.group, place, message.offset, Hand(self.member, position + 1, is_alone))
-        return [Again(message, rows[message.offset].deliveries, position) for message in messages]
+        return [RedeliveredMessage(message, rows[message.offset].deliveries, position) for message in messages]
 
-    async def _one(self, place: Partition, position: int) -> Again | None:
+    async def _one(self, place: Partition, position: int) -> RedeliveredMessage | None:
         """Return a message that comes apart: one that is due, else the next new one that is in doubt."""
         group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
         due = self._due(place, is_apart=True)
@@ -357,13 +357,13 @@ class Reader:
         """Note up to where the member was given new messages."""
         self._groups.in_hand.read(self.group, self.member, positions)
 
-    def shown(self, again: Iterable[Again], positions: Mapping[Partition, int]) -> None:
+    def shown(self, again: Iterable[RedeliveredMessage], positions: Mapping[Partition, int]) -> None:
         """Note that the answer shows these positions: to commit them is to be done with what came again in it."""
         in_hand = self._groups.in_hand
         for each in again:
             in_hand.show(self.group, each.place, each.message.offset, positions[each.place])
 
-    def take_back(self, again: Iterable[Again]) -> None:
+    def take_back(self, again: Iterable[RedeliveredMessage]) -> None:
         """Note that the member has not got these messages: they are due again."""
         for each in again:
             self._groups.in_hand.give_back(self.group, each.place, each.message.offset)
@@ -401,7 +401,7 @@ class Reader:
                 where = f"{TopicPartition(*place)} offset {offset}"
                 raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
 
-    async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> Given:
+    async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> NackOutcome:
         """Give a message of a partition that the member owns back. Raises RequestRefused."""
         await self._check([place])
         return await self._redelivery.nack(self.group, *place, offset, reason, delay_s)

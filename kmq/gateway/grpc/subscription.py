@@ -27,7 +27,7 @@ from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
-from kmq.gateway.groups.redelivery import Again, Reader, Redelivery, Turn
+from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery, Turn
 from kmq.gateway.groups.terms import Client, Resume, Terms
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call, Calls
@@ -266,7 +266,7 @@ class Deliveries:
         is_news = await self._core.fetching.wait(fresh, until, self._changed, lambda: False)
         return is_news or (until < fetch.until and not self._core.fetching.is_stopping)
 
-    async def _deliver_again(self, fetch: _Fetch, again: Again) -> bool:
+    async def _deliver_again(self, fetch: _Fetch, again: RedeliveredMessage) -> bool:
         """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
         assert self._reader is not None
         place = TopicPartition(*again.place)

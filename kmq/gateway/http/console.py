@@ -1,4 +1,10 @@
-"""What the console and `kmq top --url` ask for. kmq/gateway/console does the work."""
+"""What the console and `kmq top --url` ask for, and what the console may change. kmq/gateway/console does the work.
+
+Bounds      _THREADS reads at a time, _WAITING with those that wait, _FOLLOWERS topics followed at a time, one replay at
+            a time; none of them takes a thread of consumers.
+End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
+            _FOLLOWED_S (a token may have been revoked), or the gateway stops.
+"""
 
 import asyncio
 import json
@@ -10,9 +16,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 import kmq
-from kmq.gateway.console import messages
-from kmq.gateway.console import messages as following
 from kmq.gateway.console.dead import DeadLetters
+from kmq.gateway.console.messages import EVERY_S, QUIET_S, Finder, Follower, Wanted, position
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
@@ -20,8 +25,8 @@ from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.messages import micros
-from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller, parse_json
-from kmq.gateway.http.schema import SCHEMAS, check
+from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller
+from kmq.gateway.http.schema import read_body
 from kmq.log.damage import DamageError
 from kmq.wire.requests import Position
 
@@ -60,13 +65,7 @@ class Console:
         return web.json_response(caller().session() | {"instance": self._settings.instance, "version": kmq.__version__})
 
 
-# --- console messages ------------------------------------------------------------------------------------------------
-# Messages and dead letters for the console, and what it may change. kmq/gateway/console does the work.
-#
-# Bounds      _THREADS reads at a time, _WAITING with those that wait, _FOLLOWERS topics followed at a time, one replay at a
-#             time; none of them takes a thread of consumers.
-# End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
-#             _FOLLOWED_S (a token may have been revoked), or the gateway stops.
+# --- messages --------------------------------------------------------------------------------------------------------
 
 _THREADS = 2
 _FOLLOWERS = 16
@@ -81,7 +80,7 @@ class ConsoleMessages:
 
     def __init__(self, core: Core, groups: Groups, bodies: Bodies) -> None:
         self._core, self._bodies, self._deadline_s = core, bodies, core.settings.line_deadline
-        self._finder = messages.Finder(core)
+        self._finder = Finder(core)
         self._dead = DeadLetters(core.partitions)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
@@ -116,9 +115,9 @@ class ConsoleMessages:
 
     async def messages(self, call: Call) -> web.Response:
         query = call.query
-        at = messages.position(query, None if query["timestamp"] is None else micros(query["timestamp"]))
+        at = position(query, None if query["timestamp"] is None else micros(query["timestamp"]))
         key = None if query["key"] is None else query["key"].encode(errors="surrogateescape")
-        wanted = messages.Wanted(query["partition"], at, query["seq"], key, query["limit"])
+        wanted = Wanted(query["partition"], at, query["seq"], key, query["limit"])
         return await self._answer(lambda: self._finder.find(call.path["topic"], wanted))
 
     async def letters(self, call: Call) -> web.Response:
@@ -129,8 +128,8 @@ class ConsoleMessages:
             raise RequestRefused("too_many", f"{_FOLLOWERS} topics are being followed already; close one of them")
         self.following += 1
         try:
-            make = following.Follower
-            follower = await self._run(make, self._core.partitions, call.path["topic"], call.query["partition"])
+            topic, partition = call.path["topic"], call.query["partition"]
+            follower = await self._run(Follower, self._core.partitions, topic, partition)
             response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
             response.content_type = NDJSON
             await response.prepare(call.request)
@@ -143,20 +142,20 @@ class ConsoleMessages:
         finally:
             self.following -= 1
 
-    async def _stream(self, call: Call, response: web.StreamResponse, follower: following.Follower) -> None:
+    async def _stream(self, call: Call, response: web.StreamResponse, follower: Follower) -> None:
         await self._write(response, _encoded(follower.line()))
         written = time.monotonic()
         until = written + _FOLLOWED_S
         current = exchange()
         while not current.is_over and not self._core.fetching.is_stopping and time.monotonic() < until:
-            await asyncio.sleep(following.EVERY_S)
+            await asyncio.sleep(EVERY_S)
             try:
                 line = await self._run(lambda: _encoded(follower.look()))
             except RequestRefused as refused:
                 return await self._write(response, _encoded(follower.line() | {"error": body_of(refused)}))
             except DamageError as err:
                 line = _encoded(follower.line(damage=err))
-            if not line and time.monotonic() - written > following.QUIET_S:
+            if not line and time.monotonic() - written > QUIET_S:
                 line = _encoded(follower.line())
             if line:
                 await self._write(response, line)
@@ -173,11 +172,9 @@ class ConsoleMessages:
         given = body.get("filter", [])
         filters = [given] if isinstance(given, str) else given
         dry_run = body.get("dryRun", True)
-        work = self._dead.replay
-        most = body.get("max", _MOST_REPLAYED)
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            self._replays, work, call.path["topic"], filters, float(body.get("rate", 0)), most, dry_run
+        rate, most = float(body.get("rate", 0)), body.get("max", _MOST_REPLAYED)
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._replays, self._dead.replay, call.path["topic"], filters, rate, most, dry_run
         )
         return web.json_response(found)
 
@@ -192,9 +189,7 @@ class ConsoleMessages:
         """Return the body. Raises RequestRefused if this caller may change nothing."""
         if not caller().may_change:
             raise RequestRefused("forbidden")
-        async with self._bodies.read(call.request) as text:
-            body: dict[str, Any] = await self._bodies.parse(text, parse_json)
-        check(SCHEMAS[schema], body)
+        body = await read_body(self._bodies, call, schema)
         caller().is_dry_run = body.get("dryRun", True)
         return body
 

@@ -24,37 +24,36 @@ from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.polling import Move, Poller, Pollers
-from kmq.gateway.groups.redelivery import Again, Reader, Redelivery
+from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.console import where_to
 from kmq.gateway.http.exchange import exchange
-from kmq.gateway.http.messages import Consume, response
-from kmq.gateway.http.request import Bodies, Call, parse_json
-from kmq.gateway.http.schema import SCHEMAS, check
+from kmq.gateway.http.messages import response
+from kmq.gateway.http.request import Bodies, Call
+from kmq.gateway.http.schema import read_body
 from kmq.message.message import Message
 
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
 
 
-class _Given(NamedTuple):
+class _Batch(NamedTuple):
     """What a member is given: messages, and by how much its cursors moved. `again`: those that were given back."""
 
     moves: list[Move]
-    again: list[Again]
+    again: list[RedeliveredMessage]
     new: dict[tuple[str, int], list[int]]
 
 
 class GroupCalls:
     """The handlers."""
 
-    def __init__(self, core: Core, groups: Groups, bodies: Bodies, consume: Consume) -> None:
-        self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
+    def __init__(self, core: Core, groups: Groups, bodies: Bodies) -> None:
+        self._groups, self._fetching, self._bodies = groups, core.fetching, bodies
         self._topics, self._deadline_s = core.topics, core.settings.line_deadline
         self._pollers = Pollers(groups, core.fetching)
         self._redelivery = Redelivery(groups, core)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
-        consume.by_group = self.consume
         self.handlers = {
             "commit": self.commit,
             "nack": self.nack,
@@ -125,7 +124,7 @@ class GroupCalls:
 
     async def _read(
         self, call: Call, poller: Poller, reader: Reader, topic: str, limit: Limit
-    ) -> tuple[list[Cursor], _Given | None, web.Response]:
+    ) -> tuple[list[Cursor], _Batch | None, web.Response]:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
             cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
@@ -170,9 +169,9 @@ class GroupCalls:
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
-        return fresh, _Given(moves, again, new) if new or again else None, answer
+        return fresh, _Batch(moves, again, new) if new or again else None, answer
 
-    async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Given) -> None:
+    async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Batch) -> None:
         """Send an answer with messages. If the client has gone, the member is given them again by its next call.
 
         They count as delivered only when they have arrived: a call beside this one would commit them unread.
@@ -191,7 +190,7 @@ class GroupCalls:
     # --- members -----------------------------------------------------------------------------------------------------
 
     async def join(self, call: Call) -> web.Response:
-        body = await self._read_body(call, "JoinGroup")
+        body = await read_body(self._bodies, call, "JoinGroup")
 
         def terms(default: Terms) -> Terms:
             asked = default._replace(keeps_topics=False)
@@ -209,7 +208,7 @@ class GroupCalls:
         return _member(poller)
 
     async def heartbeat(self, call: Call) -> web.Response:
-        body = await self._read_body(call, "Heartbeat")
+        body = await read_body(self._bodies, call, "Heartbeat")
         poller = self._pollers.find(call.path["group"], call.path["member"])
         async with poller.lock:
             poller.beat(body["generation"])
@@ -222,7 +221,7 @@ class GroupCalls:
     # --- offsets -----------------------------------------------------------------------------------------------------
 
     async def commit(self, call: Call) -> web.Response:
-        body, topic = await self._read_body(call, "Commit"), call.path["topic"]
+        body, topic = await read_body(self._bodies, call, "Commit"), call.path["topic"]
         rows = {
             (topic, each["partition"]): Commit(each["offset"], each.get("metadata", "")) for each in body["offsets"]
         }
@@ -230,7 +229,7 @@ class GroupCalls:
         return _offsets({number: row.offset for (_, number), row in rows.items()})
 
     async def nack(self, call: Call) -> web.Response:
-        body, topic = await self._read_body(call, "Nack"), call.path["topic"]
+        body, topic = await read_body(self._bodies, call, "Nack"), call.path["topic"]
         group, partition = body["group"], body["partition"]
         place = TopicPartition(topic, partition)
         if "member" in body or "generation" in body:
@@ -246,7 +245,7 @@ class GroupCalls:
         return web.json_response(row | {"notBefore": round((time.time() + given.due_s) * 1000), "deadLetter": None})
 
     async def seek(self, call: Call) -> web.Response:
-        body = await self._read_body(call, "Seek")
+        body = await read_body(self._bodies, call, "Seek")
         return _offsets(await self._admin.seek(body["group"], call.path["topic"], where_to(body["to"])))
 
     # --- groups ------------------------------------------------------------------------------------------------------
@@ -280,12 +279,6 @@ class GroupCalls:
     async def delete(self, call: Call) -> web.Response:
         await self._admin.delete(call.path["group"])
         return web.Response(status=204)
-
-    async def _read_body(self, call: Call, schema: str) -> dict[str, Any]:
-        async with self._bodies.read(call.request) as text:
-            body: dict[str, Any] = await self._bodies.parse(text, parse_json)
-        check(SCHEMAS[schema], body)
-        return body
 
 
 def _summary(view: GroupView) -> dict[str, Any]:

@@ -1,4 +1,15 @@
-"""GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on."""
+"""Messages over HTTP: as JSON, consumed from a partition, produced to a topic.
+
+JSON        Keys, values and header values are base64, or UTF-8 text with format=text. Every byte and every null comes
+            back as it was given. What is no UTF-8 is base64 with format=text too; such a message says so in a field of its
+            own, `encoding`.
+Consume     GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on; with group= those
+            of a member (groups.py).
+Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, or a message a line (NDJSON).
+            A request with a wrong field is refused whole, and nothing of it is stored. What the broker then refuses of
+            a batch is an error in the results, unless it refused all for one reason that passes, such as a full disk:
+            that is the answer.
+"""
 
 import asyncio
 import json
@@ -16,7 +27,7 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
-from kmq.gateway.groups.redelivery import Again
+from kmq.gateway.groups.redelivery import RedeliveredMessage
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, parse_json
 from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
@@ -24,18 +35,9 @@ from kmq.message.ids import MAX_ID_DIGITS
 from kmq.message.message import Header, Message
 from kmq.wire.requests import Position
 
-# --- message json ----------------------------------------------------------------------------------------------------
-# A message as JSON, in and out: keys, values and header values are base64, or UTF-8 text with format=text.
-#
-# Every byte and every null comes back as it was given. What is no UTF-8 is base64 with format=text too; such a message
-# says so in a field of its own, `encoding`.
+# --- messages out ----------------------------------------------------------------------------------------------------
 
 Show = Callable[[bytes | None], str]
-_NEW = SCHEMAS["NewMessage"]
-_NAMES = frozenset(_NEW["properties"])
-
-
-# --- out -------------------------------------------------------------------------------------------------------------
 
 
 def _base64(value: bytes | None) -> str:
@@ -100,7 +102,10 @@ def dump(message: Message, is_text: bool) -> str:
     return Writer(is_text).dump(message)
 
 
-# --- in --------------------------------------------------------------------------------------------------------------
+# --- messages in -----------------------------------------------------------------------------------------------------
+
+_NEW = SCHEMAS["NewMessage"]
+_NAMES = frozenset(_NEW["properties"])
 
 
 def load(item: object, is_text: bool, where: str = "", more: Iterable[str] = ()) -> NewMessage:
@@ -169,17 +174,16 @@ _NO_GROUP = '"generation":null,"assignment":[]'
 
 
 class Consume:
-    """The handler."""
+    """The handler. `by_group` answers calls that name a group."""
 
-    def __init__(self, core: Core) -> None:
-        self._fetching, self._topics = core.fetching, core.topics
-        self.by_group: Callable[[Call], Awaitable[web.Response]] | None = None  # groups.py sets it
+    def __init__(self, core: Core, by_group: Callable[[Call], Awaitable[web.Response]]) -> None:
+        self._fetching, self._topics, self._by_group = core.fetching, core.topics, by_group
         self.handlers = {"consume": self.consume}
 
     async def consume(self, call: Call) -> web.Response:
         topic, query = call.path["topic"], call.query
-        if query["group"] is not None and self.by_group is not None:
-            return await self.by_group(call)
+        if query["group"] is not None:
+            return await self._by_group(call)
         if query["member"] is not None or query["autoCommit"]:
             raise bad_field("group", "is missing; member= and autoCommit= need it")
         number = await self._partition(topic, query["partition"])
@@ -204,7 +208,11 @@ class Consume:
 
 
 def response(
-    call: Call, found: list[Message], cursors: Sequence[Cursor], more: str = _NO_GROUP, again: Sequence[Again] = ()
+    call: Call,
+    found: list[Message],
+    cursors: Sequence[Cursor],
+    more: str = _NO_GROUP,
+    again: Sequence[RedeliveredMessage] = (),
 ) -> web.Response:
     """Return the answer to a call. `more`: generation and assignment, as JSON without braces. `again` comes first."""
     dump = Writer(call.query["format"] == "text").dump
@@ -247,10 +255,6 @@ def micros(text: str, field: str = "timestamp") -> int:
 
 
 # --- produce ---------------------------------------------------------------------------------------------------------
-# POST /api/topics/{topic}/produce: one message, {"messages": […]}, or a message a line (NDJSON).
-#
-# A request with a wrong field is refused whole, and nothing of it is stored. What the broker then refuses of a batch is
-# an error in the results, unless it refused all for one reason that passes, such as a full disk: that is the answer.
 
 _SENDING = ("producer", "acks")
 
@@ -358,9 +362,6 @@ def _checked(messages: list[NewMessage], shape: str, given: dict[str, Any]) -> R
 
 def _is_number(id: str | None) -> bool:
     return id is not None and id.isascii() and id.isdigit() and len(id) <= MAX_ID_DIGITS
-
-
-# --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def _answer(topic: str, asked: Request, outcomes: Sequence[Outcome]) -> web.Response:

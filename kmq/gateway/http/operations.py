@@ -29,8 +29,7 @@ from kmq.gateway.http.request import (
 )
 from kmq.gateway.http.schema import check
 
-# --- console operations ----------------------------------------------------------------------------------------------
-# The paths of the console, declared as operations.py declares all others.
+# --- the console -----------------------------------------------------------------------------------------------------
 
 _WHERE = (
     Parameter("partition", PATH_SCHEMAS["partition"]),
@@ -130,7 +129,7 @@ CONSOLE_PAGES = (
 )
 
 
-# --- operations ------------------------------------------------------------------------------------------------------
+# --- topics, messages, groups ----------------------------------------------------------------------------------------
 
 _FORMAT = Parameter(
     "format", text("of keys, values and header values: base64, or UTF-8 text", enum=["base64", "text"]), "base64"

@@ -1,4 +1,11 @@
-"""What one method of one path is: its parameters, its body, its replies, and a request whose parameters are checked."""
+"""A request over HTTP: what its operation declares, its body, its errors, and who sent it.
+
+Bodies      At most _ALL_BYTES are held, from the first byte until the request is answered. Large JSON is parsed one
+            body at a time, because its values take many times the bytes of the text. A body must be whole within
+            KMQ_LINE_DEADLINE.
+Errors      {"code", "message"} and the status of the code; `field` names a wrong field of the request. A Spark source
+            of an older release reads `error`, so errors of /v1 say the same text there too.
+"""
 
 import asyncio
 import json
@@ -18,7 +25,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.log.damage import DamageError
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
-# Short words for JSON schemas: what schema.py and schema.py are written in.
+# Short words for JSON schemas: what operations.py and schema.py are written in.
 
 Schema = Mapping[str, Any]
 MOST_OFFSET = (1 << 63) - 1
@@ -113,11 +120,6 @@ PATH_SCHEMAS: dict[str, Schema] = {
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
-# Request bodies within bounds: of one request, and of all requests together.
-#
-# Memory      At most _ALL_BYTES of bodies are held, from the first byte until the request is answered. Large JSON is
-#             parsed one body at a time, because its values take many times the bytes of the text.
-# Deadline    A body must be whole within KMQ_LINE_DEADLINE.
 
 T = TypeVar("T")
 _MOST_BYTES = 8 * MIB  # of one body; more only if a single message may be longer
@@ -143,19 +145,26 @@ class Bodies:
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
         """Read a body, which counts as held while the block runs. Raises RequestRefused."""
-        share = _Share(self)
-        try:
-            yield await self._read(request, share)
-        finally:
-            share.give_back()
+        share = 0
 
-    async def _read(self, request: web.Request, share: "_Share") -> bytes:
+        def grow_to(nbytes: int) -> None:
+            nonlocal share
+            if nbytes > share:
+                self.take(nbytes - share)
+                share = nbytes
+
+        try:
+            yield await self._read(request, grow_to)
+        finally:
+            self.held -= share
+
+    async def _read(self, request: web.Request, grow_to: Callable[[int], None]) -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise RequestRefused("bad_request", f"Content-Encoding {encoding[:40]}: unknown; send the body as it is")
         if (length := request.content_length or 0) > self.most_bytes:
             raise self._too_large()
-        share.grow_to(length)
+        grow_to(length)
         chunks: list[bytes] = []
         size = 0
         try:
@@ -164,7 +173,7 @@ class Bodies:
                     size += len(chunk)
                     if size > self.most_bytes:
                         raise self._too_large()
-                    share.grow_to(size)
+                    grow_to(size)
                     chunks.append(chunk)
         except TimeoutError:
             raise RequestRefused("bad_request", "the body was not whole within KMQ_LINE_DEADLINE") from None
@@ -187,22 +196,6 @@ class Bodies:
             return await asyncio.to_thread(parse, body)
 
 
-class _Share:
-    """The bytes of one request."""
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies, self._nbytes = bodies, 0
-
-    def grow_to(self, nbytes: int) -> None:
-        if nbytes > self._nbytes:
-            self._bodies.take(nbytes - self._nbytes)
-            self._nbytes = nbytes
-
-    def give_back(self) -> None:
-        self._bodies.held -= self._nbytes
-        self._nbytes = 0
-
-
 def parse_json(text: bytes, where: str = "") -> Any:
     """Return a JSON value; `where` begins the text of the error."""
     try:
@@ -218,9 +211,6 @@ def _refuse_constant(name: str) -> None:
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-# Errors over HTTP: {"code", "message"} and the status of the code; `field` names a wrong field of the request.
-#
-# Old readers  A Spark source of an older release reads `error`, so errors of /v1 say the same text there too.
 
 WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1  # a broker that refuses for lack of room looks again several times a second
@@ -282,13 +272,13 @@ async def refuse_unknown_paths(request: web.Request, handler: WebHandler) -> web
 
 
 # --- caller ----------------------------------------------------------------------------------------------------------
-# Who sent a request, for the handlers that ask. kmq/gateway/access.py finds it out before they run.
 
 
 class Caller:
-    """`name`: of the token, "" without one; `may_change`: replay and reset are allowed.
+    """Who sent a request; kmq/gateway/access.py finds it out before the handlers run.
 
-    A handler sets `is_dry_run` when it changes nothing.
+    `name`: of the token, "" without one; `may_change`: replay and reset are allowed. A handler sets `is_dry_run` when it
+    changes nothing.
     """
 
     __slots__ = ("is_dry_run", "may_change", "name", "roles")
@@ -307,5 +297,5 @@ CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the
 
 
 def caller() -> Caller:
-    """Return who sent the request; somebody who may change nothing where nothing asks for access."""
+    """Return who sent the request. If access control is off, return a read-only caller."""
     return CALLER.get() or Caller("", frozenset(), may_change=False)

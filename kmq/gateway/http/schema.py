@@ -10,12 +10,11 @@ from typing import Any
 from kmq.gateway.console.overview import KINDS
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
-from kmq.gateway.http.request import REF, Schema, array, number, or_null, record, ref, text
+from kmq.gateway.http.request import REF, Bodies, Call, Schema, array, number, or_null, parse_json, record, ref, text
 from kmq.log.topics import MAX_PARTITIONS, PARTITIONERS
 from kmq.message.ids import MAX_WINDOW_ID, NAME_PATTERN
 
-# --- console schema --------------------------------------------------------------------------------------------------
-# JSON schemas of what the console shows. schema.py takes them in; the check of a value is there.
+# --- schemas of the console ------------------------------------------------------------------------------------------
 
 _MS_OR_S = "unix time in seconds"
 
@@ -207,7 +206,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
 }
 
 
-# --- schema ----------------------------------------------------------------------------------------------------------
+# --- schemas ---------------------------------------------------------------------------------------------------------
 
 MOST_MESSAGES = 10_000  # in one request
 
@@ -435,6 +434,9 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
+# --- check -----------------------------------------------------------------------------------------------------------
+
+
 def resolve(schema: Schema) -> Schema:
     """Return the schema that a reference names."""
     return SCHEMAS[schema["$ref"].removeprefix(REF)] if "$ref" in schema else schema
@@ -478,6 +480,14 @@ def check(schema: Schema, value: object, where: str = "") -> None:
             check(schema["items"], item, f"{where}[{place}]")
     elif isinstance(value, dict):
         _check_object(schema, value, where)
+
+
+async def read_body(bodies: Bodies, call: Call, name: str) -> dict[str, Any]:
+    """Return the body of a request, checked against the schema `name`. Raises RequestRefused."""
+    async with bodies.read(call.request) as text:
+        body: dict[str, Any] = await bodies.parse(text, parse_json)
+    check(SCHEMAS[name], body)
+    return body
 
 
 def _fits(schema: Schema, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP: metrics, health, the API (server.py), its document (openapi.py), and the logs (logs.py).
+"""HTTP: the broker's state, the topics, and the application with everything else that HTTP serves.
 
 The start page is the console (kmq/gateway/console). /pages lists what else a browser can open; its row of PAGES says
 what it returns.
@@ -7,17 +7,19 @@ what it returns.
 import asyncio
 from collections.abc import Awaitable, Callable
 from html import escape
+from typing import Any
 
 from aiohttp import web
 
 from kmq.broker.health import Finding, Verdict
 from kmq.gateway.console.overview import Overview
-from kmq.gateway.console.page import HEADERS, Page
+from kmq.gateway.console.page import HEADERS, add_page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
-from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.broker import Broker, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.topics import OPTIONS, TopicState
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
 from kmq.gateway.http.console import Console, ConsoleMessages
@@ -25,24 +27,89 @@ from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
 from kmq.gateway.http.messages import Consume, Produce
 from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
-from kmq.gateway.http.request import Bodies, refuse_unknown_paths
-from kmq.gateway.http.topics import Topics
+from kmq.gateway.http.request import Bodies, Call, refuse_unknown_paths
+from kmq.gateway.http.schema import read_body
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+class Topics:
+    """The handlers of /api/admin/topics. kmq/gateway/core/topics.py does the work."""
+
+    def __init__(self, core: Core, bodies: Bodies) -> None:
+        self._topics, self._bodies = core.topics, bodies
+        self.handlers = {
+            "createTopic": self.create,
+            "listTopics": self.list_all,
+            "describeTopic": self.describe,
+            "changeTopic": self.change,
+            "deleteTopic": self.delete,
+        }
+
+    async def create(self, call: Call) -> web.Response:
+        body = await read_body(self._bodies, call, "NewTopic")
+        if body.get("replicationFactor", 1) != 1:
+            raise bad_field("replicationFactor", "must be 1, because one broker keeps one copy of each message")
+        topic, is_made = await self._topics.create(
+            body["name"], body.get("partitions", 1), _options(body), body.get("partitioner")
+        )
+        return await self._described(topic, 201 if is_made else 200)
+
+    async def list_all(self, call: Call) -> web.Response:
+        found = await self._topics.all(call.query["internal"])
+        return web.json_response([_summary(topic) | {"partitions": topic.partitions} for topic in found])
+
+    async def describe(self, call: Call) -> web.Response:
+        return await self._described(await self._topics.describe(call.path["topic"]))
+
+    async def change(self, call: Call) -> web.Response:
+        body = await read_body(self._bodies, call, "TopicChanges")
+        topic = await self._topics.change(
+            call.path["topic"], _options(body), body.get("partitions"), body.get("force", False)
+        )
+        return await self._described(topic)
+
+    async def delete(self, call: Call) -> web.Response:
+        await self._topics.delete(call.path["topic"])
+        return web.Response(status=204)
+
+    async def _described(self, topic: TopicState, status: int = 200) -> web.Response:
+        sizes = [
+            {
+                "partition": size.partition,
+                "startOffset": size.first_offset,
+                "endOffset": size.end_offset,
+                "bytes": size.nbytes,
+                "segments": size.segments,
+            }
+            for size in await self._topics.sizes(topic)
+        ]
+        return web.json_response(_summary(topic) | {"partitions": sizes}, status=status)
+
+
+def _options(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name in OPTIONS}
+
+
+def _summary(topic: TopicState) -> dict[str, Any]:
+    fixed = {"name": topic.name, "fromSeq": topic.from_seq, "replicationFactor": 1}
+    return fixed | {"partitioner": topic.partitioner} | topic.options
+
 
 # --- api -------------------------------------------------------------------------------------------------------------
-# The API of topics and messages, /api/…: all handlers of one gateway.
 
 
 class Api:
-    """The handlers and the bounds that they share."""
+    """All handlers of /api/…, and the bounds that they share."""
 
     def __init__(self, core: Core, groups: Groups, overview: Overview) -> None:
         self.bodies = Bodies(core.settings)
         self.topics = Topics(core, self.bodies)
         self.produce = Produce(core, self.bodies)
-        self.consume = Consume(core)
         self.console = Console(core, overview)
         self.console_messages = ConsoleMessages(core, groups, self.bodies)
-        self.groups = GroupCalls(core, groups, self.bodies, self.consume)
+        self.groups = GroupCalls(core, groups, self.bodies)
+        self.consume = Consume(core, self.groups.consume)
 
     def add_to(self, app: web.Application, requests: Requests) -> None:
         """Register all operations with `app`; `requests` counts them."""
@@ -63,7 +130,7 @@ class Api:
 KEY = web.AppKey("api", Api)
 
 
-# --- web -------------------------------------------------------------------------------------------------------------
+# --- application -----------------------------------------------------------------------------------------------------
 
 _MAX_BODY = 1 << 16  # of requests whose body nobody reads; request.py has its own limit
 
@@ -86,7 +153,7 @@ def application(core: Core, groups: Groups, requests: Requests, overview: Overvi
 
     app = monitoring(broker, requests, core.answers)
     app.add_routes([web.get("/pages", pages)])
-    Page().add_to(app)
+    add_page(app)
     Api(core, groups, overview or Overview(core, groups)).add_to(app, requests)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)

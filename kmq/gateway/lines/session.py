@@ -26,7 +26,7 @@ from kmq.gateway.groups.events import Ended, Event, Partitions, Revoke
 from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
-from kmq.gateway.groups.redelivery import Again, Reader, Redelivery, Turn
+from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery, Turn
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
@@ -366,7 +366,7 @@ class Session:
                 return True
         return False
 
-    async def _answer_again(self, again: Again) -> bool:
+    async def _answer_again(self, again: RedeliveredMessage) -> bool:
         """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
         message, deliveries, position = again
         cursor = self.cursors.get(TopicPartition(*again.place))
