@@ -1,4 +1,7 @@
-"""The state of the broker from its stats page: alive, ready (kmq/broker/health.py), and the last durable write."""
+"""The state of the broker from its stats page (alive, ready, the last durable write), and how a request is refused.
+
+A refusal has a code. Each door looks up the status of the code in kmq/wire/refusals.py.
+"""
 
 import time
 from typing import Any
@@ -50,8 +53,7 @@ def _utc(nanoseconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1_000_000:03d}Z"
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
-# How the gateway refuses a request: with a code. Each door looks up the status of the code in kmq/wire/refusals.py.
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 _MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
 

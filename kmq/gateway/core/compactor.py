@@ -1,6 +1,6 @@
 """`python -m kmq.gateway.core.compactor`: compacts topics declared `cleanup = "compact"`, beside the gateway.
 
-Owner       the gateway starts it when a pass is due (compactor.py). It shares one lock with Spark's `compact` pipeline,
+Owner       the gateway starts it when a pass is due (Compacting). It shares one lock with Spark's `compact` pipeline,
             to which it gives way.
 Invariant   It only lays out segments; the router installs them (kmq/log/compaction.py). A segment is laid out only if
             the disk and KMQ_DATA_QUOTA have room for it beside what the broker keeps free.
@@ -195,60 +195,22 @@ class Compactor:
                 raise BusyError(f"{self._data}: another compactor waits")
 
 
-def _room(settings: Settings, nbytes: int) -> bool:
-    """Return True if the disk and the quota have room for so many bytes, beside all that the broker may accept."""
-    admission = Admission(settings, lambda: 0)
-    disk = os.statvfs(settings.data)
-    reserve = 2 * admission.accepted_bytes
-    return disk.f_bavail * disk.f_frsize - nbytes >= reserve and not admission.must_wait(nbytes)
+# --- the gateway's task -----------------------------------------------------------------------------------------------
 
-
-def main() -> int:
-    """Make the passes that are due. Returns an exit code of kmq/errors.py."""
-    parser = argparse.ArgumentParser(prog="python -m kmq.gateway.core.compactor", description=__doc__)
-    parser.add_argument("--with", dest="gateway", type=int, default=0, help="the process with which this one ends")
-    arguments = parser.parse_args()
-    if arguments.gateway:
-        end_with(arguments.gateway)
-    log = Logger("compactor")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway ends it
-    os.nice(19)
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    try:
-        settings = load()
-        compactor = Compactor(settings.data, log, Pace(settings.compact_rate), partial(_room, settings))
-        compactor.run(users_too=settings.compact == "on")
-    except BusyError:
-        return 0  # the next time
-    except (KmqError, OSError) as err:
-        log.warn("not_compacted", reason=err, effect="tried again later")
-        return getattr(err, "exit_code", 1)
-    return int(compactor.has_failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-# --- compacting ------------------------------------------------------------------------------------------------------
-# Starts the compactor when a pass over some topic is due, one at a time.
-#
-# Owner       the gateway: one task, from its start to its end.
-# Load        While no topic is declared to be compacted, it reads a directory and one file status for each topic, every
-#             _LOOK_S. A look at a topic reads file sizes; kmq/log/passes.py says when a pass is due.
-# Crash       The compactor ends with the gateway, however that ends. What it does is safe at every call (compactor.py).
-
-_COMPACTING_LOOK_S = (
-    15.0  # between two looks; the router's checkpoints, which say what may be compacted, come every 30 s
-)
+_DUE_S = 15.0  # between two looks; the router's checkpoints, which say what may be compacted, come every 30 s
 _FAILED_S = 600.0  # after a compactor that has failed
 _COMPACTOR = "kmq.gateway.core.compactor"
 
 
 class Compacting:
-    """The task."""
+    """Starts the compactor when a pass over some topic is due, one at a time, from the gateway's start to its end.
 
-    def __init__(self, settings: Settings, log: Logger, look_s: float = _COMPACTING_LOOK_S) -> None:
+    While no topic is declared to be compacted, it reads a directory and one file status for each topic, every _DUE_S. A
+    look at a topic reads file sizes; kmq/log/passes.py says when a pass is due. The compactor ends with the gateway,
+    however that ends. What it does is safe at every call.
+    """
+
+    def __init__(self, settings: Settings, log: Logger, look_s: float = _DUE_S) -> None:
         self._settings, self._log, self._look_s = settings, log, look_s
         self._tables = Tables(settings.data)
         self._process: asyncio.subprocess.Process | None = None
@@ -293,3 +255,41 @@ class Compacting:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def _room(settings: Settings, nbytes: int) -> bool:
+    """Return True if the disk and the quota have room for so many bytes, beside all that the broker may accept."""
+    admission = Admission(settings, lambda: 0)
+    disk = os.statvfs(settings.data)
+    reserve = 2 * admission.accepted_bytes
+    return disk.f_bavail * disk.f_frsize - nbytes >= reserve and not admission.must_wait(nbytes)
+
+
+def main() -> int:
+    """Make the passes that are due. Returns an exit code of kmq/errors.py."""
+    parser = argparse.ArgumentParser(prog="python -m kmq.gateway.core.compactor", description=__doc__)
+    parser.add_argument("--with", dest="gateway", type=int, default=0, help="the process with which this one ends")
+    arguments = parser.parse_args()
+    if arguments.gateway:
+        end_with(arguments.gateway)
+    log = Logger("compactor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway ends it
+    os.nice(19)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        settings = load()
+        compactor = Compactor(settings.data, log, Pace(settings.compact_rate), partial(_room, settings))
+        compactor.run(users_too=settings.compact == "on")
+    except BusyError:
+        return 0  # the next time
+    except (KmqError, OSError) as err:
+        log.warn("not_compacted", reason=err, effect="tried again later")
+        return getattr(err, "exit_code", 1)
+    return int(compactor.has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,11 +2,19 @@
 
 Invariant   What is shown is in its partition, so durable and routed (partitions.py). A cursor moves over what was read,
             and over nothing else.
+            A record that is written after `look` returned False wakes the waiter. Therefore a directory is watched
+            before `look` is asked. A wake-up may come without news: the reader looks again.
 Damage      is said once to each reader, by the read that finds nothing before it. The cursor rests then, so that other
             partitions are read meanwhile, and looks again every _REST_S.
+Cost        A watch ends with its first event (IN_ONESHOT): a busy partition without waiting readers costs nothing. A
+            reader that waits again keeps its Waiter: a directory that is still watched is not looked at again, so 1,000
+            idle readers cost one look each every _WATCHED_S.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
             thread turns the records into what the door sends, so nobody holds both for long. What answers hold until
             their clients have taken them is bounded by one budget (answers.py).
+            One inotify descriptor, from the first wait on. At most _MOST_WATCHES directories; beyond that, or where the
+            system has no watches left, waiters follow the router's watermark (feed.py), polled for all of them at once.
+Not covered File systems that tell the kernel nothing of writes: there a look every _WATCHED_S finds the records.
 """
 
 import asyncio
@@ -33,19 +41,9 @@ from kmq.wire.requests import Position
 
 # --- waking ----------------------------------------------------------------------------------------------------------
 # Readers that wait for new records are woken by the kernel: inotify on the directories of their partitions.
-#
-# Owner       one inotify descriptor of the gateway, from the first wait on.
-# Invariant   A record that is written after `look` returned False wakes the waiter. Therefore a directory is watched
-#             before `look` is asked. A wake-up may come without news: the reader looks again.
-# Cost        A watch ends with its first event (IN_ONESHOT): a busy partition without waiting readers costs nothing. A
-#             reader that waits again keeps its Waiter: a directory that is still watched is not looked at again, so
-#             1,000 idle readers cost one look each every _LOOK_S.
-# Memory      At most _MOST_WATCHES directories; beyond that, or where the system has no watches left, waiters follow the
-#             router's watermark (feed.py), which is polled for all of them at once.
-# Not covered File systems that tell the kernel nothing of writes: there a look every _LOOK_S finds the records.
 
 _MOST_WATCHES = 8192
-_WAKING_LOOK_S = 15.0
+_WATCHED_S = 15.0  # until watched directories are looked at all the same
 _READ_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
@@ -118,7 +116,7 @@ class Waking:
         while True:
             now = time.monotonic()
             if now >= waiter.look_at:
-                waiter.look_at = now + _WAKING_LOOK_S
+                waiter.look_at = now + _WATCHED_S
                 waiter.quiet.clear()
             fresh = [directory for directory in looks if directory not in waiter.quiet]
             watched = [directory for directory in fresh if self._watch(waiter, directory)]

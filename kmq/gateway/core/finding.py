@@ -1,9 +1,14 @@
-"""Where the record with a seq is: its topic, partition and offset. Reads files, so call it in a thread.
+"""Where records are: a seq → its topic, partition and offset, from the WAL and the partition logs.
 
-Cost        O(log n) reads of the WAL and of one partition. The table of topics is read again when a record is not found
-            by it, at most once in _TABLE_S.
+Cost        `Locator`: O(log n) reads of the WAL and of one partition. The table of topics is read again when a record
+            is not found by it, at most once in _TABLE_S. `PlaceFinder`: a partition is read on from where the last read
+            ended, about a microsecond for each record; a lookup in its index is only needed for older records, or after
+            many records that nobody asked for. Requests that come while a topic is being read are answered together by
+            the next read.
 Invariant   A place is returned only if the record there has that seq, so an old table of topics gives no wrong place.
-Not covered Records that the WAL no longer has: only an audit of all partitions could find them.
+Memory      At most _TAILS partitions, each with at most _READ_BYTES of records that were read and not asked for.
+Not covered Records that the WAL no longer has: only an audit of all partitions could find them. A record that
+            compaction, retention or a deletion has removed has no place any more.
 """
 
 import asyncio
@@ -33,7 +38,7 @@ class RecordPlace(NamedTuple):
 
 
 class Locator:
-    """The records of a data directory by seq."""
+    """The records of a data directory by seq. Reads files: call it in a thread."""
 
     def __init__(self, data: str, page: StatsPage) -> None:
         self._data = data
@@ -81,14 +86,7 @@ class Locator:
         return RecordPlace(name, partition, found.offset) if found and record.seq_of(found.line) == seq else None
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
-# Where stored messages are: seq → partition and offset, from the partition logs.
-#
-# Cost        A partition is read on from where the last read ended, which takes about a microsecond for each record; a
-#             lookup in its index is only needed for older records, or after many records that nobody asked for. Requests
-#             that come while a topic is being read are answered together by the next read.
-# Memory      At most _TAILS partitions, each with at most _READ_BYTES of records that were read and not asked for.
-# Not covered A record that compaction, retention or a deletion has removed has no place any more.
+# --- records of a known topic ----------------------------------------------------------------------------------------
 
 _THREADS = 2
 _TAILS = 256

@@ -1,7 +1,7 @@
 """Every metric the gateway serves, each declared once with its description.
 
-A scrape reads the stats page of the stages (metrics.py), the links and files (metrics.py), and the counters of
-the gateway itself.
+A scrape reads the stats page of the stages, the links and files, and the counters of the gateway itself. The counters
+of a process restart at 0 when it is restarted, as Prometheus expects, except those that say "ever".
 """
 
 import contextlib
@@ -37,10 +37,7 @@ from kmq.links import fifo, layout, received
 from kmq.log import compaction, passes, segment, topics
 from kmq.log.passes import Pass, Table, Tables
 
-# --- metric rows -----------------------------------------------------------------------------------------------------
-# What a scrape reads from the stats page: the numbers of every process, and what is judged from them.
-#
-# The counters of a process restart at 0 when it is restarted, as Prometheus expects, except those that say "ever".
+# --- from the stats page ---------------------------------------------------------------------------------------------
 
 Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
 
@@ -291,8 +288,7 @@ ROWS = (
 )
 
 
-# --- metric files ----------------------------------------------------------------------------------------------------
-# What a scrape reads from links and files: how full they are, and how far topics are.
+# --- from links and files --------------------------------------------------------------------------------------------
 
 _MAX_TABLES = 100  # compacted topics that are shown one by one
 _TABLES_S = 5.0  # the compacted topics are looked for once in this time, because each look reads all declarations
@@ -427,7 +423,7 @@ FILES = (
 )
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- from the gateway itself -----------------------------------------------------------------------------------------
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_LAGS = 1000  # partitions of groups; each takes some reads of a file

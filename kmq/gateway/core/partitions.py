@@ -1,13 +1,21 @@
 """What a consumer may read: the partitions of topics, their offsets, and records as checked bytes of the files.
 
-Owner       None: it only reads, without a lock. Everything here reads files, so call it in a thread.
+Owner       None: it only reads, without a lock. Everything here reads files, so call it in a thread; a range or a
+            partition is used by one thread at a time.
 Invariant   Only durable and routed records are shown: the router writes a record to its partition after durability has
-            synced it. A batch is returned only after each of its blocks was checked; it holds whole lines, in order.
+            synced it. A span is returned only after each of its blocks was read and checked (kmq.log.reader). It holds
+            whole lines, in order; all spans of a range together are the records first_offset…next_offset-1, `length`
+            bytes. A batch is one span.
+End         The end of a range is fixed at its start. If damage hides the end, the range ends with good records in front
+            of the damage. A reader that resumes at next_offset then reaches the damage.
 Deletion    No offset ever means two records, also if a topic is deleted and made again (kmq/log/deletions.py). A
             partition that was opened before belongs to the deleted topic, and raises RequestRefused from then on.
-Files       A batch keeps two descriptors open until `close`.
+Files       One segment is open at a time, so a range of any length, and a batch until `close`, costs two descriptors.
+            An open segment is read to its end even if retention deletes it. A segment that is deleted, or replaced by
+            compaction, before its turn raises FileNotFoundError.
 Memory      A number for each partition that was read.
-Not covered Who may read, and how far a group has come.
+Not covered Who may read, and how far a group has come. A disk that returns other bytes the second time: checked bytes
+            are sent from the page cache a moment later.
 """
 
 import os
@@ -27,18 +35,7 @@ from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
 from kmq.wire.requests import Position
 
-# --- spans -----------------------------------------------------------------------------------------------------------
-# A range of a log's records as bytes of its files: checked span by span, then sent from the files themselves.
-#
-# Owner       None: it only reads, without a lock. One thread at a time may use a range.
-# Invariant   A span is returned only after each of its blocks was read and checked (kmq.log.reader). It holds whole
-#             lines, in order; all spans together are the records first_offset…next_offset-1, `length` bytes.
-# End         Fixed at the start; later records are not part of the range. If damage hides the end, the range ends with
-#             good records in front of the damage. A reader that resumes at next_offset then reaches the damage.
-# Files       One segment is open at a time, so a range of any length costs two descriptors. An open segment is read to
-#             its end even if retention deletes it. A segment that is deleted, or replaced by compaction, before its
-#             turn raises FileNotFoundError.
-# Not covered A disk that returns other bytes the second time: checked bytes are sent from the page cache a moment later.
+# --- ranges of records -----------------------------------------------------------------------------------------------
 
 PIECE_BYTES = 2 << 20  # in a span: checking takes a few milliseconds
 _NEVER = 1 << 63
@@ -115,7 +112,7 @@ class Range:
                     offset, begin = piece.offset, piece.position
                     self.first_offset = self.next_offset = offset
                     if max_bytes:
-                        end = min(end, following, _spans_cut(segment, piece, begin + max_bytes))
+                        end = min(end, following, _last_block_end(segment, piece, begin + max_bytes))
                     if offset >= end:
                         return
                 stop, self.next_offset = segment.size, following
@@ -198,7 +195,7 @@ def _rest(piece: CheckedLines, offset: int, by_seq: bool) -> bytes:
     return piece.lines.split(b"\n", ahead)[ahead] if ahead > 0 else piece.lines
 
 
-def _spans_cut(segment: SegmentReader, piece: CheckedLines, limit: int) -> int:
+def _last_block_end(segment: SegmentReader, piece: CheckedLines, limit: int) -> int:
     """Return the offset behind the last block up to byte `limit`, or behind `piece` if that is later."""
     if limit >= segment.size:
         return _NEVER

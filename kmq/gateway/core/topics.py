@@ -1,10 +1,12 @@
 """Topics as doors administer them: create, list, describe, change, delete.
 
-Owner       the router carries everything out (kmq/log/topics.py, requests.py); this module declares, asks and waits.
+Owner       the router carries everything out (kmq/log/topic_changes.py); this module declares, asks and waits.
 Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
 Crash       A request that nobody has carried out stays in topics/ and is carried out by the router's next start.
 Growth      Stored records stay where they are. New records of a key may go to another partition than its stored ones,
             so a topic whose records have keys grows only with `force` (kmq/log/growth.py).
+Options     Typed clients name them as HTTP does; the Kafka protocol writes retention.ms for retentionMs. A number of -1
+            is no limit; None takes the topic's own limit away, so that the setting applies again.
 """
 
 import asyncio
@@ -24,11 +26,7 @@ from kmq.log.segment import Limits
 from kmq.log.topic_changes import Request
 from kmq.message import record
 
-# --- topic options ---------------------------------------------------------------------------------------------------
-# The options of a topic as typed clients name them, and the limits of topic.toml behind them.
-#
-# A number of -1 is no limit; None takes the topic's own limit away, so that the setting applies again. The names are
-# those of HTTP; the Kafka protocol writes retention.ms for retentionMs.
+# --- options ---------------------------------------------------------------------------------------------------------
 
 UNLIMITED = -1
 Value = int | str | None
@@ -87,7 +85,7 @@ def values_of(limits: Limits) -> dict[str, int | str]:
     return {name: option.value(getattr(limits, option.limit)) for name, option in OPTIONS.items()}
 
 
-# --- topic admin -----------------------------------------------------------------------------------------------------
+# --- topics ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 _ADOPT_S = 5.0  # longest wait for the router to adopt a declaration or to carry out a request
