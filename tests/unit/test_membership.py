@@ -124,7 +124,7 @@ def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path,
     async def main():
         async with started(data, 4) as (broker, groups):
             core = Core(broker.settings, broker.page, Logger("test"))
-            calls = GroupCalls(core, groups, None, SimpleNamespace())
+            calls = GroupCalls(core, groups, None)
             poller = await calls._pollers.member("g", "one", ME, ["t"], lambda terms: terms)
             await poller.first_assignment(PATIENCE_S)
 
