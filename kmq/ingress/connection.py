@@ -1,4 +1,4 @@
-"""One producer's connection: what it may send, the line it has not finished, and its replies (connection.py).
+"""One producer's connection: what it may send, the line it has not finished, its replies, and its end.
 
     phase      reads it                           an unfinished line, when the connection ends
     GREETING   always                             is refused, and kept nowhere: it may be a hello with a token
@@ -10,8 +10,13 @@ GREETING becomes PLAIN by a first line that is no hello, or by one with acks=0, 
 phase becomes CLOSING when nothing more will be received. A `sender` numbers the messages: every connection has one
 whose hello asked for replies or for deduplication.
 
+Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is
+            refused too, so a producer that sends the rest again on a new connection stores nothing out of order.
+            A connection ends in order only if the FIFO speaks of every whole line that was read from it, or it was
+            answered. Every other end is a reset, also if ingress is killed: SO_LINGER makes the kernel send one.
 Memory      A producer that leaves more than MAX_PENDING bytes of replies unread, or has more than MAX_UNANSWERED
-            messages without a reply, is not read.
+            messages without a reply, is not read. Refused messages are only counted; their replies are written
+            REFUSALS_BYTES at a time, as the producer reads them.
 """
 
 import contextlib
@@ -31,23 +36,18 @@ if TYPE_CHECKING:
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
-# The replies that one producer is owed, in the order of its messages.
-#
-#     taken       messages received
-#     passed      of these, the messages that were handed over; those behind them were refused here
-#     answered    messages whose reply is in `pending`, or was sent already: answered <= taken
-#
-# Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is
-#             refused too, so a producer that sends the rest again on a new connection stores nothing out of order.
-# Memory      Refused messages are only counted; their replies are written REFUSALS_BYTES at a time, as the producer reads
-#             them.
 
 REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer reads those before them
 LAST = b"!last "  # begins the reply to a hello with last=?, which comes before the reply to message 1
 
 
 class Replies:
-    """What a producer was told about its messages, and what it still has to be told."""
+    """What a producer was told about its messages, and what it still has to be told.
+
+    taken       messages received
+    passed      of these, the messages that were handed over; the messages after them were refused here
+    answered    messages whose reply is in `pending`, or was sent already: answered <= taken
+    """
 
     __slots__ = (
         *("acks", "answered", "asks_last", "counted", "passed", "pending", "refusal", "taken"),
@@ -193,12 +193,11 @@ class Connection:
                 return False
 
 
-# --- table -----------------------------------------------------------------------------------------------------------
-# The open connections of producers: by descriptor, by the name that their replies carry, and by producer name.
-
-
 class ConnectionTable:
-    """All connections that are not over. Iterating over the table gives every connection once."""
+    """All connections that are not over: by descriptor, by the name that their replies carry, by producer name.
+
+    Iterating over the table gives every connection once.
+    """
 
     def __init__(self) -> None:
         self._by_fd: dict[int, Connection] = {}
@@ -257,11 +256,7 @@ class ConnectionTable:
         return any(replies.answered < replies.taken or replies.asks_last for replies in every)
 
 
-# --- farewell --------------------------------------------------------------------------------------------------------
-# How a connection ends: in order, or with a reset.
-#
-# Invariant   A connection ends in order only if the FIFO speaks of every whole line that was read from it, or it was answered.
-#             Every other end is a reset, also if ingress is killed: SO_LINGER makes the kernel send one.
+# --- end -------------------------------------------------------------------------------------------------------------
 
 _RESET, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _KEPT = 16  # refused sockets that stay open for a moment

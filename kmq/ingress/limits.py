@@ -1,4 +1,12 @@
-"""What all connections together may keep in memory. Over that the largest are ended first."""
+"""What ends or refuses the connections of producers: memory, deadlines, and a disk or quota without room.
+
+Memory      Unread replies of all connections together: UNREAD_BYTES. Over that the largest are broken first.
+Clock       Deadlines count only time in which producers could be heard: ingress sweeps when every connection that was
+            ready has had its turn and the framer takes everything. So neither backpressure nor a stopped ingress makes
+            a producer late.
+Cost        Nothing per message: a sweep looks at each connection once a second. It is never early, and at most two
+            seconds late.
+"""
 
 import select
 import time
@@ -6,32 +14,14 @@ from collections.abc import Callable, Iterable
 
 from kmq.broker.admission import Admission
 from kmq.broker.stage import Stage
-from kmq.broker.stats import ADMISSIONS
+from kmq.broker.stats import ADMISSIONS, Row
 from kmq.config.values import MIB
 from kmq.ingress.connection import Connection
 from kmq.wire import refusals
 
-TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+# --- memory ----------------------------------------------------------------------------------------------------------
 
-if TYPE_CHECKING:
-    from kmq.broker.stats import Row
-
-
-PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 UNREAD_BYTES = 32 * MIB  # of all replies that producers have not read
-
-
-class PartialBudget:
-    """Bytes of unfinished lines."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def exceeded_by(self, connections: Iterable[Connection]) -> list[Connection]:
-        """Return the connections to end because unfinished lines take too much memory."""
-        if self.bytes <= PARTIAL_BYTES:
-            return []
-        return _largest(connections, self.bytes - PARTIAL_BYTES, lambda connection: len(connection.partial))
 
 
 class UnreadBudget:
@@ -55,10 +45,10 @@ class UnreadBudget:
         """Return the connections to break because unread replies take too much memory."""
         if self.bytes <= UNREAD_BYTES:
             return []
-        return _largest(connections, self.bytes - UNREAD_BYTES, lambda connection: connection.replies.counted)
+        return largest(connections, self.bytes - UNREAD_BYTES, lambda connection: connection.replies.counted)
 
 
-def _largest(connections: Iterable[Connection], excess: int, size: Callable[[Connection], int]) -> list[Connection]:
+def largest(connections: Iterable[Connection], excess: int, size: Callable[[Connection], int]) -> list[Connection]:
     """Return as few connections as possible that together have `excess` bytes, the largest first."""
     chosen: list[Connection] = []
     for connection in sorted(connections, key=size, reverse=True):
@@ -70,13 +60,7 @@ def _largest(connections: Iterable[Connection], excess: int, size: Callable[[Con
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
-# Connections that are late: they send nothing, do not finish what they have begun, or read no replies.
-#
-# Clock       Counts only time in which producers could be heard: ingress sweeps when every connection that was ready has
-#             had its turn and the framer takes everything. So neither backpressure nor a stopped ingress makes a producer
-#             late.
-# Cost        Nothing per message: a sweep looks at each connection once a second. It is never early, and at most two
-#             seconds late.
+# A connection is late if it sends nothing, does not finish what it has begun, or reads no replies.
 
 SWEEP_S = 1.0
 UNREAD = "reads no replies"
@@ -89,7 +73,7 @@ class Deadlines:
     def __init__(self, idle: float, line: float) -> None:
         self.idle, self.line = idle, line
         self.due = time.monotonic() + SWEEP_S  # of the next sweep
-        self._now = 0.0  # of the clock above
+        self._now = 0.0  # of the clock of the deadlines
 
     def late(self, connections: Iterable[Connection]) -> dict[Connection, str]:
         """Return the late connections, and why each is late. Call when `due`."""
@@ -117,11 +101,13 @@ class Deadlines:
 
 
 # --- gate ------------------------------------------------------------------------------------------------------------
-# Whether messages are accepted now: ingress measures disk and quota itself, and reads what durability waits for.
 
 
 class Gate:
-    """The refusal that holds for all producers; b"" while messages are accepted."""
+    """The refusal that holds for all producers; b"" while messages are accepted.
+
+    Ingress measures disk and quota itself, and reads what durability waits for.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.refusal = b""  # code and reason
@@ -153,34 +139,21 @@ class Gate:
         return True
 
 
-# --- errs ------------------------------------------------------------------------------------------------------------
-# How many `!err` replies ingress has sent or passed on, by class, in its row of the stats page.
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 _AUTH = (b"unauthorized",)
 _LIMIT = (b"disk_full", b"quota", b"connections", b"producers_full", b"too_many_topics", b"busy")
 _ORDER = (b"fenced", b"id_reused", b"id_too_old", b"drop_oldest", b"stopping")
 
 
-class Errs:
-    """The counts of one process. Without a row, nothing is counted."""
-
-    def __init__(self, row: "Row | None" = None) -> None:
-        self._row = row
-
-    def count(self, refusal: bytes, n: int = 1) -> None:
-        """Count `n` messages or connections that were refused. `refusal`: the code, perhaps with its text."""
-        row, code = self._row, refusal.partition(b" ")[0]
-        if row is None:
-            return
-        if code in _AUTH:
-            row.errs_auth += n
-        elif code in _LIMIT:
-            row.errs_limit += n
-        elif code in _ORDER:
-            row.errs_order += n
-        else:
-            row.errs_format += n
-
-    def count_reply(self, reply: bytes) -> None:
-        """Count a reply of the framer: `!err <n> <code> <text>`."""
-        self.count(reply.split(b" ", 2)[-1])
+def count_err(row: Row, refusal: bytes, n: int = 1) -> None:
+    """Count `n` messages or connections that were refused, by class. `refusal`: the code, perhaps with its text."""
+    code = refusal.partition(b" ")[0]
+    if code in _AUTH:
+        row.errs_auth += n
+    elif code in _LIMIT:
+        row.errs_limit += n
+    elif code in _ORDER:
+        row.errs_order += n
+    else:
+        row.errs_format += n

@@ -1,7 +1,13 @@
-"""The event loop of ingress.
+"""The event loop of ingress, and the way out of it.
 
 It waits for one epoll, which holds the sockets of producers, the FIFO `acks`, and a second epoll with everything else.
-While producers must not be read, it waits for one without their sockets: that is the backpressure.
+While producers must not be read, it waits for an epoll without their sockets: that is the backpressure.
+
+Order       At the end: no new connections; then what connected producers had sent before; then the replies to it; then
+            an orderly end. An orderly end says that the framer will have every line, so everything must be handed over
+            first.
+Time        At the end at most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the other stages have to drain
+            after ingress. A FIFO that takes nothing ends the drain after DRAIN_S (Stage.check).
 """
 
 import select
@@ -143,12 +149,6 @@ def _tokens(stage: Stage) -> "Tokens":
 
 
 # --- drain -----------------------------------------------------------------------------------------------------------
-# The way out of ingress: producers are given what an orderly end promises them.
-#
-# Order       No new connections; then what connected producers had sent before; then the replies to it; then an orderly
-#             end. An orderly end says that the framer will have every line, so everything must be handed over first.
-# Time        At most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the other stages have to drain after
-#             ingress. A FIFO that takes nothing ends the drain after DRAIN_S (Stage.check).
 
 _TURN_S = 0.05
 _GRACE_S = 0.2  # how long connected producers may still send

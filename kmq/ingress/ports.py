@@ -1,4 +1,17 @@
-"""The ports of ingress: lines (KMQ_PORT), lines over TLS (KMQ_TLS_PORT) and questions (KMQ_ACK_PORT)."""
+"""The ports of ingress: lines (KMQ_PORT), lines over TLS (KMQ_TLS_PORT) and questions (KMQ_ACK_PORT).
+
+Producers are accepted up to KMQ_CONNECTIONS and the limit on open files, and turned away beyond that. On the ack port
+one question comes in and one line goes out, from durability's cursor in the stats page:
+
+    GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed where KMQ_TOKENS is set
+
+Memory      The ack port has at most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes.
+            Replies are never kept: a connection whose kernel takes no more replies is closed.
+Deadline    On the ack port KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that can
+            be answered.
+Full        On the ack port a newcomer evicts the connection that has been without an answer for longest, so silent
+            connections shut nobody out.
+"""
 
 import contextlib
 import select
@@ -92,13 +105,9 @@ class Ports:
         return listener
 
     def _open(self, name: str, setting: str, host: str, port: int, context: "SSLContext | None" = None) -> Listener:
+        """Listen, and write the port to KMQ_PIPES/<name>.port, where clients look for it."""
         listener = Listener(_listening(setting, host, port), self._accept_failed, context)
-        self._publish(name, listener.port)
-        return listener
-
-    def _publish(self, name: str, port: int) -> None:
-        """Write the port to KMQ_PIPES/<name>.port, where clients look for it."""
-        path, text = f"{self._stage.settings.pipes}/{name}.port", b"%d\n" % port
+        path, text = f"{self._stage.settings.pipes}/{name}.port", b"%d\n" % listener.port
 
         def wait_for_room(path: str) -> None:
             if self._stage.stopping:
@@ -106,6 +115,7 @@ class Ports:
             self._stage.wait_for_room(path)
 
         with_room(path, wait_for_room, lambda: replace_file(path, text))
+        return listener
 
     def _accept_failed(self, err: OSError) -> None:
         self._strangers.note("accept_failed", "", err.strerror or str(err))
@@ -125,16 +135,7 @@ def _listening(setting: str, host: str, port: int) -> socket.socket:
     return server
 
 
-# --- askers ----------------------------------------------------------------------------------------------------------
-# The ack port: one question in, one line out, from durability's cursor in the stats page.
-#
-#     GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed where KMQ_TOKENS is set
-#
-# Memory      At most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes. Replies are
-#             never kept: a connection whose kernel takes no more replies is closed.
-# Deadline    KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that can be answered.
-# Full        A newcomer evicts the connection that has been without an answer for longest, so silent connections shut
-#             nobody out.
+# --- ack port --------------------------------------------------------------------------------------------------------
 
 MAX_QUESTION = 256  # bytes of a line: a token is at most 108
 _RECEIVE_BYTES = 4096
@@ -229,7 +230,6 @@ class Askers:
 
 
 # --- entrance --------------------------------------------------------------------------------------------------------
-# Where producers come in: accepted up to KMQ_CONNECTIONS and the limit on open files, turned away beyond that.
 
 _OWN_DESCRIPTORS = files.OWN + 8  # not for connections: our own, and some to refuse connections with
 

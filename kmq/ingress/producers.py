@@ -1,8 +1,24 @@
-"""The connections of producers: read in turn, answered, and ended.
+"""The connections of producers: read in turn, greeted, answered, and ended; from their bytes to whole lines.
+
+What one receive brought goes on as one piece (received.py): one search for the last newline, one copy. The framer
+judges the lines. Only what it cannot judge is looked at here:
+
+    a line over KMQ_MAX_LINE     becomes dead.malformed, cut at the limit, when its newline or the end comes
+    no newline at the end        becomes dead.malformed
+
+A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its messages are counted, for
+the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
+without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
 
 Invariant   Every connection with something to read gets one receive before any gets another, also if the way to the
             framer clogs between. Nobody is read while it is clogged, unless messages are refused: then nothing that is
             read goes there.
+            With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token with the role for it. A
+            producer name belongs to the connection that said hello last: every older one is refused from then on
+            (`fenced`). Only a connection that has shown the pod's local token is announced to the framer as one that
+            may write to reserved topics.
+Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES. Over that the
+            connection with the longest line is closed, and what it has sent so far becomes dead.malformed.
 """
 
 import contextlib
@@ -10,17 +26,16 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kmq.access.local_token import LocalToken
 from kmq.access.roles import LINES_IN
 from kmq.broker.stage import Stage
-from kmq.broker.stats import Strangers
-from kmq.config.values import KIB
-from kmq.ingress import hello
+from kmq.broker.stats import Row, Strangers
+from kmq.config.values import KIB, MIB
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
-from kmq.ingress.hello import Refused, parse
-from kmq.ingress.limits import UNREAD, Deadlines, Errs, Gate, PartialBudget, UnreadBudget
+from kmq.ingress.hello import MAX_BYTES, Refused, parse
+from kmq.ingress.limits import UNREAD, Deadlines, Gate, UnreadBudget, count_err, largest
 from kmq.ingress.ports import Entrance
 from kmq.links.fifo import AckReader, Sender
 from kmq.links.received import Handover, Part
@@ -34,22 +49,8 @@ if TYPE_CHECKING:
 
 
 # --- intake ----------------------------------------------------------------------------------------------------------
-# From the bytes of a connection to whole lines for the framer.
-#
-# What one receive brought goes on as one piece (handover.py): one search for the last newline, one copy. The framer
-# judges the lines. Only what it cannot judge is looked at here:
-#
-#     a line over KMQ_MAX_LINE     becomes dead.malformed, cut at the limit, when its newline or the end comes
-#     no newline at the end        becomes dead.malformed
-#
-# A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its messages are counted, for
-# the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
-# without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
-#
-# Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES (limits.py).
-#             Over that the connection with the longest line is closed, and what it has sent so far becomes
-#             dead.malformed.
 
+PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 _LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)
 
@@ -58,14 +59,21 @@ class Intake:
     """Receives from connections and hands whole lines over."""
 
     def __init__(
-        self, handover: Handover, max_line: int, greet: Callable[[Connection, bytes], None] | None = None
+        self,
+        handover: Handover,
+        max_line: int,
+        row: Row,
+        greet: Callable[[Connection, bytes], None] | None = None,
+        hello_required: bytes = b"",
     ) -> None:
-        """`greet` gets a first line that begins with `!`. It names the connection, or raises Refused."""
-        self.handover, self.max_line, self.greet = handover, max_line, greet
-        self.hello_required = b""  # code and reason for lines without a hello; b"": they are taken
+        """`greet` gets a first line that begins with `!`. It names the connection, or raises Refused.
+
+        `hello_required`: code and reason for lines without a hello; b"": they are taken.
+        """
+        self.handover, self.max_line, self.greet, self._row = handover, max_line, greet, row
+        self.hello_required = hello_required
         self.bytes = self.refused = 0
-        self.errs = Errs()
-        self.partial = PartialBudget()
+        self.partial_bytes = 0  # of all unfinished lines
         self._buffer = bytearray(max(_LEAST_BYTES, min(RECEIVE_BYTES, max_line)))
         self._view = self._target = memoryview(self._buffer)
 
@@ -91,27 +99,27 @@ class Intake:
             if self.hello_required:
                 connection.replies.refusal = self.hello_required
                 connection.replies.pending += b"!err 0 %b\n" % self.hello_required
-                self.errs.count(self.hello_required)
+                count_err(self._row, self.hello_required)
                 return False
         self._take(connection, count)
         return True
 
     def _greet(self, connection: Connection, count: int) -> bool:
-        """Take buffer[:count]: a hello, or the next part of one, and the messages behind it."""
+        """Parse `buffer[:count]`: all or part of a hello line, then any messages after it."""
         end = self._buffer.find(b"\n", 0, count)
         self._keep(connection, 0, count if end < 0 else end)
-        if end < 0 and connection.length <= hello.MAX_BYTES:
+        if end < 0 and connection.length <= MAX_BYTES:
             return True
         line = bytes(connection.partial)
         self._forget_partial(connection)
         connection.phase = PLAIN
         try:
-            if self.greet is None or len(line) > hello.MAX_BYTES:
-                raise hello.Refused(f"bad_hello longer than {hello.MAX_BYTES} bytes")
+            if self.greet is None or len(line) > MAX_BYTES:
+                raise Refused(f"bad_hello longer than {MAX_BYTES} bytes")
             self.greet(connection, line)
-        except hello.Refused as refused:
+        except Refused as refused:
             connection.replies.pending += f"!err 0 {refused}\n".encode()
-            self.errs.count(str(refused).encode())
+            count_err(self._row, str(refused).encode())
             connection.send_replies()
             return False
         connection.replies.pending += b"!ok max_line=%d\n" % self.max_line
@@ -125,8 +133,13 @@ class Intake:
             self._take(connection, rest)
         return True
 
+    def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
+        """Return the connections to end because unfinished lines take too much memory."""
+        excess = self.partial_bytes - PARTIAL_BYTES
+        return largest(connections, excess, lambda connection: len(connection.partial)) if excess > 0 else []
+
     def _forget_partial(self, connection: Connection) -> None:
-        self.partial.bytes -= len(connection.partial)
+        self.partial_bytes -= len(connection.partial)
         connection.partial, connection.length, connection.unfinished_since = bytearray(), 0, 0.0
 
     def _take(self, connection: Connection, count: int) -> None:
@@ -147,7 +160,7 @@ class Intake:
         kept = min(end - start, max(0, space))
         connection.partial += self._view[start : start + kept]
         connection.length += end - start
-        self.partial.bytes += kept
+        self.partial_bytes += kept
 
     def _end_line(self, connection: Connection, first: int, end: int) -> int:
         """End the unfinished line with buffer[:first], and take with it what follows, up to `end`, if it may be taken.
@@ -195,7 +208,7 @@ class Intake:
             replies = connection.replies
             if replies.refusal:
                 replies.refuse(count)
-                self.errs.count(replies.refusal, count)
+                count_err(self._row, replies.refusal, count)
                 return
             replies.taken += count
             replies.passed += count
@@ -217,7 +230,7 @@ class Intake:
         if replies.acks:
             replies.refusal = replies.refusal or b"%b the connection ended before the line did" % reason.encode()
             replies.refuse(1)
-            self.errs.count(replies.refusal)
+            count_err(self._row, replies.refusal)
         elif not replies.refusal:
             self.refused += 1
             self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
@@ -225,72 +238,10 @@ class Intake:
 
 # --- producers -------------------------------------------------------------------------------------------------------
 
-# --- greeter ---------------------------------------------------------------------------------------------------------
-# The hello of a connection: who may send, and under which name its replies come back.
-#
-# Invariant   With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token with the role for it. A
-#             producer name belongs to the connection that said hello last: every older one is refused from then on
-#             (`fenced`).
-#             Only a connection that has shown the pod's local token is announced to the framer as one that may write to
-#             reserved topics.
-
 UNAUTHORIZED = refusals.reason(
     "unauthorized", "say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
 )
 NOT_LOCAL = refusals.reason("unauthorized", "reserved=1 needs the token in KMQ_PIPES/local.token of the broker's pod")
-
-
-class Greeter:
-    """Answers hellos."""
-
-    def __init__(
-        self, stage: Stage, gate: Gate, tokens: "Tokens | None", table: ConnectionTable, strangers: Strangers
-    ) -> None:
-        self.tokens = tokens  # None: no token is required
-        self._settings, self._gate, self._table, self._strangers = stage.settings, gate, table, strangers
-        self._local = LocalToken(stage.settings)
-        self._start = time.time_ns()  # replies meant for an earlier ingress must not reach a connection of ours
-        self._greeted = 0
-
-    def greet(self, connection: Connection, line: bytes) -> None:
-        """Give the connection what its hello asks for. Raises Refused."""
-        hello = parse(line)
-        if self.tokens is not None:
-            self._authorize(connection, hello.token, self.tokens)
-        if hello.reserved and not self._local.matches(hello.token):
-            self._strangers.refuse(connection.peer, "reserved topics without the local token", "local")
-            raise Refused(NOT_LOCAL)
-        if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
-            raise Refused(refusals.reason("drop_oldest"))
-        if self._gate.refusal:
-            raise Refused(self._gate.refusal.decode())
-        self._fence(hello.producer, connection.peer)
-        if not (hello.acks or hello.tag):
-            return  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
-        self._greeted += 1
-        connection.replies.expect(hello)
-        if hello.acks:
-            connection.phase = ACKED
-        sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
-        self._table.give_name(connection, sender, hello.producer)
-
-    def _authorize(self, connection: Connection, token: bytes, tokens: "Tokens") -> None:
-        holder = tokens.find(token)
-        if holder is None:
-            self._strangers.refuse(connection.peer, "no valid token", "" if token else "token")
-            raise Refused(UNAUTHORIZED)
-        if not holder.may(LINES_IN):
-            self._strangers.refuse(connection.peer, f"the token of {holder.name} may not produce")
-            raise Refused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
-
-    def _fence(self, producer: bytes, newcomer: str) -> None:
-        older = self._table.take_producer(producer)
-        if older is not None:
-            self._strangers.note("fenced", older.peer, f"producer={producer.decode()} by={newcomer}")
-            older.replies.refusal = refusals.reason("fenced").encode()
-
-
-# --- producers -------------------------------------------------------------------------------------------------------
 
 
 class Producers:
@@ -303,14 +254,15 @@ class Producers:
         self.poll = select.epoll()
         self.table = ConnectionTable()
         self.entrance = Entrance(stage, self.poll, self.table, strangers)
-        self.greeter = Greeter(stage, gate, tokens, self.table, strangers)
-        self.intake = Intake(handover, settings.max_line, self.greeter.greet)
-        self._errs = self.intake.errs = Errs(stage.row)
+        hello_required = b"" if tokens is None else UNAUTHORIZED.encode()
+        self.intake = Intake(handover, settings.max_line, stage.row, self._greet, hello_required)
         self._ack_time = stage.page.histogram("ack")
-        if tokens is not None:
-            self.intake.hello_required = UNAUTHORIZED.encode()
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
-        self._row, self._handover, self._gate, self._strangers = stage.row, handover, gate, strangers
+        self._settings, self._row, self._handover, self._gate = settings, stage.row, handover, gate
+        self._tokens, self._strangers = tokens, strangers
+        self._local = LocalToken(settings)
+        self._start = time.time_ns()  # replies meant for an earlier ingress must not reach a connection of ours
+        self._greeted = 0
         self._acks = AckReader(stage.acks)
         self._unread = UnreadBudget()
         self._ready: deque[tuple[int, int]] = deque()  # descriptors and events that have not had their turn
@@ -335,14 +287,14 @@ class Producers:
                 self._serve(connection, event)
             elif fd in self.entrance:
                 self.entrance.accept(fd)
-            for connection in self.intake.partial.exceeded_by(self.table):
+            for connection in self.intake.over_budget(self.table):
                 self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop(connection)
         self._handover.flush()
 
     def _serve(self, connection: Connection, event: int) -> None:
         refusal = self._gate.refusal
-        if refusal and connection.phase == GREETING and self.greeter.tokens is None and _begins_plain(connection):
+        if refusal and connection.phase == GREETING and self._tokens is None and _begins_plain(connection):
             connection.phase = PLAIN  # it is read when messages are accepted again
             self._watch(connection)
         elif connection.phase == CLOSING and event & (select.EPOLLHUP | select.EPOLLERR):
@@ -381,6 +333,45 @@ class Producers:
             connection.interest = interest
             self.poll.modify(connection.sock, interest)
 
+    # --- a connection says who it is ----------------------------------------------------------------------------------
+
+    def _greet(self, connection: Connection, line: bytes) -> None:
+        """Give the connection what its hello asks for. Raises Refused."""
+        hello = parse(line)
+        if self._tokens is not None:
+            self._authorize(connection, hello.token, self._tokens)
+        if hello.reserved and not self._local.matches(hello.token):
+            self._strangers.refuse(connection.peer, "reserved topics without the local token", "local")
+            raise Refused(NOT_LOCAL)
+        if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
+            raise Refused(refusals.reason("drop_oldest"))
+        if self._gate.refusal:
+            raise Refused(self._gate.refusal.decode())
+        self._fence(hello.producer, connection.peer)
+        if not (hello.acks or hello.tag):
+            return  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
+        self._greeted += 1
+        connection.replies.expect(hello)
+        if hello.acks:
+            connection.phase = ACKED
+        sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
+        self.table.give_name(connection, sender, hello.producer)
+
+    def _authorize(self, connection: Connection, token: bytes, tokens: "Tokens") -> None:
+        holder = tokens.find(token)
+        if holder is None:
+            self._strangers.refuse(connection.peer, "no valid token", "" if token else "token")
+            raise Refused(UNAUTHORIZED)
+        if not holder.may(LINES_IN):
+            self._strangers.refuse(connection.peer, f"the token of {holder.name} may not produce")
+            raise Refused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
+
+    def _fence(self, producer: bytes, newcomer: str) -> None:
+        older = self.table.take_producer(producer)
+        if older is not None:
+            self._strangers.note("fenced", older.peer, f"producer={producer.decode()} by={newcomer}")
+            older.replies.refusal = refusals.reason("fenced").encode()
+
     # --- replies go out -----------------------------------------------------------------------------------------------
 
     def pass_replies(self) -> None:
@@ -393,7 +384,7 @@ class Producers:
                 continue
             first, _, text = rest.partition(b" ")
             if text.startswith(b"!err"):
-                self._errs.count_reply(text)
+                count_err(self._row, text.split(b" ", 2)[-1])
             if connection.replies.reply(int(first), text):
                 replied[name] = connection
             else:
@@ -441,7 +432,7 @@ class Producers:
         """Receive nothing more; replies may still have to be sent. `when`: about a hello that is not finished."""
         if connection.phase == GREETING and connection.length:
             connection.replies.pending += f"!err 0 bad_hello not finished {when}\n".encode()
-            self._errs.count(b"bad_hello")
+            count_err(self._row, b"bad_hello")
         self.intake.finish(connection)
         connection.phase = CLOSING
         self._tell(connection)

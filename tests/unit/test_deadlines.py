@@ -6,7 +6,7 @@ import time
 from math import inf
 
 import pytest
-from received_ends import Way
+from received_ends import Way, new_row
 
 from kmq.ingress.connection import ACKED, CLOSING, Connection
 from kmq.ingress.limits import Deadlines
@@ -17,7 +17,7 @@ from kmq.links.received import Handover
 
 @pytest.fixture
 def intake(tmp_path):
-    return Intake(Handover(open_fifo(str(tmp_path), "raw"), Way(4 << 20).writer), 1 << 20)
+    return Intake(Handover(open_fifo(str(tmp_path), "raw"), Way(4 << 20).writer), 1 << 20, new_row())
 
 
 @pytest.fixture

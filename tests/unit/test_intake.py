@@ -9,10 +9,10 @@ from base64 import b64encode
 import pytest
 from fifo_reading import read_all
 from framing_steps import Steps, one_by_one, table
-from received_ends import Way
+from received_ends import Way, new_row
 
 from kmq.ingress import connection as connection_module
-from kmq.ingress import hello, limits
+from kmq.ingress import hello, limits, producers
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, REFUSALS_BYTES, Connection
 from kmq.ingress.producers import Intake
 from kmq.links.fifo import Sender, open_fifo
@@ -29,7 +29,7 @@ class Wire:
         self.raw = open_fifo(str(directory), "raw")
         self.way = Way(1 << 16)
         self.handover = Handover(self.raw, self.way.writer)
-        self.intake = Intake(self.handover, MAX, self.greet)
+        self.intake = Intake(self.handover, MAX, new_row(), self.greet)
         self.steps = Steps(table(), max_line=MAX, way=self.way)
         self.text = b""  # of the FIFO
         self.greeted, self.sockets = 0, []
@@ -218,14 +218,14 @@ def test_an_unfinished_line_keeps_no_more_than_the_limit(wire):
 
 
 def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
-    monkeypatch.setattr(limits, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(producers, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for n in range(40):
         near, connection = wire.connect()
         near.sendall(b"x" * (MAX - 100 + n))
         assert wire.receive(connection)
         open_connections.append(connection)
-        for over in wire.intake.partial.exceeded_by(open_connections):
+        for over in wire.intake.over_budget(open_connections):
             wire.intake.finish(over)
             open_connections.remove(over)
             over.sock.close()
@@ -240,7 +240,7 @@ def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
 
 def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, monkeypatch):
     """They may all arrive between two looks at the budget."""
-    monkeypatch.setattr(limits, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(producers, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for _ in range(60):
         near, connection = wire.connect()
@@ -248,7 +248,7 @@ def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, mo
         assert wire.receive(connection)
         near.close()
         open_connections.append(connection)
-    over = wire.intake.partial.exceeded_by(open_connections)
+    over = wire.intake.over_budget(open_connections)
     for connection in over:
         wire.intake.finish(connection)
     assert sum(len(c.partial) for c in open_connections) <= 10 * MAX
@@ -362,7 +362,7 @@ def test_an_endless_hello_is_refused_at_its_limit_and_a_cut_hello_is_no_message(
     near, connection = wire.connect()
     wire.send(near, connection, b"!hello acks=1 token=secret")
     wire.finish(near, connection)
-    assert wire.text == b"" and wire.intake.partial.bytes == 0
+    assert wire.text == b"" and wire.intake.partial_bytes == 0
 
 
 def test_replies_go_to_the_producer_in_order_and_those_said_again_are_passed_over(wire):

@@ -1,16 +1,14 @@
 """The kernel's count of processes that it killed for lack of memory."""
 
 import pytest
+from received_ends import new_row
 
 from kmq.broker.stage import OomKills
-from kmq.broker.stats import _ROW, Row
 
 
 @pytest.fixture
 def row():
-    made = Row()
-    made.lie_in(memoryview(bytearray(8 * _ROW)).cast("Q"))
-    return made
+    return new_row()
 
 
 def files(root, cgroup, events, text):

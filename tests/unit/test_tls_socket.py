@@ -14,7 +14,7 @@ from certificates import Authority
 from fake_logger import FakeLogger
 from fifo_reading import read_all
 from framing_steps import Steps, table
-from received_ends import Way
+from received_ends import Way, new_row
 
 from kmq.broker import stats, tls
 from kmq.config.settings import load
@@ -261,7 +261,7 @@ def test_lines_come_through_however_long_records_and_lines_are(connect, files, t
     client, server = open_pair(connect, files)
     raw = open_fifo(str(tmp_path), "raw")
     way = Way()
-    intake = Intake(Handover(raw, way.writer), MAX_LINE)
+    intake = Intake(Handover(raw, way.writer), MAX_LINE, new_row())
     steps = Steps(table(), max_line=MAX_LINE, way=way)
     connection = Connection(server, "test", server)
     lines = [b"t|||" + b"x" * size for size in (0, 10, 3000, MAX_LINE - 4, MAX_LINE - 3, 1, 9000, 2)]
@@ -281,7 +281,7 @@ def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, 
     """While producers are refused they are heard although the FIFO is full; over TLS a first byte cannot be looked at before."""
     raw = open_fifo(str(tmp_path), "raw")
     way = Way(1 << 16)
-    intake = Intake(Handover(raw, way.writer), 1 << 20)
+    intake = Intake(Handover(raw, way.writer), 1 << 20, new_row())
     steps = Steps(table(), max_line=1 << 20, way=way)
     while not intake.handover.clogged:
         intake.handover.put([b"t|||fill\n" * 400], None, 0)
