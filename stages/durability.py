@@ -31,9 +31,9 @@ from kmq.errors import CorruptError, RetryError
 from kmq.links.fifo import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, numbered, remnant
+from kmq.log import checkpoint, dropped, identity, remnant
 from kmq.log.segment import Limits
-from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, torn_bytes
+from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, last_numbered, torn_bytes
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 
@@ -57,7 +57,7 @@ class Durability:
         stage.row.last_record = wal.last_ts * 1000
         self.oom_kills = OomKills(stage.row)
         self.roll_if_over()
-        remnant.claim(stage.settings.data)
+        remnant.claim_spare(stage.settings.data)
 
     def turn(self) -> bool:
         """Commit all blocks that wait as one group; return False if there were none."""
@@ -84,7 +84,7 @@ class Durability:
             self._retain()
             self.oom_kills.look()
             self.stage.end_disk_full()
-            remnant.claim(self.stage.settings.data)
+            remnant.claim_spare(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
 
@@ -191,7 +191,7 @@ def run(stage: Stage) -> None:
     directory = f"{settings.data}/append"
     owner = stage.own(f"{directory}/.owner", f"WAL {directory}", traces=f"{directory}/*.log")
     stage.state("recovering")
-    if identity.raise_version(settings.data, numbered.end(settings.data)[0] + 1):
+    if identity.raise_version(settings.data, last_numbered(settings.data)[0] + 1):
         stage.log.info(
             "format_raised", to=identity.LABELLED, effect="releases before this one do not open the directory any more"
         )

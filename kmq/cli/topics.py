@@ -18,7 +18,7 @@ from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError, KmqError
-from kmq.log import growth, topic_changes, topics
+from kmq.log import topic_changes, topics
 from kmq.log.bounds import measure
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
@@ -189,8 +189,8 @@ def set_limits(
 def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -> None:
     now = topics.load(settings.data, name)[0]
     topics.check_growth(settings.data, name, now, partitions)
-    if partitions > now and not force and growth.has_keys(settings.data, name, now):
-        raise ConfigError(f"topic {name}: {growth.KEYED}; give --force to do it nevertheless")
+    if partitions > now and not force and topics.has_keys(settings.data, name, now):
+        raise ConfigError(f"topic {name}: {topics.KEYED}; give --force to do it nevertheless")
 
 
 def _grow(settings: Settings, name: str, partitions: int) -> None:

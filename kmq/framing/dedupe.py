@@ -469,7 +469,7 @@ class Checkpointer:
             if err.errno in FULL:
                 self._remove_half()
                 self._found_full = True
-                remnant.release(os.path.dirname(self._path))  # for the next time
+                remnant.release_spare(os.path.dirname(self._path))  # for the next time
             else:
                 self._error = err
 

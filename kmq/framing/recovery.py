@@ -19,7 +19,6 @@ from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.log import checkpoint, dedupe_file, dropped, topic_changes, wal
-from kmq.log import numbered as numbers
 from kmq.log.damage import DamageError
 from kmq.log.segment import last_line
 from kmq.message import record
@@ -32,12 +31,12 @@ def open_ring(stage: Stage) -> RingWriter:
     data, is_synced = stage.settings.data, not stage.settings.fsync
 
     def next_after_wal() -> tuple[int, int]:
-        seq, recv_ts = numbers.agreed_end(data, ask_queues=is_synced)
+        seq, recv_ts = checkpoint.agreed_end(data, ask_queues=is_synced)
         return seq + 1, recv_ts
 
     ring = stage.open_ring("framed", next_after_wal)
     waiting = ring.first_waiting_seq()  # before the WAL is read: a living durability moves both on
-    in_wal = numbers.end(data)[0]
+    in_wal = wal.last_numbered(data)[0]
     if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < waiting):
         raise CorruptError(
             f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {waiting} to {ring.last.next_seq - 1}:"

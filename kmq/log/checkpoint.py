@@ -1,21 +1,24 @@
 """router.ckpt: the seq up to which all partition logs are on disk, and what each log then held.
 
+Also what counts where other files say more or something else: the records of topic changes, and the end of the WAL.
+
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
-    topic|from_seq|first_offset,…|grown            if it has grown: from which seqs on (kmq/log/growth.py)
+    topic|from_seq|first_offset,…|grown            if it has grown: from which seqs on (topics.py)
     topic|partitioner                              one row per topic, if one of them has grown or does not have crc32
     crc32|<crc32 of the lines above>
 
 The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
 A damaged checkpoint is ignored, because one wrong digit would number records wrongly. A topic without a row for its
-partitioner: its checkpoint may be of a release that knew neither partitioners nor growth (recorded.py completes it).
+partitioner: its checkpoint may be of a release that knew neither partitioners nor growth, and `complete` completes it.
 `bytes` counts all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is
 missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing behind it was
 lost, not deleted. `from_seq` and the partitioner are in topic.toml too; here they outlive the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
             its name. So a start replays the WAL from there, and a log smaller than its row was cut later.
+            No seq is given out twice (`agreed_end`).
 Crash       The file is replaced atomically: the old or the new is there. If there is none, the WAL is replayed from its
             beginning. The next start deletes segments in front of `first_offset` that still exist.
 Mechanism   The fsyncs run in a thread beside the routing, because they release the interpreter lock. The rows are a
@@ -25,18 +28,19 @@ Mechanism   The fsyncs run in a thread beside the routing, because they release 
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from kmq.errors import RetryError
+from kmq.errors import CorruptError, RetryError
 from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
-from kmq.log import dedupe_file, growth, remnant, segment
-from kmq.log.deletions import Deleted
-from kmq.log.growth import Since
-from kmq.log.partition import EMPTY, State
+from kmq.log import dedupe_file, deletions, reader, remnant, segment, topic_changes, topics, wal
+from kmq.log.damage import DamageError
+from kmq.log.partition import EMPTY, State, directory_of
 from kmq.log.segment import Segment
+from kmq.log.topics import Since
 from kmq.logfmt import Logger
-from kmq.message.routing import PARTITIONERS, Topic
+from kmq.message.routing import CRC32, PARTITIONERS, Table, Topic
 
 Rows = dict[tuple[str, int], State]
 
@@ -57,28 +61,28 @@ def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
         if len(fields) == 1:
             since[topic] = since[topic]._replace(partitioner=PARTITIONERS[fields[0]])
         elif len(fields) in (2, 3):
-            since[topic] = Since(int(fields[0]), growth.decode(fields[2]) if fields[2:] else ())
+            since[topic] = Since(int(fields[0]), topics.decode_growth(fields[2]) if fields[2:] else ())
             for partition, first in enumerate(fields[1].split(",")):
                 state = rows[topic, partition]
                 rows[topic, partition] = State(state.end_offset, state.last_seq, state.size, int(first))
         else:
             partition, end_offset, last_seq, size = map(int, fields)
             rows[topic, partition] = State(end_offset, last_seq, size)
-    deleted = Deleted.of(data)
+    deleted = deletions.Deleted.of(data)
     since = {topic: known for topic, known in since.items() if known.from_seq > deleted.last_seq(topic)}
     gone = deleted.lives.keys() - since.keys()
     return int(lines[0]), {at: state for at, state in rows.items() if at[0] not in gone}, since
 
 
-def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
+def text(seq: int, states: Rows, table: Iterable[Topic]) -> bytes:
     """Return the content of router.ckpt."""
     rows = [f"{seq}\n"]
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
-    here = [topic for topic in topics if not topic.is_gone]
+    here = [topic for topic in table if not topic.is_gone]
     are_named = any(topic.needs_newest for topic in here)
     for topic in here:
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
-        grown = f"|{growth.encode(topic.grown)}" if topic.grown else ""
+        grown = f"|{topics.encode_growth(topic.grown)}" if topic.grown else ""
         rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}{grown}\n")
         if are_named:
             rows.append(f"{topic.name}|{topic.partitioner.name}\n")
@@ -112,6 +116,9 @@ def wal_is_free_up_to(data: str) -> int:
     return min(routed_seq(data), dedupe_file.checkpoint_seq(data))
 
 
+# --- the writer ------------------------------------------------------------------------------------------------------
+
+
 class Checkpointer:
     """Writes router.ckpt in a thread, one checkpoint at a time."""
 
@@ -142,7 +149,7 @@ class Checkpointer:
         _ = self.busy
 
     def _wait(self, path: str) -> None:
-        if not remnant.release(self._data):
+        if not remnant.release_spare(self._data):
             self._wait_for_room(path)
 
     def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
@@ -169,3 +176,147 @@ class Checkpointer:
                 remnant.settle(os.path.dirname(part.path), part.first)
         except Exception as err:
             self._error = err
+
+
+# --- what the records of topic changes say ---------------------------------------------------------------------------
+# Which copy counts, for the partitioner and the growth of a topic:
+#
+#     router.ckpt     if it names the partitioner of the topic
+#     the records     else: such a checkpoint may be of a release that knew neither, and that release or the one after it
+#                     may have written topic.toml again
+#     topic.toml      if there is no record of the topic's declaration
+
+
+class Recorded:
+    """What the records say of one life of a topic."""
+
+    __slots__ = ("grown", "limits", "partitioner", "partitions")
+
+    def __init__(self, change: topic_changes.Change) -> None:
+        self.partitions, self.limits = change.partitions, change.limits
+        self.partitioner = PARTITIONERS[change.values.get("partitioner", CRC32.name)]
+        self.grown: list[tuple[int, int]] = []
+
+
+Lives = Mapping[tuple[str, int], Recorded]  # topic, from_seq
+
+
+def recorded(data: str) -> Lives:
+    """Return every topic that a record has declared, deleted ones too; none if the records are damaged."""
+    found: dict[tuple[str, int], Recorded] = {}
+    try:
+        for change in _recorded_changes(data):
+            at = change.topic, change.incarnation
+            try:
+                if change.verb == topic_changes.CREATE:
+                    found.setdefault((change.topic, change.seq), Recorded(change))
+                elif change.verb == topic_changes.SET and at in found:
+                    topic_changes.apply(found[at].limits, change.limits)
+                elif change.verb == topic_changes.GROW and at in found and change.partitions > found[at].partitions:
+                    found[at].grown.append((change.seq, found[at].partitions))
+                    found[at].partitions = change.partitions
+            except (LookupError, ValueError):  # the router has refused it
+                continue
+    except DamageError:
+        return {}
+    return found
+
+
+def _recorded_changes(data: str) -> Iterator[topic_changes.Change]:
+    log = reader.partition(data, topic_changes.TOPIC, 0)
+    offset = log.first_offset
+    while True:
+        offset, lines = log.read(offset)
+        if not lines:
+            return
+        yield from topic_changes.changes(lines)
+        offset += lines.count(b"\n")
+
+
+def complete(data: str, rows: Rows, since: Mapping[str, Since], known: Lives) -> dict[str, Since]:
+    """Return since when each topic is in force, as it counts: also topics that only a record and topic.toml have.
+
+    `rows`, `since`: what router.ckpt says.
+    """
+    counts = Counter(name for name, _ in rows)
+    found = dict(since)
+    for name in {*since, *topics.names(data)}:
+        stated = since.get(name)
+        if stated and stated.partitioner:
+            continue
+        declared = topics.read(data, name)
+        from_seq = stated.from_seq if stated else declared.from_seq
+        if from_seq is None or (declared.is_guessed and not stated):
+            continue
+        record = known.get((name, from_seq))
+        if record is None and not stated:
+            continue
+        grown = stated.grown if stated else ()
+        is_life = not declared.is_guessed and declared.from_seq == from_seq
+        partitioner = record.partitioner if record else PARTITIONERS[declared.partitioner] if is_life else CRC32
+        # A growth that leads to other partitions than the checkpoint has came later, or was refused.
+        partitions = counts[name] or declared.partitions
+        sources = [each for each in (declared if is_life else None, record) if each and each.partitions == partitions]
+        longer = [each.grown for each in sources if list(each.grown[: len(grown)]) == list(grown)]
+        found[name] = Since(from_seq, max([grown, *longer], key=len), partitioner)
+    return found
+
+
+def next_table(data: str) -> Table:
+    """Return the routing table that the next start uses, while no router has mended topic.toml."""
+    table = topics.table(data)
+    try:
+        _, rows, since = load(data)
+    except (ValueError, LookupError):
+        rows, since = {}, {}
+    for name, stated in complete(data, rows, since, recorded(data)).items():
+        topic = table.get(name.encode())
+        if topic is not None and topic.from_seq == stated.from_seq:
+            topic.grown, topic.partitioner = stated.grown, stated.partitioner
+    return table
+
+
+# --- the last seq that was given out ---------------------------------------------------------------------------------
+# A framer without a ring continues after it. The WAL has every record that was acknowledged or shown to the router. So no
+# other file may know of a later seq: neither router.ckpt, producers.ckpt, deletions nor a queue. If one does, the end of
+# the WAL was lost (a file deleted, an old copy restored), and to continue from there would give the seqs of the lost
+# records to other messages.
+#
+# Lax fsync   With a KMQ_FSYNC other than `always` a power cut may leave a queue ahead of the WAL. Records that neither
+#             checkpoint covers were not promised to survive that. So queues are not read then; the router cuts them.
+# Cost        A few reads, and for each partition the sizes of its files: if they match router.ckpt, so does its last seq.
+
+
+def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
+    """Return `wal.last_numbered`. Raises CorruptError if another file knows of a later seq. `ask_queues`: read queues too."""
+    seq, recv_ts = wal.last_numbered(data)
+    others = {
+        "router.ckpt": routed_seq(data),
+        "producers.ckpt": dedupe_file.checkpoint_seq(data),
+        deletions.NAME: deletions.last_seq(data),
+    }
+    if ask_queues:
+        others |= _queue_end(data)
+    name, later = max(others.items(), key=lambda item: item[1])
+    if later > seq:
+        raise CorruptError(
+            f"{data}/append: the WAL ends at seq {seq}, but {name} knows of seq {later}: its end was lost, and the seqs"
+            " of that end must not be given out again; run kmq verify --repair, which restores it from the queues"
+        )
+    return seq, recv_ts
+
+
+def _queue_end(data: str) -> dict[str, int]:
+    """Return the queue with the latest seq, and that seq, of the queues whose sizes do not match router.ckpt."""
+    try:
+        rows = load(data)[1]
+    except (ValueError, LookupError):
+        rows = {}
+    found = {"no queue": 0}
+    for topic in topics.names(data):
+        for number in (entry for entry in os.listdir(f"{data}/topics/{topic}") if entry.isdigit()):
+            segments = segment.survey(directory_of(data, topic, int(number)))
+            if sum(part.size for part in segments) != rows.get((topic, int(number)), EMPTY).size:
+                found[f"topics/{topic}/{number}"] = next(filter(None, map(segment.last_seq, reversed(segments))), 0)
+    last = max(found, key=lambda name: found[name])
+    return {last: found[last]}

@@ -16,11 +16,11 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from kmq.files import WaitForRoom, find_tail
+from kmq.files import WaitForRoom
 from kmq.log import dropped, reader, segment, topics
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.index import MAX_LABEL, IndexWriter, must_have_label, read_entries, read_label
-from kmq.log.segment import SEQ, Segment, is_stored
+from kmq.log.segment import SEQ, Segment
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 from kmq.message.routing import Table, resolve
@@ -98,7 +98,7 @@ def _misfit(following: int, end: int, by_seq: bool, path: str) -> str:
 
 def _disorder(first: int, last: int, before: Segment | None, after: Segment | None) -> str:
     """Return how seqs first…last do not lie between those of the segments `before` and `after`."""
-    if before is not None and (seq := _last_seq(before)) >= first:
+    if before is not None and (seq := segment.last_seq(before)) >= first:
         return f"begins with seq {first}, but the segment before it ends with seq {seq}"
     if after is not None:
         with open(after.path, "rb") as file:
@@ -106,12 +106,6 @@ def _disorder(first: int, last: int, before: Segment | None, after: Segment | No
         if 0 < seq <= last:
             return f"ends with seq {last}, but the segment after it begins with seq {seq}"
     return ""
-
-
-def _last_seq(of: Segment) -> int:
-    with open(of.path, "rb") as file:
-        tail = find_tail(file.fileno(), of.size, is_stored)
-    return record.seq_of(tail.last) if tail.last else 0
 
 
 def _first_line(opened: SegmentReader) -> bytes:

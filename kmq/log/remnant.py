@@ -1,5 +1,7 @@
 """The last record of a log when all its segments are due: retention keeps it, alone in a segment of its own.
 
+Also the spare: a reserve on the disk, which retention releases when there is no room for that, or for a checkpoint.
+
 The next seq, offset and time follow from the last record, so it has to stay. The records in front of it need not.
 
 Owner       the owner of the log: durability for the WAL, the router for a queue.
@@ -23,47 +25,6 @@ from kmq.log.damage import DamageError
 from kmq.log.segment import Segment, is_stored
 from kmq.message import record
 
-# --- spare -----------------------------------------------------------------------------------------------------------
-# A reserve of 1 MiB on the disk, given up when the disk is full, because making room needs some room first.
-#
-# Retention deletes what a checkpoint no longer needs, and a checkpoint is a new file. An active segment is sealed by
-# making another file. The free space that admission keeps (kmq/broker/admission.py) does not serve for this: other
-# programs may fill the disk, and producers that write to the FIFO do not ask for admission.
-#
-# Owner       durability claims the reserve while the disk has plenty of room. Any stage that needs room in order to make
-#             room releases it. It is never released for messages: they would use it up before it could help.
-
-BYTES = 1 * MIB  # checkpoints of thousands of topics, or new segments of hundreds
-_PLENTY = 16 * BYTES
-
-
-def path_of(data: str) -> str:
-    return f"{data}/.spare"
-
-
-def claim(data: str) -> None:
-    """Claim the reserve if it does not exist and the disk has plenty of room."""
-    path, disk = path_of(data), os.statvfs(data)
-    if disk.f_bavail * disk.f_frsize < _PLENTY or os.path.exists(path):
-        return
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.posix_fallocate(fd, 0, BYTES)
-        finally:
-            os.close(fd)
-
-
-def release(data: str) -> bool:
-    """Release the reserve; return True if there was one, so that an immediate retry may succeed."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path_of(data))
-        return True
-    return False
-
-
-# --- remnant ---------------------------------------------------------------------------------------------------------
-
 _SUFFIX = ".kept"
 
 
@@ -75,9 +36,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     """
     path = f"{os.path.dirname(last.path)}/{segment.name(first)}"
     try:
-        reader.indexed_end(
-            last.path, last.first, by_seq
-        )  # raises at damage, because a copy of damage would get a valid crc
+        reader.indexed_end(last.path, last.first, by_seq)  # raises at damage: a copy of it would get a valid crc
         with open(last.path, "rb") as file:
             tail = find_tail(file.fileno(), last.size, is_stored)
     except DamageError:
@@ -95,7 +54,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
         _remove(path)
         if err.errno not in FULL:
             raise
-        release(data)  # so that the next attempt has room
+        release_spare(data)  # so that the next attempt has room
         return None
     return Segment(first, path, len(line))
 
@@ -128,3 +87,38 @@ def _remove(path: str) -> None:
     for name in leftover:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+
+
+# --- spare -----------------------------------------------------------------------------------------------------------
+# A reserve of 1 MiB on the disk, given up when the disk is full, because making room needs some room first.
+#
+# Retention deletes what a checkpoint no longer needs, and a checkpoint is a new file. An active segment is sealed by
+# making another file. The free space that admission keeps (kmq/broker/admission.py) does not serve for this: other
+# programs may fill the disk, and producers that write to the FIFO do not ask for admission.
+#
+# Owner       durability claims the reserve while the disk has plenty of room. Any stage that needs room in order to make
+#             room releases it. It is never released for messages: they would use it up before it could help.
+
+_SPARE_BYTES = 1 * MIB  # checkpoints of thousands of topics, or new segments of hundreds
+_PLENTY = 16 * _SPARE_BYTES
+
+
+def claim_spare(data: str) -> None:
+    """Claim the reserve if it does not exist and the disk has plenty of room."""
+    path, disk = f"{data}/.spare", os.statvfs(data)
+    if disk.f_bavail * disk.f_frsize < _PLENTY or os.path.exists(path):
+        return
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, _SPARE_BYTES)
+        finally:
+            os.close(fd)
+
+
+def release_spare(data: str) -> bool:
+    """Release the reserve; return True if there was one, so that an immediate retry may succeed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{data}/.spare")
+        return True
+    return False

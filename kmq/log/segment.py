@@ -72,20 +72,23 @@ class Segment:
         if not self._newest:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                found = record.parse_stored(find_tail(fd, self.size, _is_stored).last)
+                found = record.parse_stored(find_tail(fd, self.size, is_stored).last)
             finally:
                 os.close(fd)
             self._newest = found[1] if found else 1
         return self._newest
 
 
-def _is_stored(line: bytes) -> bool:
-    return record.parse_stored(line) is not None
-
-
 def survey(directory: str) -> list[Segment]:
     """Return the segments in `directory` with their sizes, in order."""
     return [Segment(first, path, os.stat(path).st_size) for first, path in listing(directory)]
+
+
+def last_seq(of: Segment) -> int:
+    """Return the seq of the last whole line of a segment; 0 if it has none."""
+    with open(of.path, "rb") as file:
+        tail = find_tail(file.fileno(), of.size, is_stored)
+    return record.seq_of(tail.last) if tail.last else 0
 
 
 def stamp(data: bytes | memoryview) -> tuple[int, int]:

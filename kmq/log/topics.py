@@ -3,7 +3,7 @@
     partitions = 4
     partitioner = "murmur2"          for life (kmq/message/routing.py); a file without this line says crc32
     from_seq = 17                    written by the router
-    grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition (growth.py)
+    grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition
     grown_crc32 = 123                of the three lines above
     segment_bytes = "256 MiB"        these replace the settings of the broker, in the same notation. The router
     segment_age = "1d"               reads them when it starts or adopts the topic, and writes them on request
@@ -15,27 +15,64 @@
 
 A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will
 route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.
+
+`grown` is in router.ckpt, too. It says from which seq on the topic has more partitions, and how many it had before; the
+last number is what `partitions` says. `17:1,90:2`: one before seq 17, then two until seq 90.
+docs/decisions/topic-growth.md
 """
 
 import errno
 import os
 import re
+import zlib
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from kmq.errors import ConfigError, CorruptError
 from kmq.files import replace_file, sync_directory
-from kmq.log import growth, identity, topic_changes
+from kmq.log import identity, reader, topic_changes
+from kmq.log.damage import DamageError
 from kmq.log.deletions import Deleted
-from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, Limits
 from kmq.message import record, routing
-from kmq.message.routing import Growth, Table, Topic
+from kmq.message.routing import Growth, Table, Topic, key_behind
 
 MAX_PARTITIONS = 1024
 _IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 CRC32 = routing.CRC32.name
 DEFAULT_PARTITIONER = routing.DEFAULT.name  # of topics declared from now on
 PARTITIONERS = tuple(routing.PARTITIONERS)
+KEYED = "its records have keys, and new records of a key would go to another partition than its stored ones"
+_SAMPLE = 1000  # records that are looked at for keys, from each end of a partition
+_GROWTH = re.compile(r"\d{1,18}:\d{1,4}(?:,\d{1,18}:\d{1,4})*")
+
+
+class Since(namedtuple("Since", ("from_seq", "grown", "partitioner"), defaults=((), None))):
+    """From which seq on a topic is in force, how it has grown, and its partitioner; None: not known here."""
+
+    __slots__ = ()
+
+
+def encode_growth(grown: Growth) -> str:
+    return ",".join(f"{seq}:{before}" for seq, before in grown)
+
+
+def decode_growth(text: str) -> Growth:
+    """Return the growth in a text; "": it has not grown. Raises ValueError if the text is damaged."""
+    if not text:
+        return ()
+    if not _GROWTH.fullmatch(text):
+        raise ValueError(f"{text[:40]!r}: must be <seq>:<partitions before it>, separated by commas")
+    pairs = [tuple(map(int, pair.split(":"))) for pair in text.split(",")]
+    if sorted(set(pairs)) != pairs or any(low[1] >= high[1] for low, high in pairwise(pairs)):
+        raise ValueError(f"{text[:40]!r}: seqs and partitions must rise")
+    return [(seq, before) for seq, before in pairs]
+
+
+def growth_crc(partitions: int, from_seq: int | None, grown: Growth) -> int:
+    """Return the crc32 that topic.toml has beside its growth: a wrong digit would route records to other partitions."""
+    return zlib.crc32(f"{partitions}|{from_seq}|{encode_growth(grown)}".encode())
 
 
 def toml_path(data: str, name: str) -> str:
@@ -87,7 +124,7 @@ class Declaration:
 def _growth_lines(partitions: int, from_seq: int | None, grown: Growth) -> list[str]:
     if not grown:
         return []
-    return [f'grown = "{growth.encode(grown)}"', f"grown_crc32 = {growth.crc(partitions, from_seq, grown)}"]
+    return [f'grown = "{encode_growth(grown)}"', f"grown_crc32 = {growth_crc(partitions, from_seq, grown)}"]
 
 
 def with_growth(text: str, topic: Topic) -> str:
@@ -162,8 +199,8 @@ def parse(text: str) -> Declaration:
     table = tomllib.loads(text)
     partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
     from_seq = None if from_seq is None else int(from_seq)
-    grown = growth.decode(table.get("grown", ""))
-    if grown and table.get("grown_crc32") != growth.crc(partitions, from_seq, grown):
+    grown = decode_growth(table.get("grown", ""))
+    if grown and table.get("grown_crc32") != growth_crc(partitions, from_seq, grown):
         raise ValueError("grown_crc32 does not match")
     limits = {each: str(table[each]) for each in LIMITS if each in table}
     return Declaration(partitions, from_seq, limits, grown, _partitioner(table))
@@ -205,7 +242,7 @@ def fault(data: str, name: str, since: Since | None = None, at_start: bool = Fal
     if since is not None and since.from_seq != from_seq:
         return f"says from_seq {from_seq}, but router.ckpt says {since.from_seq}"
     if since is not None and list(since.grown) != list(declared.grown[: len(since.grown)]):
-        return f"says grown {growth.encode(declared.grown)!r}, but it has grown {growth.encode(since.grown)!r}"
+        return f"says grown {encode_growth(declared.grown)!r}, but it has grown {encode_growth(since.grown)!r}"
     if since is not None and since.partitioner.name != declared.partitioner:
         return f"says partitioner {declared.partitioner}, but the topic has {since.partitioner.name}"
     return ""
@@ -342,6 +379,20 @@ def check_growth(data: str, name: str, now: int, wanted: int) -> None:
         path = f"{data}/{link}"
         if os.path.lexists(path) and not (os.path.islink(path) and _leads_to(path, name)):
             raise ConfigError(f"topic {name!r}: cannot grow, because {link} exists and leads to another queue")
+
+
+def has_keys(data: str, topic: str, partitions: int) -> bool:
+    """Return True if some of the oldest and newest records of a topic have keys, or cannot be read."""
+    for number in range(partitions):
+        log = reader.partition(data, topic, number)
+        try:
+            starts = (log.first_offset, max(log.first_offset, log.end_offset() - _SAMPLE))
+            lines = [line for start in starts for line in log.read(start)[1].split(b"\n") if line]
+        except DamageError:
+            return True
+        if any(key_behind(topic.encode(), record.routing_key_of(line)) is not None for line in lines):
+            return True
+    return False
 
 
 def _leads_to(link: str, name: str) -> bool:

@@ -46,7 +46,7 @@ from kmq.files import (
 from kmq.log import dropped, lost_index, reader, remnant, segment
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
-from kmq.log.segment import Limits, Segment
+from kmq.log.segment import Limits, Segment, is_stored
 from kmq.message import record
 
 # (lines, first seq, count, recv_ts in µs of the last line).
@@ -60,10 +60,6 @@ _LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a 
 def torn_bytes(ring_bytes: int) -> int:
     """Return how many bytes after the last record a kill or a power cut may leave torn: a group commit has no more."""
     return ring_bytes + 2 * MIB
-
-
-def _is_stored(line: bytes) -> bool:
-    return record.parse_stored(line) is not None
 
 
 def last_stored(data: str) -> tuple[int, int]:
@@ -86,11 +82,17 @@ def last_stored(data: str) -> tuple[int, int]:
     return last or (segments[-1][0] - 1 if segments else 0, 0)
 
 
+def last_numbered(data: str) -> tuple[int, int]:
+    """Return (last seq, recv_ts of the last record in µs) of the WAL; seqs named as dropped or lost count too."""
+    seq, recv_ts = last_stored(data)
+    return max([seq, *(gone.last for gone in dropped.accounted(data))]), recv_ts
+
+
 def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
     """Return (seq of the first record or 0, (seq, recv_ts) of the last record or None) of a segment."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
+        tail = find_tail(fd, os.fstat(fd).st_size, is_stored)
         return segment.stamp(os.pread(fd, 64, 0))[0], record.parse_stored(tail.last)
     finally:
         os.close(fd)
@@ -127,7 +129,7 @@ class Wal:
         self.directory = f"{data}/append"
         self._wait_outside = wait_for_room
         # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
-        self.while_full: Callable[[], object] = partial(remnant.release, data)
+        self.while_full: Callable[[], object] = partial(remnant.release_spare, data)
         self.on_sync: Callable[[float], object] = lambda seconds: None  # called with the time that an fdatasync took
         self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
@@ -196,7 +198,7 @@ class Wal:
         floor = max(floor, size - unindexed_bytes)
         nul = find_nul(file.fd, floor, size)
         end = size if nul < 0 else nul
-        tail = find_tail(file.fd, end, _is_stored)
+        tail = find_tail(file.fd, end, is_stored)
         if end - tail.size > unindexed_bytes:
             raise CorruptError(f"{file.path}: no good record in the last {unindexed_bytes} bytes before byte {end}")
         self.cut_bytes = file.size - tail.size
@@ -299,7 +301,7 @@ class Wal:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return not remnant.release(self.data) or self.roll_if_over(now_s, lacks_room)
+            return not remnant.release_spare(self.data) or self.roll_if_over(now_s, lacks_room)
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:

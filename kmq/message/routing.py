@@ -9,7 +9,7 @@ WAL gives the same file again:
     partition   the number in the mark; else what the topic's partitioner says: of the key, without a key of the seq
 
 A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
-deleted (kmq/log/deletions.py), its records up to then belong to no topic. If it has grown (kmq/log/growth.py), older
+deleted (kmq/log/deletions.py), its records up to then belong to no topic. If it has grown (kmq/log/topics.py), older
 records stay in the partitions that it had at their seq. A mark is read as a mark only in records from the table's
 `marks_from` on, so older records stay in their queues (kmq/log/identity.py).
 

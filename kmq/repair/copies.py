@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kmq.log import compaction, dropped, reader, recorded, topics
+from kmq.log import checkpoint, compaction, dropped, reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 from kmq.log.segment import last_line
@@ -86,7 +86,7 @@ class Copies:
     ) -> None:
         """Compare up to seq `upto`. `gaps`, in order: seqs that a queue may lack."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
-        self._table = recorded.table(data)
+        self._table = checkpoint.next_table(data)
         changes = (seq for topic in self._table.values() for seq in topic.changes())
         self._cuts = sorted([self._table.marks_from, *changes])
         self._cursors = {at: _Cursor(data, at) for at in Directory(data).queues()}

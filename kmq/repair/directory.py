@@ -6,7 +6,7 @@ import time
 from kmq.files import QUARANTINE, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, reader, topics
 from kmq.log.dropped import SeqRange
-from kmq.log.growth import Since
+from kmq.log.topics import Since
 from kmq.message import record
 
 At = tuple[str, int]  # topic, partition

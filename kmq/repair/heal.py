@@ -355,7 +355,7 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 
 
 # --- two records under one seq ---------------------------------------------------------------------------------------
-# That happens when a WAL has lost its end and its seqs were given out again (numbered.py refuses that today). Both
+# That happens when a WAL has lost its end and its seqs were given out again (`checkpoint.agreed_end` refuses that today). Both
 # records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
 # it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
 # the end of the WAL, and the next start of the router brings it to its queue.
@@ -533,8 +533,7 @@ class Conflicts:
         """Append records to the WAL, each under a new seq; return them as stored, with their newlines."""
         if not lines:
             return []
-        seq, recv_ts = wal.last_stored(self.data)
-        seq = max([seq, *(gap.last for gap in dropped.accounted(self.data))])
+        seq, recv_ts = wal.last_numbered(self.data)
         stamp = record.format_ts(recv_ts)
         renumbered = [b"%d|%b|%b\n" % (seq + n, stamp, line.split(b"|", 2)[2]) for n, line in enumerate(lines, 1)]
         path = segment.listing(f"{self.data}/append")[-1][1]

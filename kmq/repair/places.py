@@ -17,13 +17,12 @@ from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple
 
-from kmq.files import QUARANTINE, find_tail, replace_file, sync_directory
+from kmq.files import QUARANTINE, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, segment
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
 from kmq.log.partition import EMPTY, directory_of
-from kmq.log.segment import is_stored
+from kmq.log.segment import Segment
 from kmq.log.segment_reader import SegmentReader
-from kmq.message import record
 from kmq.repair.directory import Directory, Quarantine
 from kmq.repair.scan import claimed
 
@@ -64,7 +63,7 @@ class Locator:
         files = [self._identify(path) for path in self._logs()]
         for file in files:
             if file.is_right and _by_seq(file.path):
-                self.known = max(self.known, _last_seq(file.path))
+                self.known = max(self.known, segment.last_seq(Segment(0, file.path, os.path.getsize(file.path))))
         moves = self._moves([self._by_records(file, files) for file in files])
         if moves:
             os.makedirs(self._moving, exist_ok=True)
@@ -248,12 +247,6 @@ def _end_offset(log: str, last: Entry) -> int:
 def _by_seq(path: str) -> bool:
     place = place_of(path)
     return place is not None and place[1] == "append"
-
-
-def _last_seq(path: str) -> int:
-    with open(path, "rb") as file:
-        tail = find_tail(file.fileno(), os.path.getsize(path), is_stored)
-    return record.seq_of(tail.last) if tail.last else 0
 
 
 def _describes(index: str, path: str) -> bool:

@@ -17,17 +17,15 @@ from kmq.log import (
     dedupe_file,
     deletions,
     dropped,
-    growth,
     identity,
     index,
     reader,
-    recorded,
     segment,
     topics,
 )
 from kmq.log.damage import DamageError
-from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, SEQ
+from kmq.log.topics import Since
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
 from kmq.repair.directory import Directory, Quarantine, read_file, read_text
@@ -89,7 +87,7 @@ def _of_topics(directory: Directory) -> Iterator[Finding]:
     for name in topics.misnamed(directory.data):
         yield Finding.of_file(f"topics/{topics.printable(name)}", "is not a topic's name")
     _, rows, since = directory.load_checkpoint()
-    since = recorded.complete(directory.data, rows, since, recorded.lives(directory.data))
+    since = checkpoint.complete(directory.data, rows, since, checkpoint.recorded(directory.data))
     for topic in topics.names(directory.data):
         if what := topics.fault(directory.data, topic, since.get(topic)):
             yield Finding.of_file(f"topics/{topic}/topic.toml", what)
@@ -178,14 +176,14 @@ class SmallFiles:
         for name in topics.misnamed(data):
             self._move_away(name)
         _, rows, since = self.directory.load_checkpoint()
-        since = recorded.complete(data, rows, since, recorded.lives(data))
+        since = checkpoint.complete(data, rows, since, checkpoint.recorded(data))
         had = Counter(name for name, _ in rows)
         for name in topics.names(data):
             if topics.fault(data, name, since.get(name)):
                 self._topic(name, since.get(name), had[name])
 
     def _needs_newest(self) -> bool:
-        return any(topic.needs_newest for topic in recorded.table(self.data).values())
+        return any(topic.needs_newest for topic in checkpoint.next_table(self.data).values())
 
     def _set_aside(self, name: str, what: str) -> None:
         self.quarantine.replace(name)
@@ -214,7 +212,7 @@ class SmallFiles:
             os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
         line = re.search(r"(?m)^from_seq = (\d+)\n", text)
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        record = recorded.lives(self.data).get((name, since))
+        record = checkpoint.recorded(self.data).get((name, since))
         if record:
             limits = record.limits
         else:
@@ -304,7 +302,7 @@ def _growth(text: str, partitions: int, known: Growth) -> Growth:
     """Return how a topic has grown: as its file says, unless that contradicts `known`, of the checkpoint."""
     line = re.search(r'(?m)^grown = "(.+)"$', text)
     try:
-        found = growth.decode(line[1]) if line else ()
+        found = topics.decode_growth(line[1]) if line else ()
     except ValueError:
         return known
     is_longer = list(found[: len(known)]) == list(known) and found[-1:] and found[-1][1] < partitions

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
 from kmq.files import make_directory, with_room
-from kmq.log import checkpoint, recorded, topic_changes, topics
-from kmq.log.growth import Since
+from kmq.log import checkpoint, topic_changes, topics
+from kmq.log.topics import Since
 from kmq.message.routing import CRC32, Topic
 from kmq.router.in_force import Context, TopicsInForce
 from kmq.router.logs import Logs
@@ -102,12 +102,12 @@ class Declarations:
             self._mend(self._in_force.table[name.encode()])
 
     def _mend(self, topic: Topic) -> None:
-        self._write_again(topic, recorded.lives(self._context.data))
+        self._write_again(topic, checkpoint.recorded(self._context.data))
         self._context.logger.warn(
             "topic_mended", topic=topic.name, partitions=topic.partitions, from_seq=topic.from_seq
         )
 
-    def _write_again(self, topic: Topic, known: recorded.Lives) -> None:
+    def _write_again(self, topic: Topic, known: checkpoint.Lives) -> None:
         """Write the file of a topic, with the limits that it says, or, if it cannot be read, those of the records."""
         data, name = self._context.data, topic.name
         declared = topics.read(data, name)
@@ -122,8 +122,8 @@ class Declarations:
     def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
         """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
         topics.check_names(self._context.data)
-        known = recorded.lives(self._context.data)
-        since, in_checkpoint = recorded.complete(self._context.data, rows, since, known), since
+        known = checkpoint.recorded(self._context.data)
+        since, in_checkpoint = checkpoint.complete(self._context.data, rows, since, known), since
         found: dict[str, Topic] = {}
         guessed: set[str] = set()
         for name in topics.names(self._context.data):
@@ -168,7 +168,7 @@ class Declarations:
     ) -> None:
         """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc.
 
-        `since`: what the checkpoint says, completed by the records (recorded.py). A file may say more if the topic has
+        `since`: what the checkpoint says, completed by the records (`checkpoint.complete`). A file may say more if the topic has
         grown since: that part of the file has a crc, too.
         """
         counts = Counter(name for name, _ in rows)

@@ -35,7 +35,7 @@ class Context:
         # Do changes of topics come as records? The stage says so. Without a framer they are carried out as they are asked.
         self.are_recorded = False
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
-        self.make_room: Callable[[], object] = partial(remnant.release, data)
+        self.make_room: Callable[[], object] = partial(remnant.release_spare, data)
         self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
         self.damaged: Callable[[DamageError], object] = lambda err: None  # is told of damage that is met
         self.lacks_room: Callable[[], bool] = lambda: False  # is the disk or the quota full? The stage knows

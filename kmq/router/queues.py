@@ -114,7 +114,7 @@ class Retention:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return remnant.release(self._context.data) and self._has_rolled(log)
+            return remnant.release_spare(self._context.data) and self._has_rolled(log)
         return True
 
     def retire(self) -> bool:

@@ -20,11 +20,11 @@ from kmq.errors import CorruptError
 from kmq.log import checkpoint, lost_index, reader, remnant, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
-from kmq.log.growth import Since
 from kmq.log.index import IndexWriter
 from kmq.log.partition import PartitionLog, PartitionPlace, State, directory_of
 from kmq.log.partition_recovery import Gap, Remains, WalRange, fits, recover
 from kmq.log.segment import Segment
+from kmq.log.topics import Since
 from kmq.message import record
 from kmq.message.routing import Topic, resolve
 from kmq.router.declarations import Declarations

@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint that is silent about the partitioner of a topic is believed",
-        [("kmq/log/recorded.py", "if stated and stated.partitioner:", "if stated:")],
+        [("kmq/log/checkpoint.py", "if stated and stated.partitioner:", "if stated:")],
         [FORMATS],
     ),
     Mutant(
@@ -521,7 +521,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers are given out though a checkpoint or a queue knows of later ones",
-        [("kmq/log/numbered.py", "    if later > seq:\n", "    if False:\n")],
+        [("kmq/log/checkpoint.py", "    if later > seq:\n", "    if False:\n")],
         [MISPLACED],
     ),
     Mutant(

@@ -24,9 +24,9 @@ from chaos.pod import Pod
 from chaos.test_crash_points import Bench
 from chaos.traces import Point, few, traced
 from kmq.framing import topics as declarations
-from kmq.log import numbered, topics
 from kmq.log import topic_changes as requests
 from kmq.log import topic_changes as topic_records
+from kmq.log import topics, wal
 from kmq.router import topic_changes
 from kmq.router.queues import Queues
 
@@ -54,7 +54,7 @@ def from_the_wal(data: Path) -> dict[str, bytes | str]:
         shutil.copy(data / name, again / name)
     queues = Queues(str(again), no_room, FakeLogger())
     queues.context.are_recorded = True
-    queues.recover(numbered.end(str(again))[0], lambda: None)
+    queues.recover(wal.last_numbered(str(again))[0], lambda: None)
     queues.close()
     return content(again)
 

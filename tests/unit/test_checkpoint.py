@@ -11,8 +11,8 @@ from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.dropped import SeqRange, without
-from kmq.log.growth import Since
 from kmq.log.partition import State
+from kmq.log.topics import Since
 from kmq.message.routing import Topic
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from traced_broker import Broker, kill_at
 
-from kmq.log import checkpoint, growth, topic_changes, topics
+from kmq.log import checkpoint, topic_changes, topics
 from kmq.message.routing import Route, Topic
 from kmq.repair import heal
 from kmq.router.queues import Queues
@@ -191,7 +191,7 @@ def test_a_damaged_growth_is_found_and_repaired_from_the_checkpoint(broker, at):
 @pytest.mark.parametrize("text", ["1", "1:", "a:1", "5:1,5:1", "9:1,5:2", "5:3,9:2", "1:1;2:2", "1:99999"])
 def test_a_text_that_is_no_growth_is_refused(text):
     with pytest.raises(ValueError, match=r"must|digits|rise"):
-        growth.decode(text)
+        topics.decode_growth(text)
 
 
 def test_a_checkpoint_and_a_declaration_are_read_as_they_were_written(broker):
@@ -200,15 +200,18 @@ def test_a_checkpoint_and_a_declaration_are_read_as_they_were_written(broker):
     broker.queues.close()
     assert topics.read(broker.data, "orders").topic("orders").grown == [(15, 1), (15, 2)]
     assert checkpoint.load(broker.data)[2]["orders"][:2] == (1, [(15, 1), (15, 2)])
-    assert growth.decode(growth.encode([(15, 1), (15, 2)])) == [(15, 1), (15, 2)] and growth.decode("") == ()
+    assert (
+        topics.decode_growth(topics.encode_growth([(15, 1), (15, 2)])) == [(15, 1), (15, 2)]
+        and topics.decode_growth("") == ()
+    )
 
 
 def test_only_a_topic_whose_records_have_keys_is_said_to_have_them(broker):
-    assert growth.has_keys(broker.data, "orders", 1) and not growth.has_keys(broker.data, "others", 1)
+    assert topics.has_keys(broker.data, "orders", 1) and not topics.has_keys(broker.data, "others", 1)
     broker.send(b"others.@|0|1|x", b"plain|0|1|x", b"plain.@0|0|1|x")
-    assert not growth.has_keys(broker.data, "others", 1) and not growth.has_keys(broker.data, "plain", 1)
+    assert not topics.has_keys(broker.data, "others", 1) and not topics.has_keys(broker.data, "plain", 1)
     broker.send(b"plain.@0.k|0|1|x")
-    assert growth.has_keys(broker.data, "plain", 1)
+    assert topics.has_keys(broker.data, "plain", 1)
 
 
 def test_growth_survives_limits_and_limits_survive_growth(broker):

@@ -4,7 +4,7 @@ Owner       the router carries everything out (kmq/log/topic_changes.py); this m
 Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
 Crash       A request that nobody has carried out stays in topics/ and is carried out by the router's next start.
 Growth      Stored records stay where they are. New records of a key may go to another partition than its stored ones,
-            so a topic whose records have keys grows only with `force` (kmq/log/growth.py).
+            so a topic whose records have keys grows only with `force` (kmq/log/topics.py).
 Options     Typed clients name them as HTTP does; the Kafka protocol writes retention.ms for retentionMs. A number of -1
             is no limit; None takes the topic's own limit away, so that the setting applies again.
 """
@@ -20,7 +20,7 @@ from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker, RequestRefused, bad_field
-from kmq.log import bounds, growth, topic_changes, topics
+from kmq.log import bounds, topic_changes, topics
 from kmq.log.bounds import PartitionSize
 from kmq.log.segment import Limits
 from kmq.log.topic_changes import Request
@@ -241,9 +241,9 @@ class TopicAdmin:
         except ConfigError as err:
             raise bad_field("partitions", str(err)) from None
         self._check_inodes(partitions - topic.partitions)
-        if not force and growth.has_keys(self._data, topic.name, topic.partitions):
+        if not force and topics.has_keys(self._data, topic.name, topic.partitions):
             raise bad_field(
-                "partitions", f"topic {topic.name!r}: {growth.KEYED}; give force=true to do it nevertheless"
+                "partitions", f"topic {topic.name!r}: {topics.KEYED}; give force=true to do it nevertheless"
             )
 
     async def _grow(self, name: str, partitions: int) -> None:
