@@ -10,7 +10,6 @@ from fixed_port import payloads, routed
 
 from kmq.errors import RetryError
 from kmq.spark.sink import sender as senders
-from kmq.spark.sink import sender as stored
 from kmq.spark.sink.targets import WriteOptions
 
 
@@ -136,11 +135,11 @@ def test_rows_whose_seq_the_broker_has_forgotten_are_found_by_their_id(broker, m
             each.producer.flush()
     one.finish()
     two.finish()
-    monkeypatch.setattr(stored, "_STEP", 64)
+    monkeypatch.setattr(senders, "_STEP", 64)
     seqs = []
-    find = stored.Stored.find
+    find = senders.StoredRecords.find
     monkeypatch.setattr(
-        stored.Stored, "find", lambda *given: seqs.extend(each.seq for each in given[2]) or find(*given)
+        senders.StoredRecords, "find", lambda *given: seqs.extend(each.seq for each in given[2]) or find(*given)
     )
     assert send(broker, block(0, 3000), path=str(broker.data)) == 3000
     assert seqs.count(0) > 2000

@@ -5,10 +5,12 @@
 
 Exact       For every routing key that can be stored the columns equal `resolve` and `Topic.partition_of`, byte by byte,
             even if the key is not UTF-8: Spark keeps the bytes of a text as they are, and cuts text at a dot byte by
-            byte. The topic is empty if it was deleted after the record was stored.
+            byte. The topic is empty if it was deleted after the record was stored. `murmur2` works on the hex digits of
+            the key. Products of two 32-bit numbers there are below 2^63, so bigint never overflows.
 Cost        The table is one constant map. Spark looks up a constant by hash (4.3, from 1,000 entries on), so a table of
             10,000 topics costs no more than a table of ten. Each row costs one lookup per number of dots that declared
             topics have (in most tables one or none), not per dot of the key: a key of a million dots is no slower.
+            `murmur2` is evaluated row by row: about a microsecond for four bytes of a key.
 """
 
 import json
@@ -21,11 +23,6 @@ from kmq.message.record import NO_PARTITION
 from kmq.message.routing import MURMUR2, RUN, Table
 
 # --- murmur2 ---------------------------------------------------------------------------------------------------------
-# kmq.message.routing.MURMUR2 as a column.
-#
-# Exact       Equal to the Python function for every key, also where its bytes are not UTF-8: everything is done on the hex
-#             digits of the key. Products of two 32-bit numbers here are below 2^63, so bigint never overflows.
-# Cost        Evaluated row by row: about a microsecond for four bytes of a key.
 
 _MASK, _M, _SEED = 0xFFFFFFFF, 0x5BD1E995, 0x9747B28C
 _DIGIT = "(?:3[0-9]|[46][1-6])"  # a hex digit, in hex

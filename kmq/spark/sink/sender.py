@@ -1,15 +1,23 @@
 """The connections of a writing task: they send whole lines that carry their ids, and the broker stores each line once.
 
+The broker replies `!dup <n> <seq>` to an id that it has already. The task finds the stored record and compares it with
+the row: in the WAL at that seq. Of an old id the broker no longer knows the seq. Then the record is searched by producer
+and id, backwards from the end of the WAL, because a producer's ids rise. A record that retention has removed from the
+WAL is searched in the same way in its topic's partitions. With several brokers each is searched, first the broker that
+had the previous record: producer and id are unique.
+
 Invariant   A row counts as stored only when the broker has acknowledged it (`!ack`), or when the record stored under
-            the row's id has the same content. The task compares it in the broker's logs (sender.py), or the broker
-            compares it, which remembers checksums of a producer's last 4,096 ids. An id whose content differs or is
-            unknown never counts as the row's. `kmq.replay` decides what happens to such a row: stop ends the task,
-            again stores the row under the producer's next name, trust counts the row as stored.
+            the row's producer and id has the same content: topic, key, user's headers and payload, as in
+            record.fingerprint. The task compares it in the broker's logs, byte by byte, or the broker compares it, which
+            remembers checksums of a producer's last 4,096 ids. An id whose content differs, or that no log holds any
+            more, never counts as the row's. `kmq.replay` decides what happens to such a row: stop ends the task, again
+            stores the row under the producer's next name, trust counts the row as stored.
 Again       The names of a producer are name, name:1, name:2 … A row belongs to the first name under which its id is
             free or has the same content. So a replay of a replay finds each row where the previous replay put it.
             Nothing is lost, whatever has changed in between.
 Resent      Lines sent again after a broken connection may already be stored. Where the broker's logs cannot be read,
             such lines count as this task's own, because no other attempt has written in between.
+Memory      _IN_FLIGHT_BYTES of lines for each open connection, one block of a log, and the records found in it.
 """
 
 import logging
@@ -20,7 +28,6 @@ from base64 import b64decode
 from binascii import Error
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -35,20 +42,7 @@ from kmq.message.routing import Topic
 from kmq.spark.sink.targets import AGAIN, TRUST, WriteOptions, check, producer
 from kmq.spark.source.brokers import Broker
 
-# --- stored ----------------------------------------------------------------------------------------------------------
-# Find the records stored under a producer's ids, so that a row that is sent again is compared with its record.
-#
-# A broker replies `!dup <n> <seq>` to an id that it has already, and the record is read from the WAL at that seq. Of an
-# old id the broker no longer knows the seq. Then the record is searched by producer and id, backwards from the end of the
-# WAL, because a producer's ids rise. A record that retention has removed from the WAL is searched in the same way in its
-# topic's partitions.
-#
-# Invariant   A row counts as stored only if a record with this producer and this id has the same content: topic, key,
-#             user's headers and payload, as in the broker's own comparison (record.fingerprint), but byte by byte. If no
-#             log holds the record any more, the row never counts as stored.
-# Brokers     With several brokers each is searched, first the broker that had the previous record: producer and id are
-#             unique.
-# Memory      One block of lines, and the records found.
+# --- stored records --------------------------------------------------------------------------------------------------
 
 _GAP = 2000  # seqs: wanted records at most this far apart are read together, with what lies between
 _STEP = 1 << 16  # records: the first step of a search backwards
@@ -65,7 +59,7 @@ class Sent(NamedTuple):
     line: bytes
 
 
-class Stored:
+class StoredRecords:
     """The logs of the brokers that a task writes to."""
 
     def __init__(self, brokers: Sequence[Broker]) -> None:
@@ -236,7 +230,7 @@ def _content(payload: bytes, is_encoded: bool) -> bytes | None:
         return payload
 
 
-# --- sender ----------------------------------------------------------------------------------------------------------
+# --- sending ---------------------------------------------------------------------------------------------------------
 
 _IN_FLIGHT_BYTES = 16 * MIB
 _MAX_OPEN = 8  # simultaneous connections of a task whose rows have many producers
@@ -252,6 +246,11 @@ _ADVICE = (
     " two writes share a kmq.producer (each needs its own). kmq.replay=again stores rows that are not stored under new"
     " ids, so that rows may be there twice but none is lost; kmq.replay=trust compares ids only, and loses rows that"
     " have changed"
+)
+_NOT_COMPARABLE = (
+    "it is stored already, and {:,} ids below the last one: the broker knows the content of the last {:,} only. Give"
+    " option path, its data directory, or kmq.bootstrap.servers, its gateway, so that rows sent again are compared; two"
+    " writes of one foreachBatch need a kmq.producer each; kmq.replay=trust compares ids only"
 )
 
 
@@ -332,20 +331,7 @@ class Sender:
         """`at`: the index of the broker. `turn`: which of the producer's names; 0 is the name itself."""
         self._first_name, self._options, self._at, self._turn = name, options, at, turn
         self._name, self._address = _name_of_turn(name, turn), options.brokers[at]
-        self._stored = Stored(options.logs(at)) if options.has_logs else None
-        self._check = partial(check, self._address, options.access, is_host_sure=True)
-        self._make = partial(
-            producer,
-            self._address,
-            options.access,
-            producer=self._name,
-            # The lines carry their own ids. Ask and wait for the last stored id only if the logs cannot be read.
-            first_id=0 if self._stored or options.replay == TRUST else None,
-            timeout_s=options.timeout_s,
-            max_in_flight_bytes=_IN_FLIGHT_BYTES,
-            stall_s=_SAY_S,
-            on_stall=self._warn,
-        )
+        self._stored = StoredRecords(options.logs(at)) if options.has_logs else None
         self._unsent: deque[bytes] = deque()
         self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last look
         self._turns = iter(_TURNS_S)
@@ -375,8 +361,19 @@ class Sender:
             self._next.abort()
 
     def _connect(self) -> None:
-        self.producer = self._make()
-        deadline, tick_s = time.monotonic() + self._options.timeout_s, _FIRST_S
+        options = self._options
+        self.producer = producer(
+            self._address,
+            options.access,
+            producer=self._name,
+            # The lines carry their own ids. Ask and wait for the last stored id only if the logs cannot be read.
+            first_id=0 if self._stored or options.replay == TRUST else None,
+            timeout_s=options.timeout_s,
+            max_in_flight_bytes=_IN_FLIGHT_BYTES,
+            stall_s=_SAY_S,
+            on_stall=self._warn,
+        )
+        deadline, tick_s = time.monotonic() + options.timeout_s, _FIRST_S
         while True:
             try:
                 self.max_line = self.producer.connect(max(0.0, min(tick_s, deadline - time.monotonic())))
@@ -396,7 +393,7 @@ class Sender:
     def _check_for_fault(self) -> None:
         """Raise ConfigError if the connection fails for a reason that waiting cannot mend."""
         try:
-            self._check()
+            check(self._address, self._options.access, is_host_sure=True)
         except ConfigError as err:
             self.producer.abort()
             raise ConfigError(f"producer {self._name} at {err}") from err
@@ -473,7 +470,7 @@ class Sender:
         if self._stored is None:
             for sent in repeated:
                 if sent.id <= self._last_id - PRINTS:
-                    raise self._not_comparable(sent.id)
+                    raise ReplayError(self._name, sent.id, _NOT_COMPARABLE.format(self._last_id - sent.id, PRINTS))
             return []
         stored_lines = self._stored.find(self._name, repeated)
         problems = []
@@ -494,16 +491,6 @@ class Sender:
         stored = self._stored.find(self._name, [sent]).get(id) if self._stored else None
         other = _shown(stored) if stored else f"something else as seq {sent.seq} (id_reused)"
         return f"stored is {other}; came {_shown(line)}"
-
-    def _not_comparable(self, id: int) -> ReplayError:
-        return ReplayError(
-            self._name,
-            id,
-            f"it is stored already, and {self._last_id - id:,} ids below the last one: the broker knows the content of"
-            f" the last {PRINTS:,} only. Give option path, its data directory, or kmq.bootstrap.servers, its gateway,"
-            " so that rows sent again are compared; two writes of one foreachBatch need a kmq.producer each;"
-            " kmq.replay=trust compares ids only",
-        )
 
     def _store_again(self, lines: list[bytes], why: str) -> None:
         if self._next is None:

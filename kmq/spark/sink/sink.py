@@ -2,8 +2,8 @@
 
     df.write.format("kmq").mode("append").option("kmq.producers", "a:5673").option("topic", "orders")
         .option("kmq.producer", "backfill-7").option("path", "data").save()
-    df.writeStream.format("kmq").option("kmq.producers", "a:5673").option("path", "data").option("checkpointLocation",
-    …)
+    df.writeStream.format("kmq").option("kmq.producers", "a:5673").option("path", "data")
+        .option("checkpointLocation", …)
 
 Columns, by name; other columns are ignored:
     value               binary or string; null is a tombstone, an empty value is not
@@ -38,9 +38,17 @@ Options:
     kmq.ssl.…           TLS, certificates: kmq/spark/connections.py. With any of these options an address has TLS and
                         port 5443, unless it is tcp://host:5673; without them only tls://host:5443 has TLS
 
-Ids         The line of a row carries a producer and an id (sink.py): from columns producer and id, or made of the
-            row's origin, or made of query, Spark partition, batch and row. If Spark repeats a batch from the same
-            checkpoint, it gives the batch the same number.
+Ids         By the producer and the id in its line the broker recognizes a row that is sent again. `query id` is there
+            in a stream and in its foreachBatch; `origin` is a hash of the columns origin_… except origin_offset:
+                columns producer and id   used as they are
+                columns origin_…          id = origin_offset + 1
+                                          producer <kmq.producer, or s>[-<query id>]-<origin>-<Spark partition>
+                neither                   id = batch · 10⁹ + row; if Spark repeats a batch from the same checkpoint, it
+                                          gives the batch the same number
+                                          producer <kmq.producer, or s>[-<query id>]-<Spark partition>
+            Two rows of a task never get the same id of the same producer, and the ids of a producer always rise: an id
+            that does not is a RowError before any row of its Arrow batch is sent. Two origins never share a producer:
+            neither two partitions, nor two brokers that column origin_broker tells apart.
 Invariant   A row never counts as stored because of another row. `!dup` (the broker has this id) counts only if the
             record stored under the id has the same content: topic, key, the user's headers and value, to the byte
             (sender.py). So whatever has changed between two runs of a batch, no row of the last run is missing when it
@@ -58,7 +66,9 @@ Again       Rows that differ from what is stored under their ids (another filter
             … It may be stored twice, but a further replay finds each row where this one put it. kmq.replay=trust: the
             row counts as stored, and a row that has changed is lost. Rows that moved to Spark partitions that did not
             exist before have new ids: they are stored again, unnoticed. With columns origin_… a row keeps its id,
-            whatever other rows the filter passes.
+            however many rows come before it: a filter that selects other records, or a source that has lost some,
+            changes no other row's id. This needs the source to cut the same slices again, because the number of the
+            Spark partition stands for the slice.
 Order       A replay must deliver the rows in the same order. Files and KMQ do. After a shuffle this needs
             sortWithinPartitions by columns that tell all rows apart, or columns producer and id.
 Before      A batch write, and a stream that has not committed a batch yet, first connects to each broker from the
@@ -66,12 +76,11 @@ Before      A batch write, and a stream that has not committed a batch yet, firs
             wait for a broker that is down, and for a host they do not know, because a pod that is being replaced has no
             name for a while. In a foreachBatch each write checks; kmq.probe=false leaves it to the tasks.
 Not covered There is no transaction: rows are readable as soon as they are stored, even if their batch fails later, or
-if a
-            changed batch no longer contains them. Two equal rows cannot be told apart: two equal writes under one name
-            are stored as one. Without `path`, rows that another attempt stores while a connection is broken count as
-            this task's own. The broker drops checksums while over 64 producers write at the same time; an id without a
-            checksum counts. A broker forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days); its rows are then
-            stored again.
+            if a changed batch no longer contains them. Two equal rows cannot be told apart: two equal writes under one
+            name are stored as one. Without `path`, rows that another attempt stores while a connection is broken count
+            as this task's own. The broker drops checksums while over 64 producers write at the same time; an id without
+            a checksum counts. A broker forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days); its rows are
+            then stored again.
 """
 
 import time
@@ -92,22 +101,7 @@ from kmq.spark.sink.lines import Ints, RowError, block, numbers, pieces, to_line
 from kmq.spark.sink.sender import NoPartition, ReplayError, Senders, log
 from kmq.spark.sink.targets import NAME, WriteOptions, check_all, has_begun
 
-# --- numbering -------------------------------------------------------------------------------------------------------
-# The producer and id of each row of a task: by them the broker recognizes the row when it is sent again.
-#
-#     columns producer and id     used as they are
-#     columns origin_…            id = origin_offset + 1; producer <kmq.producer, or s>[-<query id>]-<origin>-<Spark
-#                                 partition>
-#     neither                     id = batch · 10⁹ + row; producer <kmq.producer, or s>[-<query id>]-<Spark partition>
-#
-# `query id` is there in a stream and in its foreachBatch. `origin` is a hash of the other columns origin_…
-#
-# Invariant   Two rows of a task never get the same id of the same producer, and the ids of a producer always rise: an id
-#             that does not is a RowError before any row of its Arrow batch is sent. Two origins never share a producer:
-#             neither two partitions, nor two brokers that column origin_broker tells apart.
-# Again       An id made of an origin does not depend on how many rows come before it. So a filter that selects other
-#             records, or a source that has lost some, changes no other row's id. This needs the source to cut the same
-#             slices again, because the number of the Spark partition stands for the slice.
+# --- producers and ids -----------------------------------------------------------------------------------------------
 
 # Local properties of a task (Spark's own names, guarded by a test): set in streams, and inside foreachBatch.
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -271,7 +265,7 @@ def _not_rising(last: dict[str, int], label: str, ids: Ints) -> tuple[int, int]:
     return -1, 0
 
 
-# --- sink ------------------------------------------------------------------------------------------------------------
+# --- writers ---------------------------------------------------------------------------------------------------------
 
 _TEXT = ("string", "binary")
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")

@@ -1,7 +1,9 @@
-"""Where the sink writes: the addresses at which ingress accepts lines, and the permanent faults of an address.
+"""Where the sink writes: addresses at which ingress accepts lines, their permanent faults, and the options for writing.
 
     kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS if options
                              of TLS (kmq/spark/connections.py) are given, as for gateways. Ports: 5673; with TLS 5443
+
+The options of format("kmq") for writing are described in sink.py. An error names the wrong option.
 
 Fault       `check` tells permanent faults (an unknown host, a wrong certificate, an unknown token) from temporary ones
             (a broker that is down, slow, or refuses for now). An unknown host may be temporary too, because a pod has
@@ -30,7 +32,7 @@ from kmq.wire.refusals import RETRYABLE
 
 _PORT, _TLS_PORT = 5673, 5443
 _TLS, _TCP = "tls://", "tcp://"
-_TIMEOUT_S = 60.0
+_DRIVER_TIMEOUT_S = 60.0  # of a producer outside of Spark's tasks
 _AT_A_TIME = 8
 _LOOK_S = 5.0  # timeout of a check; a slow broker is no fault
 _LISTENED = 3  # connections that wait for a TLS alert
@@ -72,7 +74,7 @@ def _address(option: str, text: str, has_tls: bool) -> Address:
     return Address(bare, int(port), is_tls)
 
 
-# --- permanent faults -----------------------------------------------------------------------------------------------
+# --- targets ---------------------------------------------------------------------------------------------------------
 
 
 def producer(address: Address, access: Access, **options: Any) -> Producer:
@@ -107,7 +109,7 @@ class Target(NamedTuple):
     @property
     def timeout_s(self) -> float:
         """The timeout of a producer outside of Spark's tasks."""
-        return duration(self.options, "kmq.timeout", _TIMEOUT_S)
+        return duration(self.options, "kmq.timeout", _DRIVER_TIMEOUT_S)
 
     @classmethod
     def of(cls, producers: str, connection: Mapping[str, str], option: str = "--producers") -> "Target":
@@ -129,17 +131,7 @@ class Target(NamedTuple):
         check(self.address, self.access)
 
 
-def has_begun(options: Mapping[str, str]) -> bool:
-    """Return True if a stream with these options has committed a batch, or if its checkpoint is not on this machine."""
-    path = {name.lower(): text for name, text in options.items()}.get("checkpointlocation", "")
-    scheme, colon, rest = path.partition(":")
-    if colon and scheme != "file":
-        return True
-    commits = f"/{rest.lstrip('/')}/commits" if colon else f"{path}/commits"
-    try:
-        return not path or bool(os.listdir(commits))
-    except OSError:
-        return False
+# --- permanent faults ------------------------------------------------------------------------------------------------
 
 
 def check_all(asked: Sequence[Address], access: Access) -> None:
@@ -219,15 +211,14 @@ def fault(err: OSError) -> str:
     return ""
 
 
-# --- write options ---------------------------------------------------------------------------------------------------
-# The options of format("kmq") for writing, checked. An error names the wrong option.
+# --- options ---------------------------------------------------------------------------------------------------------
 
 _OPTIONS = (
     *("kmq.producers", "kmq.token", "kmq.producer", "kmq.timeout", "kmq.probe", *TLS_OPTIONS),
     *("topic", "usePartition", "path", "kmq.bootstrap.servers", "kmq.replay"),
 )
 _OF_SPARK = ("queryname", "checkpointlocation")  # Spark passes them to every sink of a stream
-_WRITE_OPTIONS_TIMEOUT_S = 600.0
+_TASK_TIMEOUT_S = 600.0
 NAME = re.compile(NAME_PATTERN)  # a producer's name
 STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what happens to a row whose id is another row's
 
@@ -248,7 +239,7 @@ class WriteOptions:
         self.producer = options.get("kmq.producer", "")
         if self.producer and not NAME.fullmatch(self.producer):
             raise ConfigError(f"kmq.producer={self.producer!r}: must be 1 to 64 of A-Z a-z 0-9 _ . : -")
-        self.timeout_s = duration(options, "kmq.timeout", _WRITE_OPTIONS_TIMEOUT_S)
+        self.timeout_s = duration(options, "kmq.timeout", _TASK_TIMEOUT_S)
         self.replay = options.get("kmq.replay", STOP).strip().lower()
         if self.replay not in REPLAY:
             raise ConfigError(f"kmq.replay={options['kmq.replay']!r}: must be one of {', '.join(REPLAY)}")
@@ -280,3 +271,16 @@ def _flag(name: str, text: str) -> bool:
     if text.strip().lower() not in ("true", "false"):
         raise ConfigError(f"{name}={text!r}: must be true or false")
     return text.strip().lower() == "true"
+
+
+def has_begun(options: Mapping[str, str]) -> bool:
+    """Return True if a stream with these options has committed a batch, or if its checkpoint is not on this machine."""
+    path = {name.lower(): text for name, text in options.items()}.get("checkpointlocation", "")
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme != "file":
+        return True
+    commits = f"/{rest.lstrip('/')}/commits" if colon else f"{path}/commits"
+    try:
+        return not path or bool(os.listdir(commits))
+    except OSError:
+        return False
