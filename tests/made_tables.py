@@ -15,7 +15,7 @@ from deltalake import DeltaTable
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import StaticTable
 
-from kmq.spark.tables import Iceberg, Table, base, formats, places, synced
+from kmq.spark.tables import Iceberg, Table, base, formats, stores, synced
 
 SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("topic", pa.string())])
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
@@ -26,14 +26,14 @@ STEPS: list[tuple[Any, str]] = [
     (base, "sync_directory"),
     (base, "sync_file"),
 ]
-STEPS += [(places, "sync_directory")]
-STEPS += [(places, "sync_file"), (formats, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
-STEPS += [(places, "replace_file"), (places, "sync_directory"), (synced, "sync_directory")]
+STEPS += [(stores, "sync_directory")]
+STEPS += [(stores, "sync_file"), (formats, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
+STEPS += [(stores, "replace_file"), (stores, "sync_directory"), (synced, "sync_directory")]
 STEPS += [(DeltaTable, "create_write_transaction"), (SqlCatalog, "commit_table")]
 S3_STEPS = [
     *STEPS[-2:],
-    (places.S3, "_store"),
-    (places.S3, "replace"),
+    (stores.S3, "_store"),
+    (stores.S3, "replace"),
     (base, "replace_file"),
     (base, "replace_file"),
     (shutil, "rmtree"),

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from kmq.errors import ConfigError
-from kmq.spark.tables import FORMATS, base, open_table, places
+from kmq.spark.tables import FORMATS, open_table, stores
 
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
 TEXT, NUMBER = StringType(), LongType()
@@ -37,7 +37,7 @@ def made(path, format):
     """A table without rows."""
     table = open_table(str(path), format, ["topic"])
     with table:
-        table.create(places.arrow_schema(rows(COLUMNS)))
+        table.create(stores.arrow_schema(rows(COLUMNS)))
     return table
 
 
@@ -143,5 +143,8 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "metadata").write_text("no JSON")
     for path, what in ((tmp_path / "file", "is a file"), ("/proc/x", "cannot be written"), (tmp_path / "odd", "Spark")):
-        with pytest.raises(ConfigError, match=rf"^--checkpoint {path}: .*{what}"):
-            base.checkpoint(str(path), "t", "")
+        with (
+            open_table(str(tmp_path / "t"), "parquet", []) as table,
+            pytest.raises(ConfigError, match=rf"^--checkpoint {path}: .*{what}"),
+        ):
+            table.stream.check_checkpoint(str(path))

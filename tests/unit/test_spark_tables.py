@@ -13,7 +13,7 @@ from pyiceberg.utils.config import Config
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import ownership
-from kmq.spark.tables import base, iceberg, open_table, places
+from kmq.spark.tables import base, iceberg, open_table, stores
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -176,11 +176,11 @@ def test_directories_change_places_at_once(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    places.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    stores.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
-    assert places.can_exchange(str(tmp_path)) and sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
+    assert stores.can_exchange(str(tmp_path)) and sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
     with pytest.raises(FileNotFoundError, match="cannot change places"):
-        places.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
+        stores.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
 
 
 def test_an_iceberg_table_is_in_the_catalog_that_pyiceberg_knows_by_its_name(tmp_path, monkeypatch):

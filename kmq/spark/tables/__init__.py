@@ -3,8 +3,8 @@
     with open_table("archive", "parquet", ["topic", "date"]) as table:
         table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: the batch was added before
 
-Each format has a file (formats.py, formats.py, iceberg.py). base.py holds what they share: a batch is staged, sealed,
-published, committed. places.py: a directory or an S3 store. base.py, places.py: checks before a stream starts.
+formats.py has Parquet and Delta, iceberg.py Iceberg. base.py holds what they share: a batch is staged, sealed,
+published, committed, and what is checked before a stream starts. stores.py: a directory or an S3 store.
 
 Owns        The directory `to`, with one writer at a time under an exclusive lock. Beside the table's files lies .kmq/.
             Readers ignore it (Spark, pandas, pyarrow, Delta: because of the dot; as a glob: to/*=*/**/*.parquet):

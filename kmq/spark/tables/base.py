@@ -1,7 +1,17 @@
 """What tables of every format share: one writer, and batches that are staged, sealed, published and committed.
 
-Invariant, Crash: see the package. A format adds how files in their places become part of the table (_record), the
-columns of the table (known_columns, create), and how small files are merged (merge).
+A format adds how files in their places become part of the table (_record), the columns of the table (known_columns,
+create), and how small files are merged (merge). The promises of tables are in the package; here is how they are kept.
+
+Before      a stream starts, its table and its checkpoint are checked: a wrong directory gives an error of one line, not
+            a stack trace in a batch.
+Batches     are known by number and offsets: a checkpoint that was restored from an older copy uses the numbers again for
+            other records. Batches that a release before the offsets has committed are known by number: only the last
+            can come again.
+Invariant   A batch is never skipped unless the table has a batch with this number and these offsets. A batch is sealed
+            by one rename, and never before all its files and the manifest are synced. Readers of the table never see
+            a batch that is made or sealed.
+Crash       Before the seal the next start deletes `making/`. After the seal it finds `sealed/` and resumes.
 """
 
 import errno
@@ -17,8 +27,8 @@ from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.files import FULL, replace_file, sync_directory, sync_file
 from kmq.links.ownership import FileLock, describe
 from kmq.spark.pinned import pinned
-from kmq.spark.tables import places
-from kmq.spark.tables.places import S3, Directory, Place
+from kmq.spark.tables import stores
+from kmq.spark.tables.stores import S3, TableDirectory, TableStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
-# Checks before a stream starts, so that a wrong directory gives an error of one line, not a stack trace in a batch.
 
 PARQUET, DELTA, ICEBERG = "parquet", "delta", "iceberg"
 MARKS = {PARQUET: "", DELTA: "_delta_log", ICEBERG: "metadata"}  # format → the directory that only its tables have
@@ -67,28 +76,6 @@ def _file_among(path: str) -> str | None:
     return path if path and not os.path.isdir(path) else None
 
 
-def checkpoint(path: str, table: str, query: str) -> None:
-    """Raise an error if a stream's checkpoint cannot be used, or belongs to another table.
-
-    `query`: id of the stream whose rows the table holds; "" for a new table.
-    """
-    if "://" in path:  # Spark checks these
-        return
-    usable("--checkpoint", path)
-    advice = "give each table a checkpoint of its own"
-    found = _query_id(path)
-    if query and not found:
-        raise ConfigError(
-            f"--checkpoint {path}: is new, but the rows of --to {table} are of another checkpoint; {advice}"
-        )
-    if query and found != query:
-        raise ConfigError(f"--checkpoint {path}: belongs to another query than the rows of --to {table}; {advice}")
-    if not query and found and any(name.isdigit() for name in _names(f"{path}/commits")):
-        raise ConfigError(
-            f"--checkpoint {path}: has written batches to another table, and --to {table} is new; {advice}"
-        )
-
-
 def _query_id(path: str) -> str:
     try:
         with open(f"{path}/metadata", encoding="utf-8") as file:
@@ -118,10 +105,10 @@ def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
         raise ConfigError("--partition-by: names all columns; at least one must be left for the files")
 
 
-def format_is(wanted: str, to: str, state: str, place: Place) -> None:
-    """Raise ConfigError if the place holds a table of another format, or an error if its store cannot be reached."""
-    found = next((name for name, mark in MARKS.items() if mark and place.has(mark)), "")
-    if not found and (os.path.exists(f"{state}/batch") or places.directories(to)):
+def format_is(wanted: str, to: str, state: str, store: TableStore) -> None:
+    """Raise ConfigError if the store holds a table of another format, or an error if it cannot be reached."""
+    found = next((name for name, mark in MARKS.items() if mark and store.has(mark)), "")
+    if not found and (os.path.exists(f"{state}/batch") or stores.directories(to)):
         found = PARQUET
     if found and found != wanted:
         raise ConfigError(f"--to {to}: holds a {found} table, not {wanted}; name another --to")
@@ -134,14 +121,7 @@ def same_partitions(to: str, table: Sequence[str], wanted: Sequence[str]) -> Non
         raise ConfigError(f"--to {to}: the table is partitioned by {had}, not by {have}; name another --to")
 
 
-# --- bound -----------------------------------------------------------------------------------------------------------
-# Records which stream a table belongs to, and the batches of that stream that were committed to it.
-#
-# A batch is its number and its offsets: a checkpoint that was restored from an older copy uses the numbers again for
-# other records.
-#
-# Invariant   A batch is never skipped unless the table has a batch with this number and these offsets. Batches that a
-#             release before the offsets has committed are known by number: only the last can come again.
+# --- the table's stream ----------------------------------------------------------------------------------------------
 
 Offsets = list[str]  # where a batch ends: the line of each source, as in Spark's own note of the batch
 
@@ -153,39 +133,35 @@ _MAX_SHOWN = 5  # partitions in an error
 class BoundStream:
     """The files `query`, `batch` and offsets/<batch> of a table's state; in an object store a note beside the table."""
 
-    def __init__(self, to: str, state: str, place: Place) -> None:
-        self._to, self._state, self._place = to, state, place
+    def __init__(self, to: str, state: str, store: TableStore) -> None:
+        self._to, self._state, self._store = to, state, store
 
     @property
     def query(self) -> str:
         """The stream's id; "" before the first batch."""
-        return places.read(f"{self._state}/query")
+        return stores.read(f"{self._state}/query")
 
     @property
     def last_batch(self) -> int:
         """The number of the last committed batch, -1 before the first."""
-        return int(places.read(f"{self._state}/batch") or -1)
+        return int(stores.read(f"{self._state}/batch") or -1)
 
     def bind(self, query: str, batch_id: int) -> None:
         """Bind the table to a stream at its first batch. Raises ConfigError if the table belongs to another stream."""
         known = self.query
         if not known and batch_id == 0:
-            self._own(query)
+            if isinstance(self._store, S3):  # there only this note keeps two checkpoints apart
+                if (owner := self._store.owner()) and owner != query:
+                    raise ConfigError(f"--to {self._to}: holds rows of another checkpoint; name another --to")
+                self._store.own(query)
             replace_file(f"{self._state}/query", query.encode())
         elif known != query:
             why = "holds rows of another checkpoint" if known else "is new, but the checkpoint is not"
             raise ConfigError(f"--to {self._to}: {why}; give each table a checkpoint of its own")
 
-    def _own(self, query: str) -> None:
-        """Note the owner in an object store, where only this note keeps two checkpoints apart."""
-        if isinstance(self._place, S3):
-            if (owner := self._place.owner()) and owner != query:
-                raise ConfigError(f"--to {self._to}: holds rows of another checkpoint; name another --to")
-            self._place.own(query)
-
     def offsets(self, batch_id: int) -> Offsets | None:
         """Return the offsets of a committed batch; None if they are not kept, or not any more."""
-        version, *lines = places.read(f"{self._state}/offsets/{batch_id}").splitlines() or [""]
+        version, *lines = stores.read(f"{self._state}/offsets/{batch_id}").splitlines() or [""]
         if version not in ("", _VERSION):
             raise ConfigError(f"{self._state}/offsets/{batch_id}: unknown format {version!r}; expected {_VERSION}")
         return lines if version else None
@@ -221,8 +197,24 @@ class BoundStream:
         )
 
     def check_checkpoint(self, path: str) -> None:
-        """Raise ConfigError if the checkpoint does not belong to the table's stream."""
-        checkpoint(path, self._to, self.query)
+        """Raise an error if a stream's checkpoint cannot be used, or belongs to another table."""
+        if "://" in path:  # Spark checks these
+            return
+        usable("--checkpoint", path)
+        query, found = self.query, _query_id(path)
+        advice = "give each table a checkpoint of its own"
+        if query and not found:
+            raise ConfigError(
+                f"--checkpoint {path}: is new, but the rows of --to {self._to} are of another checkpoint; {advice}"
+            )
+        if query and found != query:
+            raise ConfigError(
+                f"--checkpoint {path}: belongs to another query than the rows of --to {self._to}; {advice}"
+            )
+        if not query and found and any(name.isdigit() for name in _names(f"{path}/commits")):
+            raise ConfigError(
+                f"--checkpoint {path}: has written batches to another table, and --to {self._to} is new; {advice}"
+            )
 
 
 def _differing(offsets: Offsets, taken: Offsets) -> str:
@@ -256,13 +248,8 @@ def _leaves(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 # --- staging ---------------------------------------------------------------------------------------------------------
-# Holds a batch on its way into a table: written by Spark, sealed with a manifest, removed when its files are in place.
-#
-# Invariant   A batch is sealed by one rename, and never before all its files and the manifest are synced. Readers of the
-#             table never see these directories.
-# Crash       Before the seal: the next start deletes `making/`. After it: the next start finds `sealed/` and resumes.
 
-File = dict[str, Any]  # from, to, rows, size: see disk.describe
+File = dict[str, Any]  # from, to, rows, size: see stores.describe
 
 
 class Staging:
@@ -296,8 +283,8 @@ class Staging:
         `sync`: paths of other files, synced before the batch is sealed.
         """
         files = [
-            places.describe(self._attempt, name, place(os.path.dirname(name)), f"{batch_id:010}-{number:04}")
-            for number, name in enumerate(places.parquet_files(self._attempt))
+            stores.describe(self._attempt, name, place(os.path.dirname(name)), f"{batch_id:010}-{number:04}")
+            for number, name in enumerate(stores.parquet_files(self._attempt))
         ]
         for path in sync:
             sync_file(path)
@@ -320,7 +307,7 @@ class Staging:
         shutil.rmtree(self._making)
 
 
-# --- base ------------------------------------------------------------------------------------------------------------
+# --- table -----------------------------------------------------------------------------------------------------------
 
 TARGET_BYTES = 128 << 20  # of a merged file; a file below half of this is small
 MERGE_FILES = 8  # a directory with at least so many small files is merged
@@ -329,16 +316,16 @@ MERGE_FILES = 8  # a directory with at least so many small files is merged
 class Table:
     """A table of files; a context that owns it. Subclasses implement the formats."""
 
-    format = ""  # among checks.MARKS
+    format = ""  # a key of MARKS
 
     def __init__(self, path: str, partition_by: Sequence[str], state: str = "") -> None:
         """`state`: the directory of what is kept between two starts, for s3://…; a directory `path` has its own."""
         self.path, self.partition_by = path, list(partition_by)
         self.state = state or f"{path}/.kmq"
         self._option = "--checkpoint" if state else "--to"
-        self.place: Place = S3(path) if state else Directory(path)
+        self.store: TableStore = S3(path) if state else TableDirectory(path)
         self.staging = Staging(self.state)
-        self.stream = BoundStream(path, self.state, self.place)
+        self.stream = BoundStream(path, self.state, self.store)
         self.merging = f"{self.state}/merging"
         self._written: set[str] = set()  # directories that the last batch added to
         self._lock = FileLock(f"{self.state}/owner")
@@ -347,9 +334,9 @@ class Table:
         usable(self._option, self.state)
         self._lock.acquire(f"--to {self.path}", describe("pipeline", self.path))
         try:
-            if isinstance(self.place, S3):
-                self.place.check()
-            format_is(self.format, self.path, self.state, self.place)
+            if isinstance(self.store, S3):
+                self.store.check()
+            format_is(self.format, self.path, self.state, self.store)
             self.staging.discard()
             shutil.rmtree(self.merging, ignore_errors=True)
             if self.staging.is_sealed:
@@ -417,7 +404,7 @@ class Table:
         partition_by(self.partition_by, rows.columns)
         found = self.known_columns()
         if found is not None:
-            places.compare(self.path, found, self._describe(places.arrow_schema(rows)))
+            stores.compare(self.path, found, self._describe(stores.arrow_schema(rows)))
         return found is not None
 
     def known_columns(self) -> dict[str, str] | None:
@@ -428,7 +415,7 @@ class Table:
         raise NotImplementedError
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
-        return places.described(schema)
+        return stores.described(schema)
 
     def create(self, schema: "pa.Schema") -> None:
         """Create the table with these columns."""
@@ -437,7 +424,7 @@ class Table:
     def stage(self, rows: "DataFrame") -> None:
         """Write the rows of a batch where no reader sees them yet; create the table if it does not exist."""
         if not self.expect(rows):
-            self.create(places.arrow_schema(rows))
+            self.create(stores.arrow_schema(rows))
         self._write(rows, self.partition_by)
 
     def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
@@ -450,13 +437,13 @@ class Table:
                 raise explained("--to", self.path, OSError(errno.ENOSPC, "")) from err
             raise
 
-    def _place(self, directory: str) -> str:
+    def _directory_of(self, directory: str) -> str:
         """Return the table's directory for the files of a directory that Spark wrote."""
         return directory
 
     def commit(self, batch_id: int, offsets: Offsets | None = None, sync: Iterable[str] = ()) -> int:
         """Add the staged batch; return its number of rows. Files named in `sync` are synced before it is sealed."""
-        files = self.staging.seal(batch_id, offsets, self._place, sync)
+        files = self.staging.seal(batch_id, offsets, self._directory_of, sync)
         self._written = {os.path.dirname(file["to"]) for file in files}
         self._publish()
         return sum(file["rows"] for file in files)
@@ -464,7 +451,7 @@ class Table:
     def _publish(self) -> None:
         """Move the files of the sealed batch to their places, and commit it. May be repeated until it succeeds."""
         batch_id, offsets, files = self.staging.manifest()
-        self.place.adopt(self.staging.sealed, files)
+        self.store.adopt(self.staging.sealed, files)
         self._record(batch_id, offsets, files)
         self.stream.committed(batch_id, offsets)
         self.staging.finish()

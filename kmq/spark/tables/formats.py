@@ -1,12 +1,24 @@
-"""A Delta table: Spark's tasks write the Parquet files, and one entry of the table's log names the files of a batch.
+"""Tables of Delta and of plain Parquet: Spark's tasks write the Parquet files, and a batch becomes part of the table.
 
-Invariant   The entry of a batch always holds the stream's id and the batch's number, as an application transaction of
-            Delta, and its offsets. A batch is never entered unless its number is above the last one of its stream.
-Crash       before the entry    no entry names the files in the table; the next start enters the sealed batch
+Delta       One entry of the table's log names the files of a batch. It always holds the stream's id and the batch's
+            number, as an application transaction of Delta, and its offsets. A batch is never entered unless its number
+            is above the last one of its stream.
+            optimize merges small files. vacuum deletes files that have not been part of the table for a week: at the
+            end of a run, and every hour.
+  Crash     before the entry    no entry names the files in the table; the next start enters the sealed batch
             after the entry     the log has the batch's number, and nothing is entered again
             In an object store the entry is stored only if its number is still free (deltalake does that).
-Merging     optimize merges small files. vacuum deletes files that have not been part of the table for a week: at the
-            end of a run, and every hour.
+
+Parquet     Files in directories named after the partitions' values. Every file under the table's directory always
+            belongs to a committed batch, or replaces such files with the same rows.
+            A directory with many small files is rewritten to .kmq/merging/. One system call (renameat2,
+            RENAME_EXCHANGE) exchanges the two directories, so that readers list either the old or the new one. A reader
+            that had listed the old names gets an error, never a wrong result. Therefore, while a stream runs, only
+            directories that the last batch did not write to are merged.
+  Crash     A kill leaves one of the two directories in merging/. The next start deletes it, and the other has the same
+            rows.
+  Not covered Files stay small on file systems that cannot exchange directories (NFS), in object stores, and in tables
+            without partitions.
 """
 
 import json
@@ -20,15 +32,17 @@ from urllib.parse import unquote
 from kmq.errors import RetryError
 from kmq.files import replace_file, sync_directory, sync_file
 from kmq.spark.pinned import pinned
-from kmq.spark.tables import base, places
+from kmq.spark.tables import base, stores
 from kmq.spark.tables.base import Offsets, Table
-from kmq.spark.tables.places import S3, Directory, endpoint
+from kmq.spark.tables.stores import S3, TableDirectory, endpoint
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from deltalake import DeltaTable
     from pyspark.sql import SparkSession
 
+
+# --- Delta -----------------------------------------------------------------------------------------------------------
 
 _QUERY, _BATCH, _OFFSETS = "kmq.query", "kmq.batch", "kmq.offsets"  # of an entry's commitInfo
 VACUUM_EVERY_S = 3600.0
@@ -49,12 +63,12 @@ class Delta(Table):
     @property
     def _options(self) -> dict[str, str] | None:
         """Storage options that deltalake does not take from the environment itself."""
-        return {"AWS_ALLOW_HTTP": "true"} if isinstance(self.place, S3) and endpoint().startswith("http:") else None
+        return {"AWS_ALLOW_HTTP": "true"} if isinstance(self.store, S3) and endpoint().startswith("http:") else None
 
     def known_columns(self) -> dict[str, str] | None:
         import pyarrow as pa
 
-        if not self.place.has("_delta_log"):
+        if not self.store.has("_delta_log"):
             return None
         table = self.table()
         base.same_partitions(self.path, table.metadata().partition_columns, self.partition_by)
@@ -66,7 +80,7 @@ class Delta(Table):
         DeltaTable.create(self.path, schema, partition_by=self.partition_by, storage_options=self._options)
 
     def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
-        if not self.place.has("_delta_log"):
+        if not self.store.has("_delta_log"):
             return -1, None
         table, query = self.table(), self.stream.query
         last = table.transaction_version(query)
@@ -90,7 +104,7 @@ class Delta(Table):
                 AddAction(
                     file["to"],
                     file["size"],
-                    places.partition_values(file["to"]),
+                    stores.partition_values(file["to"]),
                     now,
                     True,
                     json.dumps({"numRecords": file["rows"]}),
@@ -105,7 +119,7 @@ class Delta(Table):
                 app_transactions=[Transaction(query, batch_id)],
             ),
         )
-        if isinstance(self.place, Directory):
+        if isinstance(self.store, TableDirectory):
             sync_directory(f"{self.path}/_delta_log")
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
@@ -123,19 +137,7 @@ class Delta(Table):
         return int(table.optimize.compact(target_size=base.TARGET_BYTES)["numFilesRemoved"])
 
 
-# --- parquet ---------------------------------------------------------------------------------------------------------
-# A table of Parquet files in directories named after the partitions' values; small files are merged.
-#
-# Invariant   Every file under the table's directory belongs to a committed batch, or replaces such files with the same
-#             rows.
-# Merging     A directory with many small files is rewritten to .kmq/merging/. One system call (renameat2,
-#             RENAME_EXCHANGE) exchanges the two directories, so that readers list either the old or the new one. A reader
-#             that had listed the old names gets an error, never a wrong result. Therefore, while a stream runs, only
-#             directories that the last batch did not write to are merged.
-# Crash       A kill leaves one of the two directories in merging/. The next start deletes it, and the other has the same
-#             rows.
-# Not covered Files stay small on file systems that cannot exchange directories (NFS), in object stores, and in tables
-#             without partitions.
+# --- Parquet ---------------------------------------------------------------------------------------------------------
 
 _LAST = "_kmq/batch.json"  # of a table in an object store: number and offsets of the last batch
 
@@ -146,7 +148,7 @@ class Parquet(Table):
     format = base.PARQUET
 
     def known_columns(self) -> dict[str, str] | None:
-        known = places.read(f"{self.state}/columns.json")
+        known = stores.read(f"{self.state}/columns.json")
         if not known:
             return None
         found = json.loads(known)
@@ -159,19 +161,19 @@ class Parquet(Table):
         replace_file(f"{self.state}/columns.json", json.dumps(about, indent=1).encode())
 
     def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
-        note = self.place.note(_LAST) if isinstance(self.place, S3) else {}
+        note = self.store.note(_LAST) if isinstance(self.store, S3) else {}
         last = int(note.get("batch", -1))
         return last, note.get("offsets") if last == batch_id else None
 
     def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
-        if isinstance(self.place, S3):  # else the files lie beside the state, and are restored with it
-            self.place.replace(_LAST, json.dumps({"batch": batch_id, "offsets": offsets}).encode())
+        if isinstance(self.store, S3):  # else the files lie beside the state, and are restored with it
+            self.store.replace(_LAST, json.dumps({"batch": batch_id, "offsets": offsets}).encode())
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         merged = 0
-        if isinstance(self.place, S3) or not self.partition_by or not places.can_exchange(self.state):
+        if isinstance(self.store, S3) or not self.partition_by or not stores.can_exchange(self.state):
             return merged
-        for directory, files in places.directories(self.path).items():
+        for directory, files in stores.directories(self.path).items():
             if directory and (all or directory not in self._written):
                 small = [name for name, size in files.items() if size < base.TARGET_BYTES // 2]
                 if len(small) >= base.MERGE_FILES:
@@ -189,13 +191,13 @@ class Parquet(Table):
         stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest file: no earlier merge used it
         new = f"{self.merging}/directory"
         os.mkdir(new)
-        for number, name in enumerate(places.parquet_files(made)):
+        for number, name in enumerate(stores.parquet_files(made)):
             sync_file(f"{made}/{name}")
             os.rename(f"{made}/{name}", f"{new}/{stem}+{number}.parquet")
         for name in files.keys() - set(small):
             os.link(f"{live}/{name}", f"{new}/{name}")
         sync_directory(new)
-        places.exchange(new, live)
+        stores.exchange(new, live)
         sync_directory(os.path.dirname(live))
         sync_directory(self.merging)
         shutil.rmtree(self.merging)

@@ -32,9 +32,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kmq.errors import ConfigError, RetryError, pip_install
-from kmq.spark.tables import base, places
+from kmq.spark.tables import base, stores
 from kmq.spark.tables.base import Offsets, Table
-from kmq.spark.tables.places import S3, endpoint, region
+from kmq.spark.tables.stores import S3, endpoint, region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,10 +90,10 @@ class Iceberg(Table):
         if not self._name:
             uri, io = f"sqlite:///{self.state}/catalog.db", "kmq.spark.tables.synced.SyncedIO"
             store = {}
-            if isinstance(self.place, S3):
+            if isinstance(self.store, S3):
                 io = "pyiceberg.io.pyarrow.PyArrowFileIO"
                 store = {"s3.endpoint": endpoint() or None, "s3.region": region() or None}
-            return load_catalog(_OWN, type="sql", uri=uri, warehouse=self.place.url, **{"py-io-impl": io}, **store)
+            return load_catalog(_OWN, type="sql", uri=uri, warehouse=self.store.url, **{"py-io-impl": io}, **store)
         try:
             return load_catalog(self._name)
         except Exception as err:  # from pyiceberg, SQLAlchemy, requests, boto3 or another library of the catalog
@@ -113,7 +113,7 @@ class Iceberg(Table):
 
     def create(self, schema: "pa.Schema") -> None:
         self.catalog.create_namespace_if_not_exists(self._identifier.rpartition(".")[0])
-        with self.catalog.create_table_transaction(self._identifier, schema, self.place.url) as made:
+        with self.catalog.create_table_transaction(self._identifier, schema, self.store.url) as made:
             with made.update_spec() as spec:
                 for name in self.partition_by:
                     spec.add_identity(name)
@@ -155,7 +155,7 @@ class Iceberg(Table):
         return self._describe(table.schema().as_arrow())
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
-        return places.described(schema, widened=True)
+        return stores.described(schema, widened=True)
 
     def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
         from pyspark.sql import functions as F
@@ -163,7 +163,7 @@ class Iceberg(Table):
         copies = {f"{_COPY}{name}": F.col(name) for name in partition_by}
         super()._write(rows.withColumns(copies), list(copies))
 
-    def _place(self, directory: str) -> str:
+    def _directory_of(self, directory: str) -> str:
         parts = (part.removeprefix(_COPY) for part in directory.split("/") if part)
         return "/".join(["data", *parts])
 
@@ -202,15 +202,15 @@ class Iceberg(Table):
         from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
         statistics = data_file_statistics_from_parquet_metadata(
-            parquet_metadata=parquet.read_metadata(self.place.local_path(self.staging.sealed, file)),
+            parquet_metadata=parquet.read_metadata(self.store.local_path(self.staging.sealed, file)),
             stats_columns=compute_statistics_plan(table.schema(), table.properties),
             parquet_column_mapping=parquet_path_to_id_mapping(table.schema()),
         )
         return DataFile.from_args(
             content=DataFileContent.DATA,
-            file_path=f"{self.place.url}/{file['to']}",
+            file_path=f"{self.store.url}/{file['to']}",
             file_format=FileFormat.PARQUET,
-            partition=_partition(table, places.partition_values(file["to"])),
+            partition=_partition(table, stores.partition_values(file["to"])),
             file_size_in_bytes=file["size"],
             sort_order_id=None,
             spec_id=table.metadata.default_spec_id,
@@ -227,7 +227,7 @@ class Iceberg(Table):
         """Name the newest metadata file, for readers that know only the directory."""
         if not self._name:
             version = os.path.basename(table.metadata_location).removesuffix(".metadata.json")
-            self.place.replace("metadata/version-hint.text", version.encode())
+            self.store.replace("metadata/version-hint.text", version.encode())
 
     # --- upkeep --------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
-"""Where the files of a table are: a directory, or a prefix in an S3 object store.
+"""Where the files of a table are: a directory, or a prefix in an S3 object store; and how files and columns are described.
 
-Both adopt the files of a sealed batch. That can be repeated until it succeeds, with the same result: each file is there
-once, complete, under its name in the manifest. A directory renames the file. S3 stores the same bytes under the same
-key again, and an object becomes visible only when all of it is stored. The sealed batch stays on disk, in the stream's
-checkpoint, until the table has all of it.
-
+Invariant   The files of a sealed batch can be adopted again until that succeeds, with the same result: each file is
+            there once, complete, under its name in the manifest. A directory renames the file. S3 stores the same bytes
+            under the same key again, and an object becomes visible only when all of it is stored. The sealed batch stays
+            on disk, in the stream's checkpoint, until the table has all of it.
 S3          Keys and endpoint come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN (or
             a role of the machine), AWS_REGION, AWS_ENDPOINT_URL. They are passed to the libraries and never written.
 Price       The bytes pass through the driver's machine, WORKERS files at a time, and use its disk until they are
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-# --- disk ------------------------------------------------------------------------------------------------------------
-# Files and directories of tables.
+# --- files -----------------------------------------------------------------------------------------------------------
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Spark's name of the directory for null
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -120,7 +118,7 @@ def can_exchange(directory: str) -> bool:
             os.rmdir(path)
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- stores ----------------------------------------------------------------------------------------------------------
 
 SCHEME = "s3://"
 WORKERS = 8
@@ -129,7 +127,7 @@ _OWNER, _WRITER = "_kmq/owner.json", "_kmq/writer.json"  # readers ignore names 
 _TRANSIENT = ("NETWORK_CONNECTION", "SLOW_DOWN", "SERVICE_UNAVAILABLE", "REQUEST_TIMEOUT", "curlCode")
 
 
-class Place(Protocol):
+class TableStore(Protocol):
     """Where a table's files are; see the module. Names are relative to the table."""
 
     url: str
@@ -151,7 +149,7 @@ class Place(Protocol):
         ...
 
 
-class Directory:
+class TableDirectory:
     """A directory on this machine or on a shared volume."""
 
     def __init__(self, path: str) -> None:
@@ -266,7 +264,6 @@ def region() -> str:
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
-# Describes columns of rows and of tables by SQL types, and compares them.
 
 _NAMES = {
     "bool": "boolean",
