@@ -1,4 +1,6 @@
-"""Reads a checkpoint of Spark's streaming as plain files: how far its query is. Needs neither pyspark nor Java.
+"""A query's checkpoint and its batches: how far the query is, how far behind, and how many late rows it dropped.
+
+Reads Spark's checkpoint as plain files, and the JSON of its StreamingQueryProgress. Needs neither pyspark nor Java.
 
     offsets/<n>     where batch n ends, written before the batch runs: a line with the version, a line of JSON about the
                     batch, and a line for each source
@@ -8,6 +10,13 @@
 
 Beside them are the files of kmq/spark/streaming/listener.py. A batch with a file in offsets/ and none in commits/ is
 run again at the next start.
+
+Late        Spark drops rows that came later than the watermark, counts them per operator (numRowsDroppedByWatermark) and
+            continues, so that the result is silently wrong. In a pipeline that is an error. Of the counters that Spark
+            4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts rows that the
+            query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
+            Rows may be aggregates of several records (of one task, topic and window). The number is Spark's count of
+            rows, so at least so many records were dropped.
 """
 
 import json
@@ -25,15 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# --- late ------------------------------------------------------------------------------------------------------------
-# Finds rows that a streaming query dropped because they came later than its watermark. In a pipeline that is an error.
-#
-# Spark counts these rows per operator (numRowsDroppedByWatermark) and continues, so that the result is silently wrong. Of
-# the counters that Spark 4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts
-# rows that the query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
-#
-# Numbers     Rows may be aggregates of several records (of one task, topic and window). The number is Spark's count of
-#             rows, so at least so many records were dropped.
+# --- late rows -------------------------------------------------------------------------------------------------------
 
 DROPPED = "numRowsDroppedByWatermark"
 FAIL, DROP = "fail", "drop"  # what a pipeline does about late rows
@@ -70,19 +71,16 @@ def dropped_so_far(spark: "SparkSession", query: str) -> int:
     hears of the number only after the batch, when it is too late to hold the commit back.
     """
     running = spark._jsparkSession.streams().get(query)
-    return _of_plan(running.streamingQuery().lastExecution().executedPlan())
+    return _dropped_in(running.streamingQuery().lastExecution().executedPlan())
 
 
-def _of_plan(plan: Any) -> int:
+def _dropped_in(plan: Any) -> int:
     metric, below = plan.metrics().get(DROPPED), plan.children()
     mine = int(metric.get().value()) if metric.isDefined() else 0
-    return mine + sum(_of_plan(below.apply(number)) for number in range(below.size()))
+    return mine + sum(_dropped_in(below.apply(number)) for number in range(below.size()))
 
 
-# --- lag -------------------------------------------------------------------------------------------------------------
-# Computes the figures of a micro-batch: how far the query is, how far behind, and how many rows it dropped.
-#
-# Works on the JSON of Spark's StreamingQueryProgress and of its checkpoints. Needs neither pyspark nor a JVM.
+# --- figures of a batch ----------------------------------------------------------------------------------------------
 
 
 def positions(offsets: Any) -> dict[Key, int]:
@@ -129,7 +127,7 @@ def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# --- checkpoint ------------------------------------------------------------------------------------------------------
+# --- the files -------------------------------------------------------------------------------------------------------
 
 STATUS, OWNER = "kmq-status.json", "kmq-owner"
 _VERSION = "v1"

@@ -6,9 +6,15 @@ Invariant   The listener never fails or delays a query: an error is ignored, and
             position that counts is always Spark's own, in the checkpoint. The status adds what the checkpoint lacks:
             rates, records that are there to read, rows that were dropped, and the process that runs the query.
 Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
+Commits     of queries with option groupId, where the source cannot: the source commits a batch when Spark asks for the
+            next one (kmq/spark/source/group.py). That is never after `query.stop()` and Trigger.Once, and an hour late
+            with a trigger of an hour. So the listener commits what is idle for IDLE_S, and what has ended: only ends of
+            batches that Spark has reported as finished.
+Memory      The last status of each running query; with a groupId also the end of its last batch.
 Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take. With a groupId, a
-            commit after a batch that no other follows soon (listener.py).
-Not covered Checkpoints in object stores, and sessions over Spark Connect.
+            commit after a batch that no other follows soon.
+Not covered Checkpoints in object stores, and sessions over Spark Connect. Commits of programs that end before Spark
+            reports the end of their query: the next start commits from the checkpoint.
 """
 
 import json
@@ -35,16 +41,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# --- committing ------------------------------------------------------------------------------------------------------
-# Commits the offsets of queries with option groupId where the source cannot: after the last batch, and before a long wait.
-#
-# The source itself commits a batch when Spark asks for the next one (kmq/spark/source/group.py). That is never after
-# `query.stop()` and Trigger.Once, and an hour late with a trigger of an hour. So the listener commits what is idle for
-# IDLE_S, and what has ended.
-#
-# Invariant   Only ends of batches that Spark has reported as finished are committed. Nothing here fails or delays a query.
-# Memory      The end of the last batch of each running query with a groupId.
-# Not covered Programs that end before Spark reports the end of their query. The next start commits from the checkpoint.
+# --- commits of a groupId --------------------------------------------------------------------------------------------
 
 IDLE_S = 1.0  # without another batch: then the source does not commit soon
 _RELATION = "StreamingDataSourceV2ScanRelation"
@@ -111,7 +108,7 @@ def _group_of(given: Mapping[str, str]) -> GroupOffsets | None:
     return None
 
 
-# --- listener --------------------------------------------------------------------------------------------------------
+# --- status ----------------------------------------------------------------------------------------------------------
 
 WRITE_S = 1.0  # between two writes of one query's status
 _SETTLE_S = 5.0  # longest wait for the last status of a query that has ended

@@ -155,7 +155,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 1)
 
 
-# --- for a terminal ------------------------------------------------------------------------------------------------
+# --- for a terminal --------------------------------------------------------------------------------------------------
 
 
 def as_table(found: Iterable[Mapping[str, Any]]) -> Table:

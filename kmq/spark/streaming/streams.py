@@ -1,8 +1,22 @@
-"""Runs streams of Spark to their end, for all pipelines that follow topics.
+"""Streams of Spark in one command: run to their end, shown while they run, and stopped by Ctrl-C or SIGTERM.
 
-A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10 seconds for a new
-Python interpreter. No setting changes that, and on a busy machine it is not enough. Nothing is lost: the batch runs
-again, as after a kill.
+Restart     A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10
+            seconds for a new Python interpreter. No setting changes that, and on a busy machine it is not enough.
+            Nothing is lost: the batch runs again, as after a kill.
+Progress    A bar on a terminal, else a logfmt line every few seconds, on stderr. A thread asks Spark a few times a second
+            which stages run, how many of their tasks are done, and what each streaming query did in its last batch. The
+            job itself is not involved and not slowed down.
+Owner       of the handlers of both signals, while the command runs: Stop.
+Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
+            doing. What was begun is done again at the next start, as after a kill.
+Stop        before the session exists      the process ends at once, and the JVM with it, because its stdin closes
+            before the query is active     it is stopped as soon as it is active, and no other query is started
+                                           (`stopping`)
+            while a stream runs            query.stop() is repeated, because the code that it interrupts may lose the
+                                           interrupt
+            in a job without a stream      its jobs are cancelled repeatedly, because another job may follow
+            a second signal                the process ends at once
+            No signal keeps its default action: the first process of a container has none, and would ignore the signal.
 """
 
 import contextlib
@@ -23,9 +37,17 @@ from rich.progress import Progress as Bars
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark import failures
-from kmq.spark.streaming import checkpoint
-from kmq.spark.streaming import checkpoint as late
-from kmq.spark.streaming.checkpoint import batch_figures
+from kmq.spark.streaming.checkpoint import (
+    DROP,
+    FAIL,
+    Checkpoint,
+    LateError,
+    batch_figures,
+    batch_text,
+    dropped,
+    is_checkpoint,
+    is_ours,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -56,7 +78,7 @@ class Trigger(NamedTuple):
 ONCE = Trigger()
 
 
-def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late.FAIL) -> None:
+def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = FAIL) -> None:
     """Run a stream to its end. Raises LateError if a batch has dropped late rows, unless `on_late` is `drop`."""
     from kmq.spark.streaming.listener import settle  # not at the top, because it needs pyspark
 
@@ -98,11 +120,11 @@ def _to_its_end(query: "StreamingQuery", on_late: str) -> None:
 
 
 def _check(query: "StreamingQuery", batches: Any, on_late: str) -> None:
-    for batch in batches if on_late == late.FAIL else ():
+    for batch in batches if on_late == FAIL else ():
         progress = json.loads(batch.json()) if batch is not None else {}
-        if missing := late.dropped(progress):
+        if missing := dropped(progress):
             kept = "its other rows were sent already"
-            raise late.LateError(query.name or "stream", progress["batchId"], missing, kept)
+            raise LateError(query.name or "stream", progress["batchId"], missing, kept)
 
 
 def check_checkpoint(path: str, name: str) -> None:
@@ -119,16 +141,16 @@ def check_checkpoint(path: str, name: str) -> None:
         raise ConfigError(f"--checkpoint {path}: must be a directory that can be written: {err.strerror}") from None
     if not os.access(local, os.W_OK | os.X_OK):
         raise ConfigError(f"--checkpoint {path}: must be a directory that can be written by user {os.getuid()}")
-    if not checkpoint.is_checkpoint(local):
+    if not is_checkpoint(local):
         return
-    found = checkpoint.Checkpoint(local)
+    found = Checkpoint(local)
     writer = found.status().get("name")
     if writer and writer != name:
         raise ConfigError(
             f"--checkpoint {path}: was written by {writer}, not by {name}; give each pipeline one of its own"
         )
     _, logged = found.committed()
-    if logged and not any(map(checkpoint.is_ours, logged.sources)):
+    if logged and not any(map(is_ours, logged.sources)):
         raise ConfigError(
             f"--checkpoint {path}: was written by a query that reads no topics; give {name} one of its own"
         )
@@ -137,7 +159,7 @@ def check_checkpoint(path: str, name: str) -> None:
 def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str, trigger: Trigger) -> None:
     """Hand a stream to `add(batch, batch id)`, batch by batch. On return no call of `add` is still running.
 
-    If the stream keeps windows, `add` itself must check for late rows before it commits (late.dropped_so_far).
+    If the stream keeps windows, `add` itself must check for late rows before it commits (checkpoint.dropped_so_far).
     """
     where = trigger.checkpoint
     check_checkpoint(where, name)
@@ -146,29 +168,21 @@ def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str
     def in_turn(batch: "DataFrame", batch_id: int) -> None:
         with turn:
             # Spark's own text has the ids of query and run, but does not say what the batch reads.
-            text = checkpoint.batch_text(where, batch_id)
+            text = batch_text(where, batch_id)
             context = batch.sparkSession.sparkContext
             context.setJobDescription(f"{name}, batch {batch_id}" + (f": {text}" if text else ""))
             add(batch, batch_id)
 
     stream = rows.writeStream.queryName(name).foreachBatch(in_turn).option("checkpointLocation", where)
     try:
-        run(stream, trigger, late.DROP)
+        run(stream, trigger, DROP)
     finally:
         turn.acquire()  # a batch that Spark no longer waits for may still be committing
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
-# Shows Spark's progress on stderr: a bar on a terminal, else a logfmt line every few seconds.
-#
-#     with Progress(spark, "audit") as progress:
-#         progress.describe("reading the WAL")
-#         …
-#
-# A thread asks Spark a few times a second which stages run, how many of their tasks are done, and what each streaming
-# query did in its last batch. The job itself is not involved and not slowed down.
 
-_PROGRESS_POLL_S = 0.3  # between two polls, each of a few calls that take a millisecond
+_WATCH_S = 0.3  # between two polls, each of a few calls that take a millisecond
 _LOG_S = 5.0  # between two log lines, without a terminal
 
 
@@ -221,7 +235,7 @@ class Progress:
 
     def _run(self) -> None:
         logged = time.monotonic()
-        while not self._ended.wait(_PROGRESS_POLL_S):
+        while not self._ended.wait(_WATCH_S):
             try:
                 done, total = self._tasks()
                 streams = self._streams()
@@ -263,19 +277,6 @@ class Progress:
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
-# Ends a command on Spark at Ctrl-C or SIGTERM: in order, or by force after a deadline.
-#
-# Owns        The handlers of both signals while the command runs.
-# Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
-#             doing. What was begun is done again at the next start, as after a kill.
-# Cases       before the session exists      the process ends at once, and the JVM with it, because its stdin closes
-#             before the query is active     it is stopped as soon as it is active, and no other query is started
-#                                            (streams.stopping)
-#             while a stream runs            query.stop() is repeated, because the code that it interrupts may lose the
-#                                            interrupt
-#             in a job without a stream      its jobs are cancelled repeatedly, because another job may follow
-#             a second signal                the process ends at once
-#             No signal keeps its default action: the first process of a container has none, and would ignore the signal.
 
 STOP_S = 60.0  # longest time from the first signal to the end
 _CANCEL_S = 0.2  # between two attempts to cancel jobs and stop streams
