@@ -6,7 +6,7 @@ import pasted
 import pytest
 from pages import PAGES, PATIENCE_S, paste, pasted_blocks, text
 
-ELSEWHERE = ["docs/spark.md"]  # tests/spark pastes it
+ELSEWHERE = ["docs/spark.md", "docs/spark-reading.md", "docs/spark-writing.md"]  # tests/spark pastes them
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1},
@@ -16,8 +16,8 @@ MARKED = {
         "tests/unit/test_kubernetes_page.py renders it": 2,
     },
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
-    "docs/spark.md": {
-        "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
+    "docs/spark-writing.md": {"needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1},
+    "docs/spark-tables.md": {
         "needs an object store and a catalog; tests/contract/test_spark_table_s3.py writes to a store": 1,
         "needs an object store; tests/contract/test_spark_table_s3.py writes to one": 1,
     },

@@ -1,4 +1,4 @@
-"""Everything in docs/spark.md works when pasted in order (the other pages: tests/scenario/test_pages_pasted.py)."""
+"""The pages about Spark work when pasted in order (the other pages: tests/scenario/test_pages_pasted.py)."""
 
 import pytest
 from pages import PATIENCE_S, paste
@@ -6,5 +6,6 @@ from pages import PATIENCE_S, paste
 
 @pytest.mark.root
 @pytest.mark.timeout(PATIENCE_S)
-def test_everything_pasted_in_order_works_as_printed(tmp_path):
-    paste("docs/spark.md", tmp_path)
+@pytest.mark.parametrize("page", ["docs/spark.md", "docs/spark-reading.md", "docs/spark-writing.md"])
+def test_everything_pasted_in_order_works_as_printed(page, tmp_path):
+    paste(page, tmp_path)
