@@ -166,9 +166,7 @@ def test_every_command_is_on_a_page():
             " ".join(words[:-1]) in row and re.search(rf"\b{words[-1]}\b", row) for row in rows
         )
 
-    known = [
-        words for words in _known_commands() if words[:3] != ("kmq", "pipeline", "run")
-    ]  # spark.md has a row each
+    known = [words for words in _known_commands() if words[:3] != ("kmq", "pipeline", "run")]  # spark.md has a row each
     assert len(known) > 40 and [words for words in known if not is_told(*words)] == []
 
 
