@@ -1,10 +1,22 @@
-"""Who may do what over HTTP: browsers (access.py), tokens and roles (kmq/access/roles.py), the console, and who changed what.
+"""Who may do what over HTTP: browsers, tokens and roles (kmq/access/roles.py), the console, and who changed what.
 
+Browsers    A page of any site can make a browser on this machine, or in this network, send requests here
+            (docs/decisions/browsers.md). Two tricks matter. With DNS rebinding the page's own name leads to this
+            broker, so the browser takes both for one site and lets the page read the answers. With cross-site requests
+            the page cannot read the answers, and what the request did is done. So requests that a browser sends for
+            somebody else are refused:
+            Host must be a name of this broker: localhost, an address, the names in KMQ_HOST, KMQ_TLS_HOST,
+            KMQ_CONSOLE_HOSTS. It is checked where a browser shows itself by a header. Where no token is required, every
+            request over loopback is checked whose host has a dot in it, as any name has that somebody could rebind.
+            Origin must be this very host and port. Sec-Fetch-Site must not name another site, except to open a page.
+            A browser that shows neither of these headers, as over plain HTTP to an address, changes nothing, except
+            from a page of this very host (Referer).
+            Without these headers a program is served under whatever name it reached the gateway.
 Open        /healthz and /readyz, because kubelets send no token; the files of the console, because a browser sends none
             with the address that a user typed. They show nothing of what is stored.
 Console     Without KMQ_TOKENS its paths are served to this machine only and change nothing, unless KMQ_CONSOLE says
-            otherwise; what a proxy passes on is not from this machine, wherever the proxy runs. What programs do without
-            tokens over the other paths is as it was.
+            otherwise; what a proxy passes on is not from this machine, wherever the proxy runs. What programs do
+            without tokens over the other paths is as it was.
 Log         What an admin does over HTTP is a log line and an event of the console: what, who, from where. So is what
             failed (5xx), because it may be done in part.
 """
@@ -30,19 +42,6 @@ from kmq.gateway.http.request import CALLER, Caller, Operation, response_of
 from kmq.logfmt import Logger
 
 # --- browsers --------------------------------------------------------------------------------------------------------
-# Requests that a browser sends for somebody else: refused (docs/decisions/browsers.md).
-#
-# A page of any site can make a browser on this machine, or in this network, send requests here. Two tricks matter. With DNS
-# rebinding the page's own name leads to this broker, so the browser takes both for one site and lets the page read the
-# answers. With cross-site requests the page cannot read the answers, and what the request did is done.
-#
-# Host        Must be a name of this broker: localhost, an address, the names in KMQ_HOST, KMQ_TLS_HOST, KMQ_CONSOLE_HOSTS.
-#             It is checked where a browser shows itself by a header. Where no token is required, every request over
-#             loopback is checked whose host has a dot in it, as any name has that somebody could rebind.
-# Origin      Must be this very host and port. Sec-Fetch-Site must not name another site, except to open a page.
-# Change      A browser that shows neither of these headers, as over plain HTTP to an address, changes nothing, except from
-#             a page of this very host (Referer).
-# Programs    Without these headers a program is served as before, under whatever name it reached the gateway.
 
 _PAGES = ("/", "/pages", "/docs")  # what a link of another site may lead to
 _ORIGIN, _SITE = "Origin", "Sec-Fetch-Site"

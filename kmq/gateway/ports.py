@@ -1,5 +1,8 @@
-"""The connections to the gateway's ports, from accept to close: their limits, deadlines and memory.
+"""The gateway's ports and their connections, from accept to close: addresses, TLS, tokens, limits, deadlines, memory.
 
+Ports       With certificates (kmq/broker/tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With
+            KMQ_TOKENS each call must carry `authorization: Bearer <token>` with a role for it, except health checks;
+            access.py asks for it over HTTP.
 Limits      At most _MOST connections on each port, _MOST_HTTP on those of HTTP, _MOST_CONSUMERS on a consumer's, and
             _HANDSHAKES more whose TLS handshake is unfinished (some 300 KiB each). At the limit a new connection evicts
             the one that has kept the gateway waiting longest: a handshake evicts a handshake, a connection evicts a
@@ -76,19 +79,9 @@ def listening(host: str, port: int) -> list[socket.socket]:
     return opened
 
 
-def most_connections(settings: Settings, most: int = _MOST) -> int:
+def _most_connections(settings: Settings, most: int) -> int:
     """Return how many connections one port of the gateway may have at most."""
     return max(1, min(most, settings.connections, files.claim() // 8))
-
-
-def most_over_http(settings: Settings) -> int:
-    """Return how many connections a port of HTTP may have at most."""
-    return most_connections(settings, _MOST_HTTP)
-
-
-def most_consumers(settings: Settings) -> int:
-    """Return how many connections the consumer port, or the status port, may have at most."""
-    return most_connections(settings, _MOST_CONSUMERS)
 
 
 class _Open:
@@ -101,12 +94,12 @@ class _Open:
 
 
 class Doors:
-    """The connections of all ports. aiohttp handles those of HTTP; those of gRPC are relayed (front.py)."""
+    """The connections of all ports. aiohttp handles those of HTTP; those of gRPC are relayed (grpc/front.py)."""
 
     def __init__(self, settings: Settings, strangers: Strangers) -> None:
         self._strangers, self._deadline_s = strangers, settings.line_deadline
         self._handshake_s = min(settings.line_deadline, _LONGEST_HANDSHAKE_S)
-        self._most = most_connections(settings)
+        self._most = _most_connections(settings, _MOST)
         self._doors: dict[socket.socket, int] = {}  # listening socket → connections at most
         self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
@@ -268,7 +261,7 @@ class Doors:
             del self._open[handler], swept[handler]
         if is_consumers_turn:
             self._sweep_consumers(now)
-        # Of gRPC's connections calls.py takes care.
+        # grpc/calls.py takes care of gRPC's connections.
         over_http = [handler for handler in swept if not isinstance(handler, (Relay, Connection))]
         self._waiting = {
             handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
@@ -303,10 +296,6 @@ def _is_admitted(handler: Any) -> bool:
 
 
 # --- listeners -------------------------------------------------------------------------------------------------------
-# Every port the gateway listens on is opened here: one place for addresses, limits, TLS and tokens.
-#
-# With certificates (tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With KMQ_TOKENS each call must carry
-# `authorization: Bearer <token>` with a role for it, except health checks; access.py asks for it over HTTP.
 
 _RPCS = 2048  # simultaneous calls, streams included
 _LISTENERS_UNREAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them
@@ -418,7 +407,7 @@ def _credentials(settings: Settings, certificates: Certificates) -> Any:
 
 def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
     """Open the ports of aiohttp's `server`. Returns name → port number. Call inside the event loop."""
-    most = most_over_http(settings)
+    most = _most_connections(settings, _MOST_HTTP)
 
     def connection() -> HttpConnection:
         return HttpConnection(server())
@@ -434,7 +423,7 @@ def listen_lines(
     lines: Any, status: Any, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
     """Open the consumer port and the status port. Returns name → port number, as listen_http does."""
-    host, most = settings.host, most_consumers(settings)
+    host, most = settings.host, _most_connections(settings, _MOST_CONSUMERS)
     ports = {
         "egress": _open(lines, doors, "KMQ_EGRESS_PORT", host, settings.egress_port, most=most),
         "status": _open(status, doors, "KMQ_STATUS_PORT", host, settings.status_port, most=most),

@@ -1,4 +1,4 @@
-"""Messages for people: found by place, seq, key or time, and shown with the raw line beside the decoded value.
+"""Messages for people: found by place, seq, key or time, or followed live, with the raw line beside the decoded value.
 
 Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
             front of it: it is told beside the messages, with the place to go on at.
@@ -6,6 +6,9 @@ Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says s
 Bounds      At most ANSWER_BYTES of JSON, or one message, and some _HELD_BYTES while it is made, of however many
             partitions. A search by key takes at most _SCANNED records of each partition, and _SCAN_S; a look without a
             key _READ_S. `next` says where to go on.
+Following   shows a sample of what arrives, and how large a share of it the sample is: at most _LINES_S lines and
+            _ROWS_S messages a second, however fast the topic grows. Records are counted by offsets and skipped by the
+            index, so a topic of any speed costs the same. A slow reader gets fewer lines, and nothing is kept for it.
 """
 
 import json
@@ -286,11 +289,6 @@ def position(query: Mapping[str, Any], micros: int | None) -> Position:
 
 
 # --- following -------------------------------------------------------------------------------------------------------
-# Following a topic live: a sample of what arrives, and how large a share of it the sample is.
-#
-# Invariant   At most _LINES_S lines and _ROWS_S messages a second, however fast the topic grows: records are counted by
-#             offsets and skipped by the index, so a topic of any speed costs the same.
-#             A reader that is slow gets fewer lines, and nothing is kept for it.
 
 _LINES_S, _ROWS_S = 4, 200
 EVERY_S = 1 / _LINES_S
@@ -301,7 +299,7 @@ _READ_BYTES = 256 * KIB
 _LINE_BYTES = 1 * MIB
 
 
-class _Place:
+class _PartitionEnd:
     """Where one partition was seen last."""
 
     def __init__(self, partition: Partition) -> None:
@@ -318,7 +316,7 @@ class Follower:
         self._partitions, self._topic, self._only = partitions, topic, only
         self._marks_from = identity.marks_from(partitions.data)
         numbers = range(partitions.count(topic)) if only is None else (only,)
-        self._places = [_Place(partitions.open(topic, number)) for number in numbers]
+        self._places = [_PartitionEnd(partitions.open(topic, number)) for number in numbers]
         self._turn = 0
         self.seen = self.shown = 0
 
@@ -356,17 +354,17 @@ class Follower:
             "error": None if damage is None else told(damage),
         }
 
-    def _next_places(self) -> list[_Place]:
+    def _next_places(self) -> list[_PartitionEnd]:
         if self._only is None and self._turn == 0:  # the topic may have grown
             for number in range(len(self._places), self._partitions.count(self._topic)):
-                grown = _Place(self._partitions.open(self._topic, number))
+                grown = _PartitionEnd(self._partitions.open(self._topic, number))
                 grown.end, grown.signature = 0, None
                 self._places.append(grown)
         chosen = self._places[self._turn : self._turn + _AT_ONCE]
         self._turn = 0 if self._turn + _AT_ONCE >= len(self._places) else self._turn + _AT_ONCE
         return chosen
 
-    def _count(self, place: _Place) -> int:
+    def _count(self, place: _PartitionEnd) -> int:
         """Return how many messages a partition has got since the last look, and note them as seen."""
         place.partition.check()
         now = place.partition.signature()
@@ -375,7 +373,7 @@ class Follower:
         before, place.end, place.signature = place.end, place.partition.end(), now
         return max(0, place.end - before)
 
-    def _last(self, place: _Place, count: int) -> list[dict[str, Any]]:
+    def _last(self, place: _PartitionEnd, count: int) -> list[dict[str, Any]]:
         partition = place.partition
         begin, lines = partition.read(place.end - count, _READ_BYTES)
         found = messages(partition.topic, partition.number, begin, lines, self._marks_from)

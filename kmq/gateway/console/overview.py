@@ -1,9 +1,20 @@
-"""The broker as one document: what it is now, how fast it goes, and what has happened.
+"""The broker as one document: what it is now, how fast it goes, what has happened, and how far groups are behind.
 
 Task        `run` looks once a second at the stats page and the links, and every 5 s at topics and groups.
 Invariant   `status` is the document of `kmq status --json`, made by the same code at the moment that `as_of` names.
-Cost        A look at the page takes some 0.2 ms; topics and groups have budgets of their own. All of it runs in one
-            thread, so the event loop waits for none of it.
+            A step of the history that nobody has measured shows null, never the number of another step.
+            Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
+            strangers cause is one event a minute for each name, with a count. The names stand in our source.
+            Ids of events rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that
+            is kept.
+Cost        A look at the page takes some 0.2 ms; topics have a budget of their own. At most _LAGS_AT_ONCE groups and
+            _PLACES partitions a look, in turn, so thousands of groups take several looks. Only for the groups that are
+            shown one record each is read, for its time, and again only when its offset moves. All of it runs in one
+            thread, so the event loop waits for none of it; it and the event loop both write and read events, so each of
+            them holds the lock.
+Memory      _SLOTS numbers for each series, whose names are fixed, and for each of the _GROUPS groups that were given a
+            series first. A few numbers for each group. At most the events of _CLASSES, each of at most _LONGEST
+            characters a field.
 """
 
 import asyncio
@@ -34,10 +45,6 @@ from kmq.message.message import Message
 
 # --- history ---------------------------------------------------------------------------------------------------------
 # An hour of the broker in steps of 5 s: one number a step and series.
-#
-# Invariant   A step that nobody has measured shows null, never the number of another step.
-# Memory      Fixed: _SLOTS numbers for each series, whose names are fixed, and for each of the _GROUPS groups that were
-#             given a series first.
 
 STEP_S = 5.0
 _SLOTS = 720
@@ -116,13 +123,6 @@ class History:
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
-# What has happened to the broker: the last events, in bounded memory.
-#
-# Invariant   Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
-#             strangers cause is one event a minute for each name, with a count. The names stand in our source.
-#             Ids rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that is kept.
-# Threads     The event loop and the console's thread both write and read, so each of them holds the lock.
-# Memory      At most _KEPT events, each of at most _LONGEST characters a field.
 
 _LONGEST = 300
 _COALESCED_S = 60.0
@@ -206,14 +206,13 @@ class Events:
             return [*last][::-1]
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
-# Turns that the broker takes, as events: processes that start, stop and come back, logs that roll.
-#
-# Readiness and warnings are not here: the gateway follows them for its log, and tells both.
+# --- transitions -----------------------------------------------------------------------------------------------------
+# Processes that start, stop and come back, logs that roll. Readiness and warnings are not here: the gateway follows them
+# for its log, and tells both.
 
 
-class Turns:
-    """What was seen last, for comparison."""
+class Transitions:
+    """Notes what has changed since it looked last."""
 
     def __init__(self, data: str, events: Events) -> None:
         self._data, self._events = data, events
@@ -245,16 +244,12 @@ class Turns:
         self._segment = newest
 
 
-# --- group lags ------------------------------------------------------------------------------------------------------
-# How far the groups are behind, from committed offsets and end offsets, without reading records.
-#
-# Cost        At most _GROUPS groups and _PLACES partitions a look, in turn, so thousands of groups take several looks. Only
-#             for the groups that are shown one record each is read, for its time, and again only when its offset moves.
-# Memory      A few numbers for each group.
+# --- lags ------------------------------------------------------------------------------------------------------------
+# From committed offsets and end offsets, without reading records.
 
-_GROUP_LAGS_GROUPS, _PLACES = 200, 2000
+_LAGS_AT_ONCE, _PLACES = 200, 2000
 _SHOWN = 20
-Place = tuple[str, int]
+PartitionKey = tuple[str, int]  # topic, partition
 
 
 class Asked(NamedTuple):
@@ -263,7 +258,7 @@ class Asked(NamedTuple):
     group: str
     state: str
     members: int
-    committed: Mapping[Place, int | None]
+    committed: Mapping[PartitionKey, int | None]
 
 
 class _Lag(NamedTuple):
@@ -310,10 +305,10 @@ class GroupLags:
         first = self._turn % len(self._names) if self._names else 0
         asked: list[Asked] = []
         room = _PLACES
-        for name in islice((*self._names[first:], *self._names[:first]), _GROUP_LAGS_GROUPS):
+        for name in islice((*self._names[first:], *self._names[:first]), _LAGS_AT_ONCE):
             view = self._groups.describe(name)
             if view is not None:
-                committed: dict[Place, int | None] = {
+                committed: dict[PartitionKey, int | None] = {
                     (place.topic, place.partition): None for member in view.members for place in member.partitions
                 }
                 committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
@@ -327,7 +322,7 @@ class GroupLags:
 
     def look(self, asked: list[Asked]) -> None:
         """Find the lags of these groups."""
-        bounds: dict[Place, tuple[int, int] | None] = {}  # many groups read the same partitions
+        bounds: dict[PartitionKey, tuple[int, int] | None] = {}  # many groups read the same partitions
         for topic, number in {partition for row in asked for partition in row.committed}:
             try:
                 bounds[topic, number] = self._partitions.bounds(topic, number)
@@ -368,7 +363,7 @@ class GroupLags:
         return Message(topic, number, begin, line).recv_timestamp
 
 
-def _lag_of(asked: Asked, bounds: Mapping[Place, tuple[int, int] | None]) -> _Lag:
+def _lag_of(asked: Asked, bounds: Mapping[PartitionKey, tuple[int, int] | None]) -> _Lag:
     total, largest, oldest = 0, 0, None
     for place, offset in asked.committed.items():
         found = bounds[place]
@@ -406,7 +401,7 @@ class Overview:
         self.events, self.history = Events(), History()
         self.topics = TopicRates(core.settings.data, core.partitions)
         self.groups = GroupLags(groups, core.partitions)
-        self._turns = Turns(core.settings.data, self.events)
+        self._transitions = Transitions(core.settings.data, self.events)
         self._samples: deque[_Sample] = deque(maxlen=_LATENCY_S + 1)
         self._thread = ThreadPoolExecutor(1, "console")
         self._made: tuple[float, dict[str, Any]] = (float("-inf"), {})
@@ -441,11 +436,11 @@ class Overview:
         """Look at the page; with `asked`, also at topics and groups, and write a step of the history."""
         page = self._page.copy()
         self._samples.append(_sample(page))
-        self._turns.follow(page)
+        self._transitions.follow(page)
         self.events.sweep()
         if asked is None:
             return
-        self._turns.follow_files()
+        self._transitions.follow_files()
         self.topics.look()
         self.groups.look(asked)
         if self.groups.names is not None:

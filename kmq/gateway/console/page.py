@@ -1,7 +1,7 @@
 """The page of the console: the files in static/, at `/` and /console/<file>.
 
-Invariant   The page is the same for everybody and holds nothing of the broker, so it needs no token. Everything it shows
-            it asks the API for.
+Invariant   The page is the same for everybody and holds nothing of the broker, so it needs no token. Everything it
+            shows it asks the API for.
             No script, style, picture or answer from another host is ever loaded, none stands in the page itself, and no
             other page may show this one in a frame: the headers below forbid it, whatever the files say.
 Cache       A browser asks each time and gets 304 until the file changes, so an upgraded broker is never shown by an old

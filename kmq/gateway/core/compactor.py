@@ -5,12 +5,12 @@ Owner       the gateway starts it when a pass is due (Compacting). It shares one
 Invariant   It only lays out segments; the router installs them (kmq/log/compaction.py). A segment is laid out only if
             the disk and KMQ_DATA_QUOTA have room for it beside what the broker keeps free.
 Crash       Killed at any call it has changed nothing, or whole segments. What it had compared is compared again.
-Load        A process of its own at idle priority, so that neither its memory nor its work is the gateway's. It reads and
-            writes at most KMQ_COMPACT_RATE bytes a second, and works at most a quarter of the time, because a CPU limit
-            of a container counts idle priority too. Memory: kmq/log/replaced.py. One segment at a time is on the disk
-            twice, until the router has installed it.
-Order       Topics of KMQ itself come first, also in the middle of a pass over a large topic: they are small, and a start
-            of the gateway reads them.
+Load        A process of its own at idle priority, so that neither its memory nor its work is the gateway's. It reads
+            and writes at most KMQ_COMPACT_RATE bytes a second, and works at most a quarter of the time, because a CPU
+            limit of a container counts idle priority too. Memory: kmq/log/replaced.py. One segment at a time is on the
+            disk twice, until the router has installed it.
+Order       Topics of KMQ itself come first, also in the middle of a pass over a large topic: they are small, and a
+            start of the gateway reads them.
 """
 
 import argparse

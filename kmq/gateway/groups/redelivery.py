@@ -7,14 +7,14 @@
     await reader.nack(place, offset, reason, delay_s)           gives one back
 
 Given back  A message that a member gave back is delivered again when it is due, to whoever has its partition then.
-Apart       What a reader had when it died comes again one at a time: as the only message that its reader has. Only there
-            a delivery is counted for it, so a message that kills its readers becomes a letter, and the messages beside
-            it do not. It is asked for by a reader that is idle: one that has come back from all it was given before.
-            Where a topic has no maxDeliveries nobody is put aside, so all of it comes as before.
-Letters     After maxDeliveries a message is put aside as a dead letter. Then it is behind the group: its row stays until
-            the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
+Apart       What a reader had when it died comes again one at a time: as the only message that its reader has. Only
+            there a delivery is counted for it, so a message that kills its readers becomes a letter, and the messages
+            beside it do not. It is asked for by a reader that is idle: one that has come back from all it was given
+            before. Where a topic has no maxDeliveries nobody is put aside, so all of it comes as before.
+Letters     After maxDeliveries a message is put aside as a dead letter. Then it is behind the group: its row stays
+            until the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
 
-Owner       the gateway. The rows are in the store of committed offsets (offset_records.Nack), what is in hand in
+Owner       the gateway. The rows are in the store of committed offsets (offset_table.Nack), what is in hand in
             Groups.in_hand: both are the group's, whatever door its members came through.
 Invariant   A message that was given back is forgotten only when it is committed, or its dead letter is on disk, or the
             message is gone from its partition. Each delivery that counts is on disk before the message is shown.

@@ -1,7 +1,7 @@
 """The gateway's TCP connections for gRPC: each is relayed byte by byte to gRPC, which listens on a secret socket.
 
 gRPC for Python neither limits the number of its connections nor lets a server close one. A call whose client has
-stopped holds its messages until its connection ends. Therefore the gateway accepts the connections itself: doors.py
+stopped holds its messages until its connection ends. Therefore the gateway accepts the connections itself: ports.py
 counts them, and an evicted call takes its connection with it. TLS passes through unchanged: gRPC does the TLS itself.
 
 Bound       When one side stops reading, the relay stops reading from the other side. So a connection holds two socket

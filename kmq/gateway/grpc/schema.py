@@ -1,6 +1,8 @@
 """Messages and methods of the services, from podbus.desc and kmq.desc, which are podbus.proto and kmq.proto compiled.
 
-No generated Python is used, because it works only with a protobuf at least as new as the protoc that made it.
+No generated Python is used, because it works only with a protobuf at least as new as the protoc that made it. Refusals
+are gRPC statuses with `<code>: <text>` as the message. The trailing metadata has the code as `kmq-code`, and the
+numbers and the field of the refusal under their names.
 """
 
 from importlib.resources import files
@@ -40,10 +42,7 @@ PODBUS = Schema("podbus.desc", "PodBus")
 KMQ = Schema("kmq.desc", "Kmq")
 
 
-# --- statuses --------------------------------------------------------------------------------------------------------
-# Refusals as gRPC statuses, with `<code>: <text>` as the message.
-#
-# The trailing metadata has the code as `kmq-code`, and the numbers and the field of the refusal under their names.
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 _MOST_TEXT = 2000  # bytes, which may be sent as three times as many: clients break a connection with more than 8 KiB
 _SHOWN = ("field", "seq", "first", "end")

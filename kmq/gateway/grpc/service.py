@@ -1,4 +1,4 @@
-"""A service for a gRPC server: refusals become statuses, and every call is counted."""
+"""The services of the gRPC server: refusals become statuses, every call is counted; and grpc.health.v1.Health."""
 
 import asyncio
 import contextlib
@@ -115,17 +115,15 @@ def kmq_handler(kmq: KmqV1, calls: Calls, requests: Requests, incidents: Inciden
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
-# Service grpc.health.v1.Health: tells gRPC clients whether a write can be made durable now.
-#
-# gRPC's own servicer is not used, because it holds a lock while it writes to a watcher. A watcher that reads nothing
-# would block the task that reports a change of health, and with it the gateway's heartbeat.
+# gRPC's own servicer is not used, because it holds a lock while it writes to a watcher. A watcher that reads nothing would
+# block the task that reports a change of health, and with it the gateway's heartbeat.
 
 HEALTH: str = health.SERVICE_NAME
 _Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The service."""
+    """Tells gRPC clients whether a write can be made durable now."""
 
     def __init__(self) -> None:
         self._status: dict[str, int] = {"": _Response.NOT_SERVING}

@@ -1,14 +1,23 @@
-"""Subscribe: a member of a consumer group, on one stream.
+"""Subscribe: a member of a consumer group, on one stream, and its fetches.
 
+Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The partitions
+            take turns.
+Again       What was given back comes before new messages, one a batch (kmq/gateway/groups/redelivery.py). A fetch that
+            waits, or follows an empty answer, says that the client has come back from all it was given.
 Order       What the coordinator says is passed on in order: `revoke` before the `assigned` of the same generation.
             Requests before `revoked` are served before it counts, so a commit in front of it is always allowed.
+            Fetches are answered in order. A response is written whole before the next one.
 Invariant   A partition is read from where its former owner has committed: it is opened when the assignment is passed
-            on, and the former owner has given it up before. Nothing of a partition is sent behind its `revoke`.
+            on, and the former owner has given it up before. After `revoke` no batch of that partition is sent. After
+            `sought` none from before it is sent. Both put another cursor, or none, in the place of the cursor that is
+            being read.
 Silence     A stream that breaks does not end the member: whoever joins with its id within the session timeout goes on
-            with its partitions. Only requests are signs of life, not the connection: a program that is stopped loses its
-            partitions after its session timeout, and its stream ends. `leave` ends the member at once.
-Memory      One event for each kind that follows another, so at most a few while the client does not read; fetches and
-            records as in subscription.py; one request of at most _MOST_REQUEST bytes.
+            with its partitions. Only requests are signs of life, not the connection: a program that is stopped loses
+            its partitions after its session timeout, and its stream ends. `leave` ends the member at once.
+Memory      One event for each kind that follows another, so at most a few while the client does not read; one request
+            of at most _MOST_REQUEST bytes; at most _MOST_FETCHES fetches that wait. One batch is read at a time, and
+            released when it is written. A read reserves COPIES of what it may return, or of the longest message, before
+            it begins. After that only what was found counts, until the client has taken it (core/answers.py).
 """
 
 import asyncio
@@ -38,16 +47,12 @@ from kmq.wire.refusals import known
 from kmq.wire.requests import Position, TopicPartition
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-# Reads of records for the calls of kmq.v1, within the budget of all answers.
-#
-# Memory      A read reserves COPIES of what it may return, or of the longest message, before it begins. After that only
-#             what was found counts, until the client has taken it (kmq/gateway/core/answers.py).
 
 Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
 
 
 class Reading:
-    """The reads of all calls."""
+    """The reads of all calls of kmq.v1, within the budget of all answers."""
 
     def __init__(self, fetching: Fetching, calls: Calls) -> None:
         self._fetching, self._longest, self._budget = fetching, calls.longest, fetching.answers
@@ -70,17 +75,7 @@ class Reading:
         self._budget.release(call)
 
 
-# --- delivering ------------------------------------------------------------------------------------------------------
-# The partitions of one subscription, and its fetches.
-#
-# Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The partitions
-#             take turns.
-# Again       What was given back comes before new messages, one a batch (kmq/gateway/groups/redelivery.py). A fetch that
-#             waits, or follows an empty answer, says that the client has come back from all it was given.
-# Order       Fetches are answered in order. A response is written whole before the next one.
-# Invariant   After `revoke` no batch of that partition is sent. After `sought` none from before it is sent. Both put
-#             another cursor, or none, in the place of the one that is being read.
-# Memory      At most _MOST_FETCHES fetches wait. One batch is read at a time (subscription.py), and released when it is written.
+# --- fetches ---------------------------------------------------------------------------------------------------------
 
 _MOST_FETCHES = 64
 _LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
@@ -113,7 +108,7 @@ class _Fetch(NamedTuple):
 
 
 class Deliveries:
-    """`cursors`: the assigned partitions, in the order of their turns."""
+    """The fetches of one subscription. `cursors`: the assigned partitions, in the order of their turns."""
 
     def __init__(self, core: Core, reading: Reading, call: Call, out: Out, reader: Reader | None) -> None:
         """`reader`: what the group says is to be read next; None: nothing comes again."""

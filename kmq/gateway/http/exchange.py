@@ -6,7 +6,8 @@ Arrival     An answer is known to have arrived when the client sends its next re
             order after it has taken every byte (a client that has not read all resets it). That the kernel of the
             client, or of a proxy, has the bytes proves nothing.
 Wait        A call that waits for messages costs a connection and nothing else. At the limit of connections the one that
-            has waited longest is answered at once, and its connection is closed, to make room for a newcomer (doors.py).
+            has waited longest is answered at once, and its connection is closed, to make room for a newcomer
+            (ports.py).
 """
 
 import asyncio

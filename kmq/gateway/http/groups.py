@@ -2,8 +2,8 @@
 
 Without `member=` all callers of a group are one member. A member beats by consuming.
 
-Lost        An answer that breaks off, or that the client does not read within KMQ_LINE_DEADLINE, counts as not given: the
-            member's next call begins with the same messages. If it is not known whether an answer has arrived
+Lost        An answer that breaks off, or that the client does not read within KMQ_LINE_DEADLINE, counts as not given:
+            the member's next call begins with the same messages. If it is not known whether an answer has arrived
             (exchange.py), the next call goes on behind it, and what a commit goes beyond comes again (polling.py).
             What was not committed comes again when the member's session has ended.
 """

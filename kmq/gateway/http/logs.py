@@ -14,9 +14,9 @@
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
 files; messages have an API of their own, /api/topics/{topic}/… Errors: request.py.
 
-Records     The kernel sends the bytes of the files (sendfile) after their crcs were checked (spans.py). That is at
-            least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU time. A
-            slow reader holds two descriptors and one block. With TLS asyncio reads and sends 256 KiB at a time.
+Records     The kernel sends the bytes of the files (sendfile) after their crcs were checked (core/partitions.py). That
+            is at least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU
+            time. A slow reader holds two descriptors and one block. With TLS asyncio reads and sends 256 KiB at a time.
 Complete    Content-Length covers the whole range, so a response that breaks off never looks complete. Causes: damage
             after good records, a removed segment, a reader that reads less than one span within KMQ_LINE_DEADLINE,
             the end of the gateway. A reader resumes at the offset it has reached, and then learns what is wrong.
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from kmq.gateway.core.broker import Broker, RequestRefused
-from kmq.gateway.core.partitions import Range, Span
+from kmq.gateway.core.partitions import END, Range, Span
 from kmq.gateway.http.request import answering
 from kmq.log import identity, reader, topics
 from kmq.log.bounds import Bounds
@@ -44,16 +44,10 @@ from kmq.log.reader import WAL, LogReader
 from kmq.repair import ledger
 
 # --- catalog ---------------------------------------------------------------------------------------------------------
-# The logs that a remote reader of a broker may see: their names, first offsets and end offsets.
-#
-# A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable.
-# Everything here reads files, so call it in a thread.
-
-END = (1 << 63) - 1  # beyond any offset
 
 
-class Catalog:
-    """The logs. Changes nothing."""
+class LogCatalog:
+    """The logs that a remote reader may see, and their offsets. Changes nothing. Reads files: call it in a thread."""
 
     def __init__(self, broker: Broker) -> None:
         self._data, self._settings = broker.settings.data, broker.settings
@@ -125,7 +119,7 @@ class Catalog:
         return self._durable
 
 
-# --- logs ------------------------------------------------------------------------------------------------------------
+# --- handlers --------------------------------------------------------------------------------------------------------
 
 PAGES = {
     "/v1/broker": "the data directory: its id and format",
@@ -143,7 +137,7 @@ class Logs:
     """The handlers. They only read."""
 
     def __init__(self, broker: Broker) -> None:
-        self._catalog = Catalog(broker)
+        self._catalog = LogCatalog(broker)
         self._deadline_s = broker.settings.line_deadline
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()

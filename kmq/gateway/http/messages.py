@@ -1,8 +1,8 @@
 """Messages over HTTP: as JSON, consumed from a partition, produced to a topic.
 
 JSON        Keys, values and header values are base64, or UTF-8 text with format=text. Every byte and every null comes
-            back as it was given. What is no UTF-8 is base64 with format=text too; such a message says so in a field of its
-            own, `encoding`.
+            back as it was given. What is no UTF-8 is base64 with format=text too; such a message says so in a field of
+            its own, `encoding`.
 Consume     GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on; with group= those
             of a member (groups.py).
 Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, or a message a line (NDJSON).

@@ -1,6 +1,14 @@
-"""The consumer port: what the first line of a connection asks for, who may ask, and how a connection ends.
+"""The consumer port: what the first line of a connection asks for, who may ask, CONSUME, and how a connection ends.
 
-Limits      doors.py: connections, deadlines, unread bytes; service.py: simultaneous reads.
+CONSUME     The stored lines of a topic, byte for byte as the files have them. What is there when the request arrives
+            comes partition after partition, each after `!ok`. With `follow` new records come as they are routed, each
+            batch after `!batch`. `raw` leaves these lines out: then the bytes of one partition are what `cat` gives, up
+            to the end of the last whole line.
+Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
+Damage      Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too. Damage of one
+            partition is told after what there is of the others. A follower of a whole topic goes on: it is told once by
+            `!err consume damaged`, and the partition rests (kmq/gateway/core/fetching.py) until it can be read.
+Limits      ports.py: connections, deadlines, unread bytes; service.py: simultaneous reads.
 End         When the gateway stops, every connection that is not in the middle of a batch gets `!err stopping`.
 """
 
@@ -36,15 +44,6 @@ from kmq.wire.requests import (
 )
 
 # --- consume ---------------------------------------------------------------------------------------------------------
-# CONSUME: the stored lines of a topic, byte for byte as the files have them.
-#
-# Order       What is there when the request arrives comes partition after partition, each behind `!ok`. With `follow`
-#             new records come as they are routed, each batch behind `!batch`. `raw` leaves these lines out: then the
-#             bytes of one partition are what `cat` gives, up to the end of the last whole line.
-# Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
-# End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too. Damage of one partition
-#             is told after what there is of the others. A follower of a whole topic goes on: it is told once by
-#             `!err consume damaged`, and the partition rests (kmq/gateway/core/fetching.py) until it can be read.
 
 _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
 

@@ -1,4 +1,4 @@
-"""What all connections of the consumer ports share: partitions, wake-ups, tokens, threads, limits, counters.
+"""What connections of the consumer ports share (partitions, wake-ups, tokens, threads, limits), and the status port.
 
 Limits      At most _READS reads hold files open at a time. A further one evicts the connection that has waited for its
             client longest; if all clients read, it waits, and is refused after _LONGEST_WAIT_S (`too_many`).
@@ -128,10 +128,8 @@ class Service:
         self._threads.shutdown(wait=False)
 
 
-# --- status ----------------------------------------------------------------------------------------------------------
-# The status port: one question in, one line out.
-#
-# GET_STATUS <seq> [<group>] [token=<token>]
+# --- status port -----------------------------------------------------------------------------------------------------
+# One question in, one line out: GET_STATUS <seq> [<group>] [token=<token>]
 #
 # PROCESSED   a consumer group, or that group, has committed past this record
 # PENDING     not yet; also while the record is on its way to its partition
@@ -207,7 +205,6 @@ class StatusPort:
         """Return where the record is, or the answer if it is nowhere."""
         if not self._locator.is_numbered(seq):
             return b"UNKNOWN\n"
-        is_routed = self._locator.is_routed(
-            seq
-        )  # before the search: what is routed after it must not be taken for gone
+        # Asked before the search: what is routed after it must not be taken for gone.
+        is_routed = self._locator.is_routed(seq)
         return self._locator.find(seq) or (b"UNKNOWN\n" if is_routed else b"PENDING\n")

@@ -1,12 +1,18 @@
-"""A session: the partitions that a client reads, and its requests for batches, offsets and commits.
+"""A session: the partitions that a client reads, its requests for batches, offsets and commits, and its group.
 
 Pull        Nothing is sent that was not asked for: each `!fetch` is answered by one `!batch` of one partition. The
             partitions take turns.
 Order       Requests are answered in order, except that a fetch that waits for records stops nobody: later requests are
             answered before it, and later fetches after it. A line or a batch is written whole before the next one.
-Again       What was given back comes before new records, one message a batch (kmq/gateway/groups/redelivery.py). A fetch
-            that waits, or that follows an empty answer, says that the client has come back from all it was given.
+            What the coordinator says is passed on in order: `!revoke` before the `!assign` of the same generation.
+            Requests before `!revoked` are served before it counts, so a commit in front of it is always allowed.
+Again       What was given back comes before new records, one message a batch (kmq/gateway/groups/redelivery.py). A
+            fetch that waits, or that follows an empty answer, says that the client has come back from all it was given.
 Invariant   After `!revoke` no batch of that partition is sent. After `!seek` none from before it is sent.
+            A member reads a partition from where its former owner has committed: it is opened when the assignment is
+            passed on, and the former owner has given it up before.
+Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
+            timeout goes on with its partitions. `!leave` ends it at once.
 Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py); after `!seek` it is said again.
 Memory      At most _MOST_FETCHES fetches wait; a batch is bytes of a file (connection.py).
 """
@@ -454,15 +460,7 @@ class Session:
 _LAST = requests.Fetch(0)  # no client can ask for it
 
 
-# --- member ----------------------------------------------------------------------------------------------------------
-# GROUP, and the commits of ASSIGN <group>: a session whose partitions a consumer group decides on.
-#
-# Order       What the coordinator says is passed on in order: `!revoke` before the `!assign` of the same generation.
-#             Requests before `!revoked` are served before it counts, so a commit in front of it is always allowed.
-# Invariant   A partition is read from where its former owner has committed: it is opened when the assignment is passed
-#             on, and the former owner has given it up before. Nothing of a partition is sent behind its `!revoke`.
-# Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
-#             timeout goes on with its partitions. `!leave` ends it at once.
+# --- member of a group -----------------------------------------------------------------------------------------------
 
 
 class GroupCommits:
