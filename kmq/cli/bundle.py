@@ -1,4 +1,10 @@
-"""`kmq bundle`: everything that a bug report needs, in one file, without payloads and without secrets."""
+"""`kmq bundle`: everything that a bug report needs, in one file, without payloads and without secrets.
+
+Invariant   No payload is ever read: of the data directory only names and sizes are listed, and topic.toml files read.
+            Every text passes through `clean`, so a secret is not in the bundle wherever it was typed or logged.
+            What fails, hangs or is too large is named in the manifest with the reason; it ends nothing else. Each piece
+            has a deadline and a maximum size.
+"""
 
 import http.client
 import io
@@ -24,21 +30,14 @@ from kmq import __version__
 from kmq.broker.stats import Row, peek
 from kmq.cli import config
 from kmq.cli.config import HIDDEN, clean
-from kmq.cli.output import examples
-from kmq.cli.progress import counting
+from kmq.cli.output import counting, examples
 from kmq.config.settings import Settings, load
 from kmq.config.values import MIB, parse_duration
 from kmq.errors import ConfigError, KmqError
 
-# --- bundle parts ----------------------------------------------------------------------------------------------------
-# What goes into a bundle for a bug report: collected piece by piece, each with a deadline and a maximum size.
-#
-# Invariant   No payload is ever read: of the data directory only names and sizes are listed, and topic.toml files read.
-#             Every text passes through `clean`, so a secret is not in the bundle wherever it was typed or logged.
-#             What fails, hangs or is too large is named in the manifest with the reason; it ends nothing else.
-
 MOST_BYTES = MIB  # of one file in the bundle
 _MOST_PARTS = 64  # files; together with MOST_BYTES the bound of the whole
+_MODE = 0o600
 _COMMAND_S, _METRICS_S, _LISTING_S = 60.0, 10.0, 10.0
 _MOST_FILES = 20_000  # in the listing
 _PACKAGES = ("aiohttp", "grpcio", "posix_ipc", "prometheus_client", "pyspark", "rich", "sysv_ipc", "typer")
@@ -48,6 +47,109 @@ _SNIPPET = re.compile(  # up to the end of the line, except in JSON
     r"^(?!\{)(.*?(?:not an index line|not a range of seqs|damaged at byte \d+|a record of|holds):? b?\\?)['\"].*$", re.M
 )
 _WORDS = frozenset(("true", "false", "null", "none", "never", "always"))
+
+
+def bundle(
+    file: Annotated[
+        str, typer.Argument(help="Where to write it; -: stdout; default: kmq-bundle-<time>.tar.gz in this directory.")
+    ] = "",
+    with_verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Check the files on disk, too (kmq verify).")
+    ] = True,
+    verify_for: Annotated[str, typer.Option("--verify-for", help="How long that may take, e.g. 10m.")] = "60s",
+) -> None:
+    """Pack what a bug report needs into one tar.gz: status, findings, settings, log tails, numbers, sizes.
+
+    It holds no payloads, tokens or keys. Its MANIFEST says what is in it, what
+    is not, and why. It works with the broker down, or hanging, and changes nothing.
+    In a pod: kubectl exec <pod> -c router -- kmq bundle - > bundle.tar.gz
+    """
+    try:
+        limit_s = parse_duration(verify_for)
+    except ValueError as error:
+        raise ConfigError(f"--verify-for {verify_for!r}: {error}") from None
+    verify_s = limit_s if with_verify else 0.0
+    if file == "-":
+        if sys.stdout.isatty():
+            raise ConfigError("a bundle is no text for a terminal; write it to a file: kmq bundle - > bundle.tar.gz")
+        packed = collect(verify_s)
+        size = sys.stdout.buffer.write(packed.archive())
+        sys.stdout.flush()
+        _report(packed, "standard output", size, sys.stderr)
+        return
+    path = Path(file or time.strftime("kmq-bundle-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
+    out = _create(path)
+    try:
+        with open(out, "wb") as target:
+            packed = collect(verify_s)
+            size = target.write(packed.archive())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    _report(packed, str(path), size, sys.stdout)
+
+
+def _report(packed: "Bundle", where: str, size: int, stream: TextIO) -> None:
+    print(f"{where}: {len(packed.files)} files, {size:,} bytes", file=stream)
+    for name, why in packed.left.items():
+        print(f"left out, or cut: {name}: {why}", file=stream)
+
+
+def _create(path: Path) -> int:
+    """Return a descriptor of the new file. Raises ConfigError if it exists, or cannot be made."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    except OSError as error:
+        advice = "choose another file, or write to standard output: kmq bundle - > bundle.tar.gz"
+        raise ConfigError(f"{path}: {error.strerror}; {advice}") from error
+
+
+def collect(verify_s: float) -> "Bundle":
+    """Return the bundle. `verify_s`: how long verify may take; 0: it is left out."""
+    shown = config.collect()
+    made = Bundle(shown.secrets)
+    made.add("config.json", json.dumps(shown.as_json(), indent=1) + "\n", "kmq config show --json")
+    made.attempt("versions.json", versions, "versions of KMQ, Python, system and packages")
+    with counting("asking the broker"):
+        _of_commands(made)
+    try:
+        settings = load()
+    except ConfigError as error:
+        made.leave("log/, metrics.txt, data", f"the settings are wrong: {error}")
+    else:
+        with counting("collecting logs and numbers"):
+            _of_directories(made, settings)
+    if verify_s:
+        with counting("checking the files on disk"):
+            kmq(made, "verify.txt", "kmq verify", "verify", deadline_s=verify_s)
+    else:
+        made.leave("verify.txt", "--no-verify")
+    return made
+
+
+def _of_commands(made: "Bundle") -> None:
+    kmq(made, "status.json", "kmq status --json, with findings", "status", "--json")
+    kmq(made, "status.txt", "kmq status", "status")
+    kmq(made, "doctor.json", "kmq doctor --json", "doctor", "--json")
+    kmq(made, "log-stat.json", "kmq log stat --json", "log", "stat", "--json")
+    kmq(made, "topics.json", "kmq topics list --json", "topics", "list", "--all", "--json")
+    oom(made)
+
+
+def _of_directories(made: "Bundle", settings: Settings) -> None:
+    logs(made, settings.pipes)
+    made.attempt("stats-page.json", lambda: stats_page(settings), "the words of the stats page")
+    made.attempt("metrics.txt", lambda: metrics(settings), "/metrics of the gateway")
+    if "metrics.txt" in made.files:
+        kmq(made, "groups.json", "kmq groups list --json", "groups", "list", "--json")
+    else:
+        made.leave("groups.json", "not asked for, because the gateway has given no metrics")
+    declarations(made, settings.data)
+    listing(made, "data.txt", settings.data)
+    listing(made, "pipes.txt", settings.pipes)
+
+
+# --- the archive -----------------------------------------------------------------------------------------------------
 
 
 class Bundle:
@@ -98,14 +200,12 @@ class Bundle:
         """Return the whole as tar.gz."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            for name, content in {"MANIFEST": self.manifest().encode(), **self._contents()}.items():
+            contents = {name: content for name, (content, _) in self.files.items()}
+            for name, content in {"MANIFEST": self.manifest().encode(), **contents}.items():
                 entry = tarfile.TarInfo(f"kmq-bundle/{name}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 tar.addfile(entry, io.BytesIO(content))
         return packed.getvalue()
-
-    def _contents(self) -> dict[str, bytes]:
-        return {name: content for name, (content, _) in self.files.items()}
 
 
 def _without_snippets(text: str) -> str:
@@ -174,12 +274,9 @@ def oom(bundle: Bundle) -> None:
     if done.returncode:
         bundle.leave("dmesg-oom.txt", f"dmesg: {done.stderr.decode(errors='replace')}")
         return
-    lines = [line for line in done.stdout.decode(errors="replace").splitlines() if _is_oom(line)]
+    every = done.stdout.decode(errors="replace").splitlines()
+    lines = [line for line in every if any(word in line.lower() for word in _OOM)]
     bundle.add("dmesg-oom.txt", "\n".join(lines[-200:]) + "\n", f"{len(lines)} lines of dmesg on lack of memory")
-
-
-def _is_oom(line: str) -> bool:
-    return any(word in line.lower() for word in _OOM)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -269,12 +366,9 @@ def stats_page(settings: Settings) -> str:
     page = peek(settings.instance)
     if page is None:
         raise ConfigError("there is no stats page: no broker of this instance has run since the machine started")
-    numbers = {name: {field: getattr(row, field) for field in _fields()} for name, row in page.rows.items()}
+    fields = [name for name, value in vars(Row).items() if isinstance(value, property)]
+    numbers = {name: {field: getattr(row, field) for field in fields} for name, row in page.rows.items()}
     return json.dumps({"identity": page.identity(), "now_ns": time.monotonic_ns(), "rows": numbers}, indent=1)
-
-
-def _fields() -> list[str]:
-    return [name for name, value in vars(Row).items() if isinstance(value, property)]
 
 
 def metrics(settings: Settings) -> bytes:
@@ -316,111 +410,6 @@ def versions() -> str:
         except metadata.PackageNotFoundError:
             rows[name] = "not installed"
     return json.dumps(rows, indent=1) + "\n"
-
-
-# --- bundle ----------------------------------------------------------------------------------------------------------
-
-_MODE = 0o600
-
-
-def bundle(
-    file: Annotated[
-        str, typer.Argument(help="Where to write it; -: stdout; default: kmq-bundle-<time>.tar.gz in this directory.")
-    ] = "",
-    with_verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Check the files on disk, too (kmq verify).")
-    ] = True,
-    verify_for: Annotated[str, typer.Option("--verify-for", help="How long that may take, e.g. 10m.")] = "60s",
-) -> None:
-    """Pack what a bug report needs into one tar.gz: status, findings, settings, log tails, numbers, sizes.
-
-    It holds no payloads, tokens or keys. Its MANIFEST says what is in it, what
-    is not, and why. It works with the broker down, or hanging, and changes nothing.
-    In a pod: kubectl exec <pod> -c router -- kmq bundle - > bundle.tar.gz
-    """
-    try:
-        limit_s = parse_duration(verify_for)
-    except ValueError as error:
-        raise ConfigError(f"--verify-for {verify_for!r}: {error}") from None
-    verify_s = limit_s if with_verify else 0.0
-    if file == "-":
-        if sys.stdout.isatty():
-            raise ConfigError("a bundle is no text for a terminal; write it to a file: kmq bundle - > bundle.tar.gz")
-        packed = collect(verify_s)
-        size = sys.stdout.buffer.write(packed.archive())
-        sys.stdout.flush()
-        _report(packed, "standard output", size, sys.stderr)
-        return
-    path = Path(file or time.strftime("kmq-bundle-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
-    out = _create(path)
-    try:
-        with open(out, "wb") as target:
-            packed = collect(verify_s)
-            size = target.write(packed.archive())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    _report(packed, str(path), size, sys.stdout)
-
-
-def _report(packed: Bundle, where: str, size: int, stream: TextIO) -> None:
-    print(f"{where}: {len(packed.files)} files, {size:,} bytes", file=stream)
-    for name, why in packed.left.items():
-        print(f"left out, or cut: {name}: {why}", file=stream)
-
-
-def _create(path: Path) -> int:
-    """Return a descriptor of the new file. Raises ConfigError if it exists, or cannot be made."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-    except OSError as error:
-        advice = "choose another file, or write to standard output: kmq bundle - > bundle.tar.gz"
-        raise ConfigError(f"{path}: {error.strerror}; {advice}") from error
-
-
-def collect(verify_s: float) -> Bundle:
-    """Return the bundle. `verify_s`: how long verify may take; 0: it is left out."""
-    shown = config.collect()
-    made = Bundle(shown.secrets)
-    made.add("config.json", json.dumps(shown.as_json(), indent=1) + "\n", "kmq config show --json")
-    made.attempt("versions.json", versions, "versions of KMQ, Python, system and packages")
-    with counting("asking the broker"):
-        _of_commands(made)
-    try:
-        settings = load()
-    except ConfigError as error:
-        made.leave("log/, metrics.txt, data", f"the settings are wrong: {error}")
-    else:
-        with counting("collecting logs and numbers"):
-            _of_directories(made, settings)
-    if verify_s:
-        with counting("checking the files on disk"):
-            kmq(made, "verify.txt", "kmq verify", "verify", deadline_s=verify_s)
-    else:
-        made.leave("verify.txt", "--no-verify")
-    return made
-
-
-def _of_commands(made: Bundle) -> None:
-    kmq(made, "status.json", "kmq status --json, with findings", "status", "--json")
-    kmq(made, "status.txt", "kmq status", "status")
-    kmq(made, "doctor.json", "kmq doctor --json", "doctor", "--json")
-    kmq(made, "log-stat.json", "kmq log stat --json", "log", "stat", "--json")
-    kmq(made, "topics.json", "kmq topics list --json", "topics", "list", "--all", "--json")
-    oom(made)
-
-
-def _of_directories(made: Bundle, settings: Settings) -> None:
-    logs(made, settings.pipes)
-    made.attempt("stats-page.json", lambda: stats_page(settings), "the words of the stats page")
-    made.attempt("metrics.txt", lambda: metrics(settings), "/metrics of the gateway")
-    if "metrics.txt" in made.files:
-        kmq(made, "groups.json", "kmq groups list --json", "groups", "list", "--json")
-    else:
-        made.leave("groups.json", "not asked for, because the gateway has given no metrics")
-    declarations(made, settings.data)
-    listing(made, "data.txt", settings.data)
-    listing(made, "pipes.txt", settings.pipes)
 
 
 def add_to(app: typer.Typer) -> None:

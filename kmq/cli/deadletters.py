@@ -1,6 +1,6 @@
-"""`kmq dlq …`: dead letters: list them, look at one, send them back to where they came from. Needs no Java.
+"""`kmq dlq …`: list dead letters, look at one, send them back to where they came from. `kmq redrive`: send any queue again.
 
-`ls` and `show` read the files, so they also work while the broker is down.
+`ls` and `show` read the files, so they also work while the broker is down. Nothing here needs Java.
 """
 
 import json
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.table import Table
 
-from kmq.cli.output import examples, existing_data, grouped
+from kmq.cli.output import counted, examples, existing_data, grouped
 from kmq.cli.produce import line_sender, obstacle
-from kmq.cli.progress import counted
 from kmq.client.lines import Patience
 from kmq.config import terminal
 from kmq.config.settings import Settings, load
@@ -23,6 +22,7 @@ from kmq.errors import ConfigError, KmqError
 from kmq.message import record
 
 if TYPE_CHECKING:
+    from kmq.client.producer import Producer
     from kmq.deadletters import redrive as rules
     from kmq.deadletters.redrive import Filter, Found, Replay
 
@@ -215,7 +215,7 @@ def _time(seconds: str) -> str:
 # --- replay ----------------------------------------------------------------------------------------------------------
 
 
-class Sending(NamedTuple):
+class ReplayOptions(NamedTuple):
     """Which letters go back, and how fast."""
 
     filters: _FILTERS = None
@@ -235,7 +235,7 @@ class Sending(NamedTuple):
 @grouped
 def replay(
     topic: _TOPIC,
-    sending: Sending,
+    sending: ReplayOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
     """Send dead letters back to the topics they came from, as new messages.
@@ -264,9 +264,7 @@ def replay(
 
 def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
     """Return how many letters were sent, and how many of them another replay has stored at the same time."""
-    from kmq.client.producer import Producer
     from kmq.deadletters import letters, redrive
-    from kmq.deadletters.letters import Pace
 
     total = 0
 
@@ -276,8 +274,15 @@ def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
             total += 1
             yield pair
 
-    repeated = letters.send(lines(), lambda name: Producer.local(producer=name, first_id=0), Pace(rate))
+    repeated = letters.send(lines(), _connect, letters.Pace(rate))
     return total, repeated
+
+
+def _connect(name: str) -> "Producer":
+    """Return the producer of this name, whose ids the command counts itself."""
+    from kmq.client.producer import Producer
+
+    return Producer.local(producer=name, first_id=0)
 
 
 def _left(chosen: "Replay", name: str, before: int) -> str:
@@ -291,13 +296,7 @@ def _left(chosen: "Replay", name: str, before: int) -> str:
     return "".join(f"; {part}" for part in parts)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to `kmq`."""
-    app.add_typer(dlq_app, name="dlq")
-
-
 # --- redrive ---------------------------------------------------------------------------------------------------------
-# `kmq redrive`: send the records of a queue through the broker again, under new routing keys.
 
 
 class Selection(NamedTuple):
@@ -319,7 +318,7 @@ class Selection(NamedTuple):
     ] = 3
 
 
-class RedriveSending(NamedTuple):
+class RedriveOptions(NamedTuple):
     """How the selected records are sent."""
 
     idempotent: Annotated[
@@ -349,7 +348,7 @@ def redrive(
         ),
     ] = None,
     selection: Selection,
-    sending: RedriveSending,
+    sending: RedriveOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
     """Send the records of a queue through the broker again, under new routing keys, as new messages.
@@ -373,7 +372,7 @@ def redrive(
         repeated = _send_once(settings, chosen, sending)
         print(f"redriven {total} {source.text}" + (f"; {repeated} of them were stored before" if repeated else ""))
     else:
-        _redrive_send(settings, chosen, sending.rate)
+        _send_unacknowledged(settings, chosen, sending.rate)
         print(f"redriven {total} {source.text}")
 
 
@@ -406,24 +405,19 @@ def _print_change(found: "rules.Record", new_key: bytes) -> None:
     print(f"{old_key.decode(errors='replace')} -> {new_key.decode(errors='replace')}")
 
 
-def _send_once(settings: Settings, chosen: "rules.Selected", sending: RedriveSending) -> int:
+def _send_once(settings: Settings, chosen: "rules.Selected", sending: RedriveOptions) -> int:
     """Send the records under producer names, and return how many of them were stored before."""
-    from kmq.client.producer import Producer
     from kmq.deadletters import letters
     from kmq.deadletters import redrive as rules
-    from kmq.deadletters.letters import Pace
 
-    def connect(name: str) -> Producer:
-        return Producer.local(producer=name, first_id=0)
-
-    pace = Pace(sending.rate)
+    pace = letters.Pace(sending.rate)
     if chosen.template == rules.ORIGIN and not sending.name:
-        return letters.send(counted(rules.sent_back(chosen, settings.data), "redriving"), connect, pace)
+        return letters.send(counted(rules.sent_back(chosen, settings.data), "redriving"), _connect, pace)
     redrive_id = (sending.name, chosen.template, chosen.key_glob, str(chosen.from_seq))
-    return rules.send(counted(rules.numbered(chosen, settings.data, *redrive_id), "redriving"), connect, pace)
+    return rules.send(counted(rules.numbered(chosen, settings.data, *redrive_id), "redriving"), _connect, pace)
 
 
-def _redrive_send(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
+def _send_unacknowledged(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
     """Send the records without acknowledgement."""
     from kmq.deadletters import redrive as rules
     from kmq.deadletters.letters import Pace, blocks
@@ -434,6 +428,11 @@ def _redrive_send(settings: Settings, chosen: "Iterable[tuple[rules.Record, byte
             sender.send(block)
             if rate:
                 sender.flush()
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(dlq_app, name="dlq")
 
 
 def add_redrive_to(app: typer.Typer) -> None:

@@ -12,10 +12,8 @@ from kmq.broker import status, supervisor
 from kmq.broker.health import LIFELESS, Finding, Verdict, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.cli import machine
-from kmq.cli import machine as checks
 from kmq.cli.machine import ERROR, NOTE, OK, WARNING, Check
-from kmq.cli.output import examples
-from kmq.cli.progress import counting
+from kmq.cli.output import counting, examples
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError, pip_install
@@ -173,7 +171,7 @@ def _print(found: Diagnosis) -> None:
         console.print(f"{check.name}: {check.text}", highlight=False, markup=False, soft_wrap=True)
         if check.advice and check.level != OK:
             console.print(f"        do: {check.advice}", highlight=False, markup=False, soft_wrap=True)
-    counts = {level: sum(check.level == level for check in found.checks) for level in checks.LEVELS}
+    counts = {level: sum(check.level == level for check in found.checks) for level in machine.LEVELS}
     shown = (f"{count} {level}{'s' if count != 1 and level != OK else ''}" for level, count in counts.items())
     console.print(", ".join(shown), highlight=False)
 

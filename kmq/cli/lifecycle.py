@@ -1,4 +1,7 @@
-"""`kmq up|down|gateway`: start the broker of this directory, and stop it."""
+"""`kmq up|down|gateway`: start the broker of this directory, and stop it.
+
+Not covered What the supervisor does when a process ends: kmq/broker/supervisor.py.
+"""
 
 import contextlib
 import os
@@ -27,15 +30,98 @@ from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log.identity import open_data
 
-# --- startup ---------------------------------------------------------------------------------------------------------
-# A broker that `kmq up` has started in the background and that is not ready yet.
-#
-# Not covered What the supervisor does when a process ends: kmq/broker/supervisor.py.
-
 _READY_S = 60.0  # longest wait for a broker to be ready, including recovery of a long WAL
 _FULL_S = 1.0  # how long space must be lacking until a start is given up: a small volume may regain it in a moment
 _POLL_S = 0.02
 _LOG_MODE = 0o640  # the user and the group of the broker, as for its FIFOs
+_DOWN_S = GRACE_S + 5.0
+_MISSING = {"gateway": "no gRPC, no HTTP, no consumers", AGENT: "nothing that the fleet says is done here"}
+
+
+# --- up --------------------------------------------------------------------------------------------------------------
+
+
+def up(
+    foreground: Annotated[
+        bool,
+        typer.Option(
+            "--foreground",
+            "-f",
+            help="Stay in the foreground, log to stderr. Ctrl-C drains; a second Ctrl-C ends at once.",
+        ),
+    ] = False,
+    with_gateway: Annotated[
+        bool,
+        typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
+    ] = True,
+) -> None:
+    """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
+    settings = load()
+    with_gateway = with_gateway and gateway.is_installed()
+    if settings.in_cluster:
+        _check_cluster(settings)
+    # Open both directories here: otherwise an error in one of them would appear only in the log file.
+    open_data(settings.data, known_id(settings))
+    os.close(open_fifo(settings.pipes, "raw"))
+    _refuse_second_start(settings, foreground)
+    if foreground:
+        from kmq.broker.supervisor import Supervisor
+
+        raise typer.Exit(Supervisor(settings, with_gateway).run())
+    _refuse_shared_data(settings)
+    startup = Startup(settings, with_gateway)
+    _print_started(settings, startup, startup.wait())
+
+
+def _check_cluster(settings: Settings) -> None:
+    """Raise ConfigError if the agent could not even begin."""
+    if not cluster.is_installed():
+        raise ConfigError(f"KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: {pip_install('cluster')}")
+    from kmq.cluster.queue import Place
+
+    Place.of(settings)
+
+
+def _refuse_second_start(settings: Settings, foreground: bool) -> None:
+    """Raise BusyError if this broker runs already."""
+    holder = FileLock(f"{settings.pipes}/supervisor.owner")
+    if not foreground and holder.is_held():  # in the foreground the supervisor waits for an earlier one that is ending
+        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
+    found = supervisor.settled(settings)
+    if found.others:
+        raise BusyError(f"this broker is up already: {_started_elsewhere(found)}; see: kmq status")
+    if found.orphans:
+        pids = ", ".join(str(stage.pid) for stage in found.orphans)
+        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
+
+
+def _refuse_shared_data(settings: Settings) -> None:
+    """Raise BusyError if another broker writes this WAL, before a half-started broker accepts what it cannot store."""
+    wal = FileLock(f"{settings.data}/append/.owner")
+    if wal.is_held():
+        raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
+
+
+def _started_elsewhere(found: supervisor.Supervision) -> str:
+    return (
+        f"not started by kmq up: {', '.join(map(str, found.others))}; end them where they were started"
+        " (in Kubernetes: kubectl scale statefulset <name> --replicas=0)"
+    )
+
+
+def _print_started(settings: Settings, startup: "Startup", status: Status) -> None:
+    """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
+    port = read_port(settings, "ingress", settings.port)
+    print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
+    if status.gateway and status.gateway.state == "ready":
+        grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
+        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
+    for warning in status.verdict.warnings:
+        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
+    if ended := startup.ended(status):
+        without = ", ".join(f"the {each.name} could not start: {_MISSING[each.name]}" for each in ended)
+        startup.print_errors(f"kmq: {without}; the stages run; correct that, then: kmq down && kmq up")
+        raise typer.Exit(ended[0].exit_code)
 
 
 class Startup:
@@ -130,99 +216,7 @@ def _open_log(path: Path) -> BinaryIO:
     return log
 
 
-# --- lifecycle -------------------------------------------------------------------------------------------------------
-
-_DOWN_S = GRACE_S + 5.0
-_MISSING = {"gateway": "no gRPC, no HTTP, no consumers", AGENT: "nothing that the fleet says is done here"}
-
-
-# --- up ----------------------------------------------------------------------------------------------------------
-
-
-def up(
-    foreground: Annotated[
-        bool,
-        typer.Option(
-            "--foreground",
-            "-f",
-            help="Stay in the foreground, log to stderr. Ctrl-C drains; a second Ctrl-C ends at once.",
-        ),
-    ] = False,
-    with_gateway: Annotated[
-        bool,
-        typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
-    ] = True,
-) -> None:
-    """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
-    settings = load()
-    with_gateway = with_gateway and gateway.is_installed()
-    if settings.in_cluster:
-        _check_cluster(settings)
-    # Open both directories here: otherwise an error in one of them would appear only in the log file.
-    open_data(settings.data, known_id(settings))
-    os.close(open_fifo(settings.pipes, "raw"))
-    _refuse_second_start(settings, foreground)
-    if foreground:
-        from kmq.broker.supervisor import Supervisor
-
-        raise typer.Exit(Supervisor(settings, with_gateway).run())
-    _refuse_shared_data(settings)
-    startup = Startup(settings, with_gateway)
-    _print_started(settings, startup, startup.wait())
-
-
-def _check_cluster(settings: Settings) -> None:
-    """Raise ConfigError if the agent could not even begin."""
-    if not cluster.is_installed():
-        raise ConfigError(f"KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: {pip_install('cluster')}")
-    from kmq.cluster.queue import Place
-
-    Place.of(settings)
-
-
-def _refuse_second_start(settings: Settings, foreground: bool) -> None:
-    """Raise BusyError if this broker runs already."""
-    holder = FileLock(f"{settings.pipes}/supervisor.owner")
-    if not foreground and holder.is_held():  # in the foreground the supervisor waits for an earlier one that is ending
-        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
-    found = supervisor.settled(settings)
-    if found.others:
-        raise BusyError(f"this broker is up already: {_started_elsewhere(found)}; see: kmq status")
-    if found.orphans:
-        pids = ", ".join(str(stage.pid) for stage in found.orphans)
-        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
-
-
-def _refuse_shared_data(settings: Settings) -> None:
-    """Raise BusyError if another broker writes this WAL, before a half-started broker accepts what it cannot store."""
-    wal = FileLock(f"{settings.data}/append/.owner")
-    if wal.is_held():
-        raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
-
-
-def _started_elsewhere(found: supervisor.Supervision) -> str:
-    return (
-        f"not started by kmq up: {', '.join(map(str, found.others))}; end them where they were started"
-        " (in Kubernetes: kubectl scale statefulset <name> --replicas=0)"
-    )
-
-
-def _print_started(settings: Settings, startup: Startup, status: Status) -> None:
-    """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
-    port = read_port(settings, "ingress", settings.port)
-    print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
-    if status.gateway and status.gateway.state == "ready":
-        grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
-        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
-    for warning in status.verdict.warnings:
-        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
-    if ended := startup.ended(status):
-        without = ", ".join(f"the {each.name} could not start: {_MISSING[each.name]}" for each in ended)
-        startup.print_errors(f"kmq: {without}; the stages run; correct that, then: kmq down && kmq up")
-        raise typer.Exit(ended[0].exit_code)
-
-
-# --- down --------------------------------------------------------------------------------------------------------
+# --- down ------------------------------------------------------------------------------------------------------------
 
 
 def down() -> None:
@@ -285,7 +279,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-# --- gateway -----------------------------------------------------------------------------------------------------
+# --- gateway ---------------------------------------------------------------------------------------------------------
 
 
 def run_gateway() -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kmq.cli.output import examples, existing_data
-from kmq.cli.progress import counting
+from kmq.cli.output import counting, examples, existing_data
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -29,7 +28,7 @@ _LOG = typer.Argument(help="append (the WAL), <topic> or <topic>/<partition>.")
 _MB = 1e6
 
 
-# --- log ---------------------------------------------------------------------------------------------------------
+# --- log -------------------------------------------------------------------------------------------------------------
 
 
 @log_app.command("cat", epilog=examples("kmq log cat append --count 3", "kmq log cat test --since 10m"))
@@ -125,7 +124,7 @@ def _stat_table(rows: Sequence[dict[str, str | int | float]]) -> Table:
     return table
 
 
-# --- verify ------------------------------------------------------------------------------------------------------
+# --- verify ----------------------------------------------------------------------------------------------------------
 
 
 def verify(

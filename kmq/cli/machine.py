@@ -1,7 +1,9 @@
-"""Check the machine that a broker runs on: limits, shared memory, memory, clock, ports, Python.
+"""Check the machine that a broker runs on: Python, limits, shared memory, memory, clock, ports, disk and permissions.
 
-Invariant   Nothing is made, and nothing is changed, except that `doorbells` removes what no broker can use any more. A
-            port is tried by binding to it, never by a connection.
+Invariant   Nothing is changed, and no directory is made, except that `doorbells` removes what no broker can use any
+            more. A port is tried by binding to it, never by a connection. The file that is measured with has no name, or
+            one that is removed at once, and holds at most MOST_SYNCS blocks. A disk that hangs is given up after WAIT_S,
+            by leaving the child process that measures.
 """
 
 import ctypes
@@ -30,11 +32,16 @@ from kmq.links.layout import BLOCKS
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
 
-# --- checks ----------------------------------------------------------------------------------------------------------
-# One check of the machine: what was looked at, how it is, and what to do about it.
-
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (ERROR, WARNING, NOTE, OK)  # the most important first
+
+_OLDEST_PYTHON = (3, 11)
+_PROCESSES_BYTES = 192 * MIB  # what four stages, the gateway and the supervisor take beside the rings
+_EARLIEST = 1_735_689_600  # 2025-01-01: no clock of a running broker is behind that
+_STEADY_S = 0.3  # how long the clock is watched
+_JUMP_S = 0.05  # more than a slewed clock moves in that time
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
+_FOREVER = 1 << 60  # a memory limit beyond this is none
 
 
 class Check(NamedTuple):
@@ -52,17 +59,6 @@ def size(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:,.1f} {unit}"
     return f"{nbytes:,.0f} B"
-
-
-# --- machine ---------------------------------------------------------------------------------------------------------
-
-_OLDEST_PYTHON = (3, 11)
-_PROCESSES_BYTES = 192 * MIB  # what four stages, the gateway and the supervisor take beside the rings
-_EARLIEST = 1_735_689_600  # 2025-01-01: no clock of a running broker is behind that
-_STEADY_S = 0.3  # how long the clock is watched
-_JUMP_S = 0.05  # more than a slewed clock moves in that time
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
-_FOREVER = 1 << 60  # a memory limit beyond this is none
 
 
 def python() -> Check:
@@ -307,12 +303,7 @@ def _port(name: str, host: str, number: int) -> Check:
         return Check(title, ERROR, text, f"see who has it: ss -ltnp 'sport = :{number}'; or choose another {name}")
 
 
-# --- disk checks -----------------------------------------------------------------------------------------------------
-# Check the disk of a broker: its kind, free space, the time of a sync, and who may read and write the directories.
-#
-# Invariant   A directory is never made. The file that is measured with has no name, or one that is removed at once, and
-#             holds at most MOST_SYNCS blocks. A disk that hangs is given up after WAIT_S, by leaving the child process
-#             that measures.
+# --- disk ------------------------------------------------------------------------------------------------------------
 
 MOST_SYNCS, SPAN_S = 100, 1.5  # the measurement ends at whichever comes first
 WAIT_S = 30.0

@@ -1,9 +1,12 @@
-"""The part of help texts that all commands share: examples."""
+"""What all commands share: examples in help texts, groups of options, what they open, and counts while they work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from rich.console import Console
 
 from kmq.broker import supervisor
 from kmq.config.settings import load
@@ -11,6 +14,10 @@ from kmq.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from kmq.cluster.queue import BroadcastQueue
+
+_REDRAW = 1024  # items between two updates if each item counts as one
+
+_T = TypeVar("_T")
 
 
 def examples(*lines: str) -> str:
@@ -51,8 +58,7 @@ def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
     return [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-# The data directory of a command that only reads.
+# --- what commands open ----------------------------------------------------------------------------------------------
 
 
 def existing_data() -> str:
@@ -63,10 +69,6 @@ def existing_data() -> str:
     return settings.data
 
 
-# --- cluster ---------------------------------------------------------------------------------------------------------
-# What the commands of a cluster share: the queue that the settings name.
-
-
 def open_queue() -> "BroadcastQueue":
     """Return the Broadcast Queue of this directory's settings. Raises ConfigError that says what is missing."""
     try:
@@ -74,3 +76,33 @@ def open_queue() -> "BroadcastQueue":
     except ImportError as error:
         raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
     return BroadcastQueue()
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+# Counts on the terminal while a long command works. If stderr is a file or a pipe, nothing is shown.
+
+
+@contextmanager
+def counting(text: str) -> Iterator[Callable[[float], None]]:
+    """Show `text` while the block runs. Yields a function that adds its argument to the text's {task.completed}."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda amount: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda amount: progress.advance(task, amount)
+
+
+def counted(items: Iterable[_T], verb: str, size: Callable[[_T], int] | None = None) -> Iterator[_T]:
+    """Yield `items`, and show `verb` with their number. `size` returns how many an item counts for; None: one."""
+    with counting(verb + " {task.completed:,.0f}") as advance:
+        for number, item in enumerate(items, 1):
+            yield item
+            if size:
+                advance(size(item))
+            elif number % _REDRAW == 0:
+                advance(_REDRAW)

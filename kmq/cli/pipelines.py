@@ -34,7 +34,7 @@ pipeline_app.add_typer(run_app, name="run")
 _EVERY_SECOND = Follow(every="1 second")
 
 
-# --- archive -------------------------------------------------------------------------------------------------------
+# --- archive ---------------------------------------------------------------------------------------------------------
 
 
 class ArchiveTable(NamedTuple):
@@ -118,7 +118,7 @@ def archive(
         print(f"archived {added}; bad: {done.bad:,}, {payload.bad}")
 
 
-# --- audit ---------------------------------------------------------------------------------------------------------
+# --- audit -----------------------------------------------------------------------------------------------------------
 
 
 @run_app.command(
@@ -147,7 +147,7 @@ def audit(
         raise typer.Exit(audit.run(job.spark, origin.options(), report, as_json, limit, job.progress))
 
 
-# --- compact -------------------------------------------------------------------------------------------------------
+# --- compact ---------------------------------------------------------------------------------------------------------
 
 
 @run_app.command(
@@ -202,7 +202,7 @@ def compact(
             )
 
 
-# --- metrics -------------------------------------------------------------------------------------------------------
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 class Windows(NamedTuple):
@@ -278,7 +278,7 @@ def metrics(
             console().print(table)
 
 
-# --- mirror --------------------------------------------------------------------------------------------------------
+# --- mirror ----------------------------------------------------------------------------------------------------------
 
 
 class MirrorTo(NamedTuple):
@@ -330,7 +330,7 @@ def mirror(
         print(f"mirrored {sent}; copies left out: {done.skipped:,}")
 
 
-# --- redrive -------------------------------------------------------------------------------------------------------
+# --- redrive ---------------------------------------------------------------------------------------------------------
 
 
 class Letters(NamedTuple):
@@ -359,7 +359,7 @@ class Letters(NamedTuple):
         return self.to_sql or rules.to_sql("{routing_key}" if self.to is None else self.to)
 
 
-class Sending(NamedTuple):
+class RedriveOptions(NamedTuple):
     """How the redriven records are sent."""
 
     rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
@@ -378,7 +378,7 @@ class Sending(NamedTuple):
     )
 )
 @grouped
-def redrive(*, letters: Letters, sending: Sending, target: Target, origin: From, on: On) -> None:
+def redrive(*, letters: Letters, sending: RedriveOptions, target: Target, origin: From, on: On) -> None:
     """Send dead letters again under new keys, selected and renamed by SQL. A repeated redrive stores nothing twice."""
     expression = letters.expression()
     source = origin.options()
@@ -394,7 +394,7 @@ def redrive(*, letters: Letters, sending: Sending, target: Target, origin: From,
         print(redrive.text(found, letters.topic, letters.dropped, sending.dry_run))
 
 
-# --- route ---------------------------------------------------------------------------------------------------------
+# --- route -----------------------------------------------------------------------------------------------------------
 
 
 class RouteTo(NamedTuple):

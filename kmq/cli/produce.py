@@ -12,8 +12,7 @@ import typer
 
 from kmq.access import tokens
 from kmq.broker import status
-from kmq.cli.output import examples
-from kmq.cli.progress import counted
+from kmq.cli.output import counted, examples
 from kmq.client.lines import STALL_S, LineSender, Patience, no_connection, read_port, say
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
@@ -25,58 +24,7 @@ from kmq.wire import refusals
 if TYPE_CHECKING:
     from kmq.client.delivery import Delivery
 
-
-# --- obstacle --------------------------------------------------------------------------------------------------------
-# Why a broker accepts no messages, as far as a producer can find out: from the stats page, or by asking ingress.
-
 _ASK_S = 1.0  # longest wait for the reply of ingress
-
-
-def obstacle(settings: Settings) -> str:
-    """Return what keeps the broker from accepting messages, as far as this process can see."""
-    return (_is_here(settings.host) and _of_stages(settings)) or _of_greeting(settings)
-
-
-def _is_here(host: str) -> bool:
-    """Return True for an address of this machine: the stats page says nothing about a broker elsewhere."""
-    try:
-        socket.create_server((host, 0)).close()
-    except OSError:
-        return False
-    return True
-
-
-def _of_stages(settings: Settings) -> str:
-    try:
-        found = status.collect(settings)
-    except (OSError, KmqError):  # the stats page belongs to another user
-        return ""
-    reasons = found.verdict.reasons if found.stages else []  # without stages the page is another broker's
-    return "; ".join(f"{reason}; {reason.advice}" for reason in reasons)
-
-
-def _of_greeting(settings: Settings) -> str:
-    """Return the reply of ingress to a new connection: the reason if ingress refuses messages."""
-    where = settings.host
-    try:
-        port = read_port(settings, "ingress", settings.port)
-        where = f"{settings.host}:{port}"
-        token = f"token={tokens.local(settings)}" if settings.tokens else ""
-        with socket.create_connection((settings.host, port), timeout=_ASK_S) as sock:
-            sock.sendall(request_line("!hello", "acks=1", token))
-            reply = sock.recv(4096).decode(errors="replace").strip()
-    except TimeoutError:
-        return f"{where} does not answer: the disk there may be full, or a stage stopped; see kmq status there"
-    except (OSError, KmqError) as err:
-        return no_connection(where, err)
-    verb, _, refusal = reply.partition(" ")
-    if verb == "!err":
-        return f"it refuses messages: {refusal.removeprefix('0 ')}"
-    return "it is up, but slow, or one of its stages is stopped; see kmq status there"
-
-
-# --- produce ---------------------------------------------------------------------------------------------------------
-
 _REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
 
@@ -283,6 +231,53 @@ def _limited(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
                 block, size = [], 0
         if block:
             yield block
+
+
+# --- why nothing is accepted -----------------------------------------------------------------------------------------
+# As far as a producer can find out: from the stats page, or by asking ingress.
+
+
+def obstacle(settings: Settings) -> str:
+    """Return what keeps the broker from accepting messages, as far as this process can see."""
+    return (_is_here(settings.host) and _of_stages(settings)) or _of_greeting(settings)
+
+
+def _is_here(host: str) -> bool:
+    """Return True for an address of this machine: the stats page says nothing about a broker elsewhere."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _of_stages(settings: Settings) -> str:
+    try:
+        found = status.collect(settings)
+    except (OSError, KmqError):  # the stats page belongs to another user
+        return ""
+    reasons = found.verdict.reasons if found.stages else []  # without stages the page is another broker's
+    return "; ".join(f"{reason}; {reason.advice}" for reason in reasons)
+
+
+def _of_greeting(settings: Settings) -> str:
+    """Return the reply of ingress to a new connection: the reason if ingress refuses messages."""
+    where = settings.host
+    try:
+        port = read_port(settings, "ingress", settings.port)
+        where = f"{settings.host}:{port}"
+        token = f"token={tokens.local(settings)}" if settings.tokens else ""
+        with socket.create_connection((settings.host, port), timeout=_ASK_S) as sock:
+            sock.sendall(request_line("!hello", "acks=1", token))
+            reply = sock.recv(4096).decode(errors="replace").strip()
+    except TimeoutError:
+        return f"{where} does not answer: the disk there may be full, or a stage stopped; see kmq status there"
+    except (OSError, KmqError) as err:
+        return no_connection(where, err)
+    verb, _, refusal = reply.partition(" ")
+    if verb == "!err":
+        return f"it refuses messages: {refusal.removeprefix('0 ')}"
+    return "it is up, but slow, or one of its stages is stopped; see kmq status there"
 
 
 def add_to(app: typer.Typer) -> None:

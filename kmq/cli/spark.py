@@ -1,4 +1,7 @@
-"""`kmq sql`, `kmq audit`, `kmq pipeline …`: the commands that run on Spark (spark.py, pipelines.py, …)."""
+"""`kmq sql`, `kmq audit`, and `kmq pipeline list|status|reset`. pipelines.py has `kmq pipeline run …`.
+
+`list`, `status` and `reset` need neither Java nor pyspark.
+"""
 
 import json
 import sys
@@ -14,10 +17,6 @@ from kmq.errors import BusyError, ConfigError, KmqError
 
 if TYPE_CHECKING:
     from kmq.spark.streaming.status import Sources
-
-
-# --- sql -------------------------------------------------------------------------------------------------------------
-# `kmq sql`: query topics from the command line.
 
 
 @grouped
@@ -53,8 +52,7 @@ def sql(
             topics.run(statement)
 
 
-# --- pipeline list ---------------------------------------------------------------------------------------------------
-# `kmq pipeline list`: the pipelines there are.
+# --- pipelines -------------------------------------------------------------------------------------------------------
 
 
 @pipeline_app.command("list", epilog=examples("kmq pipeline list", "kmq pipeline list --json"))
@@ -76,9 +74,7 @@ def list_pipelines(
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
-# `kmq pipeline status` and `kmq pipeline reset`: the progress of streaming queries, and where they resume.
-#
-# Neither needs Java or pyspark.
+# The progress of streaming queries, and where they resume.
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -186,12 +182,6 @@ def reset(
         print("nothing was changed (--dry-run)")
     else:
         print(f"done; the offsets before and after: {work.apply(plan)}")
-
-
-# --- spark -----------------------------------------------------------------------------------------------------------
-
-# adds its commands to pipeline_app
-# this one, too
 
 
 def add_to(app: typer.Typer) -> None:

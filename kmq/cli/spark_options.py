@@ -1,4 +1,4 @@
-"""The session that a command on Spark runs on, and how it ends."""
+"""What commands on Spark share: groups of options (output.py says how groups work), and the session and its end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from kmq.spark.streaming.streams import Progress, Trigger
-
-
-# --- pipeline options ------------------------------------------------------------------------------------------------
-# Groups of options that several commands on Spark share; kmq/cli/output.py says how groups work.
 
 
 class From(NamedTuple):
@@ -168,7 +164,7 @@ def seconds(option: str, text: str) -> float:
         raise ConfigError(f"{option} {text!r}: {error}") from None
 
 
-# --- pipeline session ------------------------------------------------------------------------------------------------
+# --- session ---------------------------------------------------------------------------------------------------------
 
 _HERE = On()
 

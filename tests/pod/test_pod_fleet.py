@@ -22,7 +22,7 @@ from play import ROOT, Kubelet, Pod, Pods
 
 import kmq
 from kmq.access import tokens
-from kmq.cli import fleet_status
+from kmq.cli.fleet import read as read_fleet
 from kmq.cluster.consul import ConsulError
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.config.settings import load
@@ -52,7 +52,7 @@ class Fleet:
         where = {"KMQ_CONSUL": f"{self.consul.ip}:8500", "KMQ_CLUSTER": "dev", "KMQ_BROKER": "outside"}
         try:
             with BroadcastQueue(Place.of(load(where, "/nonexistent.toml"))) as queue:
-                return {row["broker"]: row for row in fleet_status.read(queue)["brokers"]}
+                return {row["broker"]: row for row in read_fleet(queue)["brokers"]}
         except ConsulError:
             return {}
 

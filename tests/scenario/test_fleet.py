@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kmq.broker.stats import peek
-from kmq.cli import fleet_status
+from kmq.cli.fleet import read as read_fleet
 from kmq.cli.topics import describe
 from kmq.cluster import consul as consul_api
 from kmq.cluster.publisher import KEPT, Mark
@@ -63,7 +63,7 @@ class Fleet:
         return done.stdout
 
     def status(self):
-        found = fleet_status.read(self.queue)
+        found = read_fleet(self.queue)
         return found | {"brokers": {row["broker"]: row for row in found["brokers"]}}
 
     def wait_read(self, *names):

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from kmq.broker import stats
 from kmq.cli.top import command, readers, screen, terminal
-from kmq.cli.top.latencies import Latencies
-from kmq.cli.top.readers import Changes
+from kmq.cli.top.readers import Changes, Latencies
 from kmq.cli.top.snapshot import parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.log import topics

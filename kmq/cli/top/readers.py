@@ -3,126 +3,34 @@
 Both return the same document, that of GET /api/overview, with `notes` on what it lacks.
 Invariant   A look never blocks on the network: the gateway is asked in a thread. The local reader needs no gateway,
             no running broker and no data directory.
+Memory      At most _KEPT events. One Meter per counter, with at most _SAMPLES samples; `Meters` forgets a counter that is
+            no longer fed. Of latencies one sample a second, for at most _LATENCY_S.
 """
 
 import time
 from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
+from kmq.broker import stats
 from kmq.broker import status as statuses
-from kmq.broker.stats import peek
 from kmq.broker.status import Status
-from kmq.cli.top.latencies import Latencies
 from kmq.cli.top.overview import Asker, Gateway
 from kmq.cli.top.snapshot import Document, Snapshot, parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.config.settings import Settings
-
-# --- changes ---------------------------------------------------------------------------------------------------------
-# Events that `kmq top` notices by itself: what differs between two looks. For a broker without a gateway.
-#
-# Memory      At most _KEPT events.
-
-_KEPT = 100
-
-
-class Changes:
-    """The events since this command was started, newest first."""
-
-    def __init__(self) -> None:
-        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self._before: Document | None = None
-
-    def see(self, status: Document) -> None:
-        """Compare with the document of `kmq status` that was seen before."""
-        before, self._before = self._before, status
-        if before is None:
-            return
-        old = {stage["name"]: stage for stage in before["stages"]}
-        for stage in status["stages"]:
-            was = old.get(stage["name"])
-            if was is not None:
-                self._see_stage(was, stage)
-        codes, now = ({(f["code"], f["about"]): f for f in each["findings"]} for each in (before, status))
-        for key in now.keys() - codes.keys():
-            self._add(
-                "warning" if now[key]["severity"] == "warning" else "not_ready", now[key]["about"], _why(now[key])
-            )
-        for key in codes.keys() - now.keys():
-            self._add("cleared", codes[key]["about"], key[0])
-        if status["ready"] and not before["ready"]:
-            self._add("ready", "broker", "messages are accepted again")
-
-    def _see_stage(self, was: dict[str, Any], now: dict[str, Any]) -> None:
-        name = now["name"]
-        if now["restarts"] > was["restarts"]:
-            self._add("restarted", name, f"restart {now['restarts']}, pid {now['pid']}")
-        elif now["pid"] != was["pid"]:
-            self._add("started", name, f"pid {now['pid']}")
-        if now["state"] == "stopped" != was["state"]:
-            self._add("stopped", name, "ended in order")
-        for kind in ("refused", "dropped"):
-            if now["pid"] == was["pid"] and now[kind] > was[kind]:
-                self._add(kind, name, f"{now[kind] - was[kind]:,} messages")
-
-    def _add(self, kind: str, about: str, text: str) -> None:
-        self.events.appendleft({"at": time.time(), "kind": kind, "about": about, "text": text})
-
-
-def _why(finding: dict[str, Any]) -> str:
-    return f"{finding['code']}: {finding['why']}"
-
-
-# --- rates -----------------------------------------------------------------------------------------------------------
-# Counters → per second, over the last seconds.
-#
-# Memory      One Meter per counter, with at most one sample a step; `Meters` forgets a counter that is no longer fed.
-
-_T = TypeVar("_T")
-
-_WINDOW_S = 2.0  # long enough to be readable, short enough to see a stop at once
-_SAMPLES = 16
-
-
-class Meter:
-    """One counter. It may begin again at 0: then its rate begins again, too."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
-
-    def feed(self, at: float, count: int) -> float | None:
-        """Add what the counter says at `at` (monotonic seconds); return its rate, None if it is not known yet."""
-        samples = self._samples
-        if samples and (count < samples[-1][1] or at <= samples[-1][0]):
-            samples.clear()
-        samples.append((at, count))
-        while len(samples) > 2 and at - samples[1][0] >= _WINDOW_S:
-            samples.popleft()
-        if len(samples) < 2:
-            return None
-        first_at, first = samples[0]
-        return (count - first) / (at - first_at)
-
-
-class Meters(Generic[_T]):
-    """The meters of many counters by name."""
-
-    def __init__(self) -> None:
-        self._meters: dict[_T, Meter] = {}
-
-    def feed(self, at: float, counts: dict[_T, int]) -> dict[_T, float | None]:
-        """Add what all counters say; return their rates. A counter that is missing here is forgotten."""
-        self._meters = {name: self._meters.get(name) or Meter() for name in counts}
-        return {name: self._meters[name].feed(at, count) for name, count in counts.items()}
-
-
-# --- readers ---------------------------------------------------------------------------------------------------------
 
 _ASK_S = 1.0  # between two questions to a gateway
 _SWEEP_S = 0.003  # of processor time, in each look
 _OLD_S = 10.0  # what the gateway said is not shown for longer
 _PATIENCE_S = 5.0  # for the first answer of a gateway, where nobody sees the next look
 _MOST = 100  # topics
+_KEPT = 100  # events
+_WINDOW_S = 2.0  # of a rate: long enough to be readable, short enough to see a stop at once
+_SAMPLES = 16
+_LATENCY_S = 10
+_SAMPLE_S = 1.0
+
+_T = TypeVar("_T")
 
 
 class Reader(Protocol):
@@ -180,7 +88,7 @@ class LocalReader:
         return rates
 
     def _times(self, at: float) -> Document:
-        page = peek(self._settings.instance)
+        page = stats.peek(self._settings.instance)
         return self._latencies.feed(at, page) if page is not None and page.serves(self._settings.data) else {}
 
     def _from_gateway(self, is_there: bool) -> Document:
@@ -248,3 +156,113 @@ class RemoteReader:
     def close(self) -> None:
         if self._asker is not None:
             self._asker.close()
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+# What differs between two looks, for a broker without a gateway.
+
+
+class Changes:
+    """The events since this command was started, newest first."""
+
+    def __init__(self) -> None:
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._before: Document | None = None
+
+    def see(self, status: Document) -> None:
+        """Compare with the document of `kmq status` that was seen before."""
+        before, self._before = self._before, status
+        if before is None:
+            return
+        old = {stage["name"]: stage for stage in before["stages"]}
+        for stage in status["stages"]:
+            was = old.get(stage["name"])
+            if was is not None:
+                self._see_stage(was, stage)
+        codes, now = ({(f["code"], f["about"]): f for f in each["findings"]} for each in (before, status))
+        for key in now.keys() - codes.keys():
+            self._add(
+                "warning" if now[key]["severity"] == "warning" else "not_ready", now[key]["about"], _why(now[key])
+            )
+        for key in codes.keys() - now.keys():
+            self._add("cleared", codes[key]["about"], key[0])
+        if status["ready"] and not before["ready"]:
+            self._add("ready", "broker", "messages are accepted again")
+
+    def _see_stage(self, was: dict[str, Any], now: dict[str, Any]) -> None:
+        name = now["name"]
+        if now["restarts"] > was["restarts"]:
+            self._add("restarted", name, f"restart {now['restarts']}, pid {now['pid']}")
+        elif now["pid"] != was["pid"]:
+            self._add("started", name, f"pid {now['pid']}")
+        if now["state"] == "stopped" != was["state"]:
+            self._add("stopped", name, "ended in order")
+        for kind in ("refused", "dropped"):
+            if now["pid"] == was["pid"] and now[kind] > was[kind]:
+                self._add(kind, name, f"{now[kind] - was[kind]:,} messages")
+
+    def _add(self, kind: str, about: str, text: str) -> None:
+        self.events.appendleft({"at": time.time(), "kind": kind, "about": about, "text": text})
+
+
+def _why(finding: dict[str, Any]) -> str:
+    return f"{finding['code']}: {finding['why']}"
+
+
+# --- rates -----------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """One counter. It may begin again at 0: then its rate begins again, too."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+
+    def feed(self, at: float, count: int) -> float | None:
+        """Add what the counter says at `at` (monotonic seconds); return its rate, None if it is not known yet."""
+        samples = self._samples
+        if samples and (count < samples[-1][1] or at <= samples[-1][0]):
+            samples.clear()
+        samples.append((at, count))
+        while len(samples) > 2 and at - samples[1][0] >= _WINDOW_S:
+            samples.popleft()
+        if len(samples) < 2:
+            return None
+        first_at, first = samples[0]
+        return (count - first) / (at - first_at)
+
+
+class Meters(Generic[_T]):
+    """The meters of many counters by name."""
+
+    def __init__(self) -> None:
+        self._meters: dict[_T, Meter] = {}
+
+    def feed(self, at: float, counts: dict[_T, int]) -> dict[_T, float | None]:
+        """Add what all counters say; return their rates. A counter that is missing here is forgotten."""
+        self._meters = {name: self._meters.get(name) or Meter() for name in counts}
+        return {name: self._meters[name].feed(at, count) for name, count in counts.items()}
+
+
+# --- latencies -------------------------------------------------------------------------------------------------------
+
+
+class Latencies:
+    """p50 and p99 of the last _LATENCY_S seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, dict[str, stats.Snapshot]]] = deque(maxlen=_LATENCY_S + 1)
+
+    def feed(self, at: float, page: stats.StatsPage) -> Document:
+        """Look at the page at `at` (monotonic seconds); return what /api/overview has as `latency`."""
+        now = {what: page.histogram(what).snapshot() for what in stats.TIMED.values()}
+        if not self._samples or at - self._samples[-1][0] >= _SAMPLE_S:
+            self._samples.append((at, now))
+        before = self._samples[0][1]
+        return {what: _quantiles(stats.difference(now[what], before[what])) for what in now}
+
+
+def _quantiles(times: stats.Snapshot) -> Document | None:
+    if not times.count:
+        return None
+    return {"p50": stats.quantile(times, 0.5), "p99": stats.quantile(times, 0.99), "count": times.count}
