@@ -268,7 +268,7 @@ def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
 
     total = 0
 
-    def lines() -> "Iterator[tuple[letters.Place, bytes]]":
+    def lines() -> "Iterator[tuple[letters.LetterOrigin, bytes]]":
         nonlocal total
         for pair in counted(redrive.sent_back(chosen, data), "replaying"):
             total += 1

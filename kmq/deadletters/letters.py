@@ -34,9 +34,7 @@ from kmq.message.text import LETTER_HEADERS, REPLAYS, percent_encode
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
 
-
 # --- pace ------------------------------------------------------------------------------------------------------------
-# At which pace lines are sent: in blocks, evenly.
 
 BLOCK_BYTES = 64 * KIB
 _BLOCKS_PER_S = 10  # under a rate: blocks are small enough for an even flow and rare enough to sleep in between
@@ -72,7 +70,7 @@ def blocks(lines: Iterable[bytes], pace: Pace, nbytes: int = BLOCK_BYTES) -> Ite
         yield b"".join(block)
 
 
-# --- letters ---------------------------------------------------------------------------------------------------------
+# --- which letters go back -------------------------------------------------------------------------------------------
 
 MAX_REPLAYS = 3
 _SPARK = ("reason", "from", "id", "len", "other")  # headers of a pipeline's letter
@@ -82,7 +80,7 @@ _NAME_BYTES, _DIGITS = 64, 16
 _NAMES = "dlq-"  # begins each name under which letters go back
 _CLAIM = b";p=" + _NAMES.encode()
 _WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(dlq-[^;|\n]+)", re.MULTILINE)
-_BLOCK_BYTES = 1 << 20  # sent at once: each block waits for its replies
+_REPLAY_BYTES = 1 << 20  # sent at once: each block waits for its replies
 
 
 def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
@@ -93,7 +91,7 @@ def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
     return letter.obstacle(max_replays)
 
 
-# --- the way back ----------------------------------------------------------------------------------------------------
+# --- as they go back -------------------------------------------------------------------------------------------------
 
 
 def origin_key(line: bytes, topic: str, has_marks: bool = True) -> bytes | None:
@@ -144,6 +142,9 @@ def _digest(broker: str, topic: str, partition: int) -> str:
     return sha256("\0".join((broker, topic, str(partition))).encode()).hexdigest()[:_DIGITS]
 
 
+# --- which have gone back --------------------------------------------------------------------------------------------
+
+
 class SentBack:
     """The letters of a topic that the broker knows as stored where they came from.
 
@@ -182,7 +183,10 @@ class SentBack:
         return any(producer.find(seq) >= 0 for producer in self._names[partition].values())
 
 
-class Place(NamedTuple):
+# --- sending ---------------------------------------------------------------------------------------------------------
+
+
+class LetterOrigin(NamedTuple):
     """A partition whose letters go back together."""
 
     broker: str
@@ -190,7 +194,7 @@ class Place(NamedTuple):
     partition: int
 
 
-def send(lines: Iterable[tuple[Place, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:
+def send(lines: Iterable[tuple[LetterOrigin, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:
     """Send letters back and wait until all are stored. Returns how many of them were stored before.
 
     The lines of a place follow one another, in order of their ids. Raises KmqError at the first refusal.
@@ -199,7 +203,7 @@ def send(lines: Iterable[tuple[Place, bytes]], connect: "Callable[[str], Produce
     for place, group in groupby(lines, itemgetter(0)):
         with ExitStack() as stack:
             names = _Names(place, connect, stack)
-            for block in blocks((line for _, line in group), pace, _BLOCK_BYTES):
+            for block in blocks((line for _, line in group), pace, _REPLAY_BYTES):
                 repeated += names.send(block)
     return repeated
 
@@ -207,7 +211,7 @@ def send(lines: Iterable[tuple[Place, bytes]], connect: "Callable[[str], Produce
 class _Names:
     """The producers of one partition, in their order; opened when they are needed."""
 
-    def __init__(self, place: Place, connect: "Callable[[str], Producer]", stack: ExitStack) -> None:
+    def __init__(self, place: LetterOrigin, connect: "Callable[[str], Producer]", stack: ExitStack) -> None:
         self._place, self._connect, self._stack = place, connect, stack
         self._open: list[Producer] = []
 

@@ -43,7 +43,6 @@ from kmq.wire import refusals
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
 
-
 _FIRST_SENDER = re.compile(rb";[pw]=[^;]*")  # removed, because a redriven line is a new message
 _FIELDS = ("routing_key", "topic", "key", "origin")
 SAME = "{topic}.{key}"  # the template that changes nothing
@@ -244,11 +243,11 @@ def numbered(chosen: Iterable[tuple[Record, bytes]], data: str, *redrive: str) -
             yield name, as_sent(found.line, new_key, found.offset + 1)
 
 
-def sent_back(chosen: Iterable[tuple[Record, bytes]], data: str) -> Iterator[tuple[letters.Place, bytes]]:
+def sent_back(chosen: Iterable[tuple[Record, bytes]], data: str) -> Iterator[tuple[letters.LetterOrigin, bytes]]:
     """Yield (place, line as sent) of dead letters that go back to their origin, for letters.send."""
     broker = identity.read(data, "id")
     for found, new_key in chosen:
-        place = letters.Place(broker, found.log, found.partition)
+        place = letters.LetterOrigin(broker, found.log, found.partition)
         yield place, as_sent(found.line, new_key, record.seq_of(found.line))
 
 
@@ -270,8 +269,7 @@ def send(lines: Iterable[tuple[str, bytes]], connect: "Callable[[str], Producer]
     return repeated
 
 
-# --- chosen ----------------------------------------------------------------------------------------------------------
-# Which dead letters a command means: those of a topic, narrowed by filters `<field>=<glob>`.
+# --- dead letters, selected by filters `<field>=<glob>` --------------------------------------------------------------
 
 _REASONS = 100  # a letter names a number in its reason, and anybody can write a letter
 FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")

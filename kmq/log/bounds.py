@@ -1,11 +1,14 @@
-"""How large a topic is: offsets, bytes and segments of each partition. Reads files, changes nothing."""
+"""How large a topic is: offsets, bytes and segments of each partition. Reads files, changes nothing.
+
+Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition.
+"""
 
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kmq.log import reader, segment, topics
-from kmq.log.segment import survey
+from kmq.log.partition import directory_of
 from kmq.log.topics import Declaration
 
 
@@ -25,21 +28,17 @@ class PartitionSize(NamedTuple):
 
 def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
     """Return the size of each partition of a topic, in order."""
-    return [_measure(data, topic, number) for number in range(partitions)]
+    sizes = []
+    for number in range(partitions):
+        log = reader.partition(data, topic, number)
+        end = log.end_offset()  # before first_offset: retention may delete segments between the two
+        first = min(log.first_offset, end)
+        found = segment.survey(log.directory)
+        sizes.append(PartitionSize(number, first, end, sum(part.size for part in found), len(found)))
+    return sizes
 
 
-def _measure(data: str, topic: str, number: int) -> PartitionSize:
-    log = reader.partition(data, topic, number)
-    end = log.end_offset()  # before first_offset: retention may delete segments between the two
-    first = min(log.first_offset, end)
-    found = survey(f"{data}/topics/{topic}/{number}")
-    return PartitionSize(number, first, end, sum(segment.size for segment in found), len(found))
-
-
-# --- bounds ----------------------------------------------------------------------------------------------------------
-# The first and end offset of each partition, for listings of thousands of topics: cached until a file changes.
-#
-# Memory      A few hundred bytes for each partition.
+# --- cached ----------------------------------------------------------------------------------------------------------
 
 Signature = tuple[int, ...]
 
@@ -50,7 +49,7 @@ def _signature(path: str) -> Signature:
 
 
 class Bounds:
-    """The offsets found last, with the signatures of the files they were read from."""
+    """First and end offsets of partitions, cached until a file changes that they were read from."""
 
     def __init__(self, data: str) -> None:
         self._data = data
@@ -75,26 +74,23 @@ class Bounds:
 
     def of(self, topic: str, partition: int) -> tuple[int, int]:
         """Return (first offset, end offset) of a partition."""
-        directory = f"{self._data}/topics/{topic}/{partition}"
+        directory = directory_of(self._data, topic, partition)
         cached = self._bounds.get(directory)
         if cached is not None:
             try:
-                if self._signature_of(directory, cached[0]) == cached[1]:
+                if _signature(directory) + _signature(cached[0]) == cached[1]:
                     return cached[2]
             except FileNotFoundError:
                 pass
         log = reader.partition(self._data, topic, partition)
         segments = segment.listing(directory)
         # Before the read, so that a write during the read counts as a change.
-        seen = self._signature_of(directory, segments[-1][1]) if segments else None
+        seen = _signature(directory) + _signature(segments[-1][1]) if segments else None
         end = log.end_offset()
         bounds = min(log.first_offset, end), end
         if seen is not None:
             self._bounds[directory] = segments[-1][1], seen, bounds
         return bounds
-
-    def _signature_of(self, directory: str, active: str) -> Signature:
-        return _signature(directory) + _signature(active)
 
     def rows(self, names: list[str]) -> Iterator[dict[str, object]]:
         """Yield the rows of these topics, ready for JSON."""

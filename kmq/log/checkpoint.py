@@ -277,9 +277,9 @@ def next_table(data: str) -> Table:
 
 
 # --- the last seq that was given out ---------------------------------------------------------------------------------
-# A framer without a ring continues after it. The WAL has every record that was acknowledged or shown to the router. So no
-# other file may know of a later seq: neither router.ckpt, producers.ckpt, deletions nor a queue. If one does, the end of
-# the WAL was lost (a file deleted, an old copy restored), and to continue from there would give the seqs of the lost
+# A framer without a ring continues after it. The WAL has every record that was acknowledged or shown to the router. So
+# no other file may know of a later seq: neither router.ckpt, producers.ckpt, deletions nor a queue. If one does, the end
+# of the WAL was lost (a file deleted, an old copy restored), and to continue from there would give the seqs of the lost
 # records to other messages.
 #
 # Lax fsync   With a KMQ_FSYNC other than `always` a power cut may leave a queue ahead of the WAL. Records that neither
@@ -288,7 +288,10 @@ def next_table(data: str) -> Table:
 
 
 def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
-    """Return `wal.last_numbered`. Raises CorruptError if another file knows of a later seq. `ask_queues`: read queues too."""
+    """Return `wal.last_numbered`. Raises CorruptError if another file knows of a later seq.
+
+    `ask_queues`: read queues too.
+    """
     seq, recv_ts = wal.last_numbered(data)
     others = {
         "router.ckpt": routed_seq(data),

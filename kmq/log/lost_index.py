@@ -1,7 +1,7 @@
-"""Writes the index of a segment again that a power cut or a hand has taken, where its records belong in their place.
+"""Writes the index of a segment again that a power cut or a hand has taken, if its records belong where they lie.
 
-A reader does not believe a segment without the first line of its index (segment_reader.py). So a start looks at the index of
-every segment: missing, empty, NULs, or cut in its first or last line, it is written again from the records.
+A reader does not believe a segment without the first line of its index (segment_reader.py). So a start looks at the index
+of every segment: missing, empty, NULs, or cut in its first or last line, it is written again from the records.
 
 Owner       the owner of the log at its start: durability for the WAL, the router for a queue.
 Invariant   A segment gets a label only if its records are whole and belong there: stored lines with rising seqs, between

@@ -2,7 +2,10 @@
 
 Owner       none: read-only, needs no lock.
 Invariant   Every byte that is returned was checked (segment_reader.py). Damage raises DamageError, but only after all
-            good lines in front of it have been returned.
+            good lines in front of it have been returned. Every hit from an index line is checked against the data: a
+            damaged index line causes an error or a longer search, never a wrong result.
+            Every block of an extent has the right crc; the caller counts the records. An extent may end early without a
+            reason: a `read` from there continues, or raises the error.
 Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few
             bytes.
 Live        Each call reads the directory again, and reads an open block again if it has grown or got its final index
@@ -25,11 +28,7 @@ from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, las
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
 
-# --- finding ---------------------------------------------------------------------------------------------------------
-# Finding a record of a log by its seq or its time, in O(log n) reads of a few bytes: by segment, then by index line.
-#
-# Invariant   Every hit from an index line is checked against the data: a damaged index line causes an error or a longer
-#             search, never a wrong result.
+# --- finding a record by its seq or its time -------------------------------------------------------------------------
 
 
 class FoundRecord:
@@ -85,8 +84,8 @@ def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterat
             yield not number and not at, FoundRecord(offset, segment.path, byte, lines[at])
 
 
-# --- cutting ---------------------------------------------------------------------------------------------------------
-# Cutting a range of a log into runs of blocks of about one size, from the indexes alone. Readers check the data.
+# --- cutting into runs of blocks -------------------------------------------------------------------------------------
+# From the indexes alone: readers check the data.
 
 
 def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
@@ -136,9 +135,6 @@ class _Cutter:
 
 # --- extents ---------------------------------------------------------------------------------------------------------
 # Whole blocks of a segment, read at once, for readers that count lines with numpy, which this package must not import.
-#
-# Invariant   Every block of an extent has the right crc. The caller counts the records. An extent may end early without
-#             a reason: the caller continues there with kmq/log/reader.py, which raises the error, if any.
 
 
 class Extent:
@@ -200,7 +196,7 @@ def _read(segment: SegmentReader, entries: list[Entry]) -> Extent:
     return Extent(data[: edges[good]], edges[: good + 1], offsets)
 
 
-# --- reader ----------------------------------------------------------------------------------------------------------
+# --- a log -----------------------------------------------------------------------------------------------------------
 
 WAL = "__append"  # the name of the WAL among topics; no topic can have it
 _TAIL = 1 << 12  # bytes read before the end of a record to find its start

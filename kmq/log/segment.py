@@ -230,9 +230,8 @@ def remove(segments: Sequence[Segment]) -> None:
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
-# Whole stored lines, and checks of them without an index. A bare newline is a record that compaction removed.
-#
-# Invariant   A line is good when it has the syntax of a stored line, without NUL, and its seq is above the one before it.
+# Checks of whole stored lines without an index. A line is good when it has the syntax of a stored line, without NUL, and
+# its seq is above the seq before it. A bare newline is a record that compaction removed.
 
 SEQ, RECV_TS = 0, 1  # the fields of a stamp, (seq, recv_ts in µs), by which a record is looked up
 _CHUNK = 1 << 20

@@ -4,7 +4,9 @@ Owner       none: read-only, needs no lock.
 Invariant   No byte of a block is returned before the block's crc was verified. Lines that no index line covers yet, at
             most the last second of writes, are checked one by one: syntax, no NUL, rising seqs. Damage raises
             DamageError when it is reached, after all good lines in front of it were returned. Nothing is skipped
-            silently.
+            silently. An index line that is still being written is never read.
+            A segment is trusted only if its index and its first record agree with its place: lineage, log, first
+            record. A file that a restore has put in a wrong place is damage, not data.
 Live        The index is opened before the log: it may cover less than the log holds, never more. An opened segment is
             read to its end, even if retention or compaction removes its name meanwhile.
 """
@@ -21,12 +23,8 @@ from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, Entry, label, parse_lin
 from kmq.log.segment import CheckedLines, bad_line, last_line, seqs_of
 from kmq.message import record
 
-# --- index reader ----------------------------------------------------------------------------------------------------
-# Reading one index file: its label, and its lines by binary search or in order. The format is in index.py.
-#
-# Owner       none: read-only, needs no lock.
-# Invariant   A line that is still being written is never read. A line that is no index line, or does not fit the line
-#             before it, raises DamageError when it is reached.
+# --- the index -------------------------------------------------------------------------------------------------------
+# Its format is in index.py.
 
 _LINE_BYTES = 256  # an index line is shorter
 _WINDOW = 1 << 14  # bytes read at once in order: some 300 blocks
@@ -42,7 +40,7 @@ class IndexLine:
 
 
 class IndexReader:
-    """The lines of one index file as they are when it is opened; a missing file is an empty one."""
+    """The label and lines of one index file as they are when it is opened; a missing file is an empty one."""
 
     def __init__(self, path: str) -> None:
         self.path, self.fd, self.size = path, -1, 0
@@ -135,11 +133,7 @@ def _may_follow(before: Entry, entry: Entry) -> bool:
     return entry.offset >= before.offset and is_later == (entry.position > before.position)
 
 
-# --- belonging -------------------------------------------------------------------------------------------------------
-# Checks that a segment belongs where it lies: a file that a restore has put in a wrong place is damage, not data.
-#
-# Invariant   A segment is trusted only if its index and its first record agree with its place: lineage, log, first
-#             record.
+# --- does a segment belong where it lies? ----------------------------------------------------------------------------
 
 _HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 
@@ -193,7 +187,7 @@ def why_unlabelled(path: str, fd: int) -> str:
     return "no index says which segment it is"
 
 
-# --- segment reader --------------------------------------------------------------------------------------------------
+# --- one segment -----------------------------------------------------------------------------------------------------
 
 READ_BYTES = 1 << 20  # returned at once, unless one line is longer
 

@@ -102,7 +102,7 @@ def cat(
         yield line
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record lies: log, file, byte and offset; and its line."""
 
     name: str
@@ -112,14 +112,14 @@ class Place(NamedTuple):
     line: bytes
 
 
-def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[Place]:
+def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[RecordPlace]:
     """Yield the first record with at least this seq, offset or time, in each log that `what` names."""
     for name, log in [(what, single_log(data, what))] if offset is not None else logs(data, what):
         if offset is not None:
             seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
         found = log.find(parse_time(at), RECV_TS) if at else log.find(seq or 0, SEQ)
         if found is not None:
-            yield Place(name, found.path, found.byte, found.offset, found.line)
+            yield RecordPlace(name, found.path, found.byte, found.offset, found.line)
 
 
 class Stat(NamedTuple):

@@ -1,4 +1,7 @@
-"""topics/.request-…: what a command asks of the broker. Only the router changes topics that are in force.
+"""Changes of topics: requests for them, and the records that the framer makes of requests.
+
+A request is a file topics/.request-…, by which a command asks the broker for a change. Only the router changes topics
+that are in force.
 
     create orders                    a declaration: its partitions, partitioner and limits
     partitions=4
@@ -11,11 +14,24 @@
     incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
     retain                           seal what is over its limits now; the next tick deletes what is due
 
+A record has the routing key `__kmq.topic`. docs/decisions/topic-records.md says why there are any.
+
+    __kmq.topic|<ts>|;request=<name>|create orders incarnation=0 partitions=4 partitioner=murmur2 retention_age=30d
+    __kmq.topic|<ts>|;request=<name>|set orders incarnation=17 retention_bytes=10%20GiB segment_age=
+    __kmq.topic|<ts>|;request=<name>|grow orders incarnation=17 partitions=8
+    __kmq.topic|<ts>|;request=<name>|delete orders incarnation=17
+
+    incarnation   the from_seq of the topic that is changed; 0: there must be none
+    request       the request that asked for it
+    values        percent-encoded
+
 Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/topics.py), and
             the router, which carries the record out, removes it. `retain` has no record: the router carries it out.
             If the broker is down, its next start does that.
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
             names, which begin with the time.
+            The framer alone writes records of changes, one in a block of its own, and refuses this key from everybody
+            else. What a record says depends on nothing but its text, so a replay of the WAL carries out the same.
 Crash       A request is removed after it was carried out, so it may be carried out twice: that changes nothing.
 """
 
@@ -31,20 +47,7 @@ from kmq.config.values import KIB
 from kmq.files import replace_file, sync_directory
 from kmq.message import record
 
-# --- topic records ---------------------------------------------------------------------------------------------------
-# Records of topic changes: encoder and decoder. docs/decisions/topic-records.md says why there are any.
-#
-#     __kmq.topic|<ts>|;request=<name>|create orders incarnation=0 partitions=4 partitioner=murmur2 retention_age=30d
-#     __kmq.topic|<ts>|;request=<name>|set orders incarnation=17 retention_bytes=10%20GiB segment_age=
-#     __kmq.topic|<ts>|;request=<name>|grow orders incarnation=17 partitions=8
-#     __kmq.topic|<ts>|;request=<name>|delete orders incarnation=17
-#
-#     incarnation   the from_seq of the topic that is changed; 0: there must be none
-#     request       the request that asked for it (topic_changes.py)
-#     values        percent-encoded
-#
-# Invariant   The framer alone writes such records, one in a block of its own, and refuses this key from everybody else.
-#             What a record says depends on nothing but its text, so a replay of the WAL carries out the same.
+# --- records ---------------------------------------------------------------------------------------------------------
 
 TOPIC = "__kmq"  # the topic of these records; nobody may declare it or write to it
 KEY = b"__kmq.topic"

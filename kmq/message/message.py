@@ -42,17 +42,13 @@ class Message:
         self.topic, self.partition, self.offset, self.line = topic, partition, offset, line
         self.marks_from = marks_from
 
-    def _split(self) -> list[bytes]:
-        """Return the six fields. Raises ValueError if this is not a stored line."""
+    @property
+    def fields(self) -> list[bytes]:
+        """Return the six fields as they are stored. Raises ValueError if this is not a stored line."""
         fields = self.line.split(b"|", _FIELDS - 1)
         if len(fields) != _FIELDS:
             raise ValueError(f"{self.topic}/{self.partition} offset {self.offset}: not a stored line")
         return fields
-
-    @property
-    def fields(self) -> list[bytes]:
-        """Return the six fields as they are stored."""
-        return self._split()
 
     @property
     def seq(self) -> int:
@@ -62,7 +58,7 @@ class Message:
     @property
     def routing_key(self) -> bytes:
         """Return the routing key as it is stored."""
-        return self._split()[2]
+        return self.fields[2]
 
     @property
     def key(self) -> bytes | None:
@@ -79,7 +75,7 @@ class Message:
     def value(self) -> bytes | None:
         fields = self.line.split(b"|", _FIELDS - 1)
         if len(fields) != _FIELDS:
-            self._split()
+            _ = self.fields
         return decode_payload(fields[4], fields[5]) if b"enc=b64" in fields[4] else fields[5] or None
 
     @property
@@ -96,14 +92,14 @@ class Message:
 
     def _stored_headers(self, most: int | None = None) -> Iterator[tuple[str, bytes | None]]:
         """Yield the name of each header as it is stored, and its decoded value, of `most` stored bytes each."""
-        for header in self._split()[4].split(b";")[1:]:
+        for header in self.fields[4].split(b";")[1:]:
             name, equals, value = header.partition(b"=")
             yield name[:most].decode(errors="replace"), unquote_to_bytes(value[:most]) if equals else None
 
     @property
     def id(self) -> str:
         """Return the producer's id of this message; "" without one."""
-        return decode(self._split()[4].partition(b";")[0])
+        return decode(self.fields[4].partition(b";")[0])
 
     @property
     def producer(self) -> str:
@@ -113,7 +109,7 @@ class Message:
     @property
     def timestamp(self) -> float:
         """Return when the producer made the message; without such a time, when the broker received it."""
-        fields = self._split()
+        fields = self.fields
         return float(fields[3]) if _NUMBER.fullmatch(fields[3]) else float(fields[1])
 
     @property
@@ -124,7 +120,7 @@ class Message:
     @property
     def recv_timestamp(self) -> float:
         """Return when the broker received the message."""
-        return float(self._split()[1])
+        return float(self.fields[1])
 
     @property
     def size(self) -> int:
@@ -208,6 +204,3 @@ def each_message(
         numbered = enumerate(lines, first_offset)
         return (Message(topic, partition, offset, line, marks_from) for offset, line in numbered if line)
     return map(Message, repeat(topic), repeat(partition), count(first_offset), lines, repeat(marks_from))
-
-
-__all__ = ["Header", "Message", "RedeliveredMessage", "each_message", "messages"]

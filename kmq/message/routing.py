@@ -27,7 +27,7 @@ from kmq.message import record
 from kmq.message.record import MAX_TOPIC
 
 # --- partitioners ----------------------------------------------------------------------------------------------------
-# Partitioners: which partition a key leads to, and how messages without a key take turns.
+# Which partition a key leads to, and how messages without a key take turns.
 #
 #     murmur2   toPositive(murmur2(key)) mod partitions, as Kafka's Java client, over the percent-decoded bytes of the
 #               key. Without a key: RUN consecutive seqs go to one partition, the next RUN to the next one
@@ -76,9 +76,7 @@ def _murmur2_of(key: bytes) -> int:
     return murmur2(decoded(key)) & 0x7FFFFFFF  # toPositive
 
 
-CRC32 = Partitioner(
-    "crc32", zlib.crc32, 1
-)  # of topics that do not name one: they were declared when there was no other
+CRC32 = Partitioner("crc32", zlib.crc32, 1)  # of topics that name none: they were declared when there was no other
 MURMUR2 = Partitioner("murmur2", _murmur2_of, RUN)
 PARTITIONERS = {each.name: each for each in (CRC32, MURMUR2)}
 DEFAULT = MURMUR2  # of topics declared from now on

@@ -23,11 +23,20 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str | bytes | None]]  # pairs keep order and duplicates
 
+# Headers of a dead letter of a consumer (letters.py), in this order.
+LETTER_HEADERS = (
+    *("origin_topic", "origin_partition", "origin_offset", "origin_seq"),
+    *("group", "error", "attempts", "first_failure", "last_failure"),
+)
+REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
+_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS)  # reserved for KMQ, as are all names of one letter
 
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
-
-
+_TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
+_CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
+_LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
 
 
 def wrong_type(name: str, value: object, wanted: str) -> TypeError:
@@ -95,31 +104,6 @@ def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: floa
         payload, id = b64encode(payload), id + b";enc=b64"
     stamp = b"%.6f" % (time.time() if ts is None else ts)
     return b"%b|%b|%b|%b\n" % (routing_key, stamp, id, payload)
-
-
-_CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
-
-
-# Headers of a dead letter of a consumer (letters.py), in this order.
-LETTER_HEADERS = (
-    *("origin_topic", "origin_partition", "origin_offset", "origin_seq"),
-    *("group", "error", "attempts", "first_failure", "last_failure"),
-)
-
-
-REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
-
-
-_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS)  # reserved for KMQ, as are all names of one letter
-
-
-_TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-_PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
-
-
-_LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
 
 
 def is_text(payload: bytes) -> bool:

@@ -355,8 +355,8 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 
 
 # --- two records under one seq ---------------------------------------------------------------------------------------
-# That happens when a WAL has lost its end and its seqs were given out again (`checkpoint.agreed_end` refuses that today). Both
-# records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
+# That happens when a WAL has lost its end and its seqs were given out again (`checkpoint.agreed_end` refuses that today).
+# Both records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
 # it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
 # the end of the WAL, and the next start of the router brings it to its queue.
 #

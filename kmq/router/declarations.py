@@ -168,8 +168,8 @@ class Declarations:
     ) -> None:
         """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc.
 
-        `since`: what the checkpoint says, completed by the records (`checkpoint.complete`). A file may say more if the topic has
-        grown since: that part of the file has a crc, too.
+        `since`: what the checkpoint says, completed by the records. A file may say more if the topic has grown since:
+        that part of the file has a crc, too.
         """
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:

@@ -200,7 +200,7 @@ def _send(
 
     if which is None:
         back = (
-            (letters.Place(identities[broker], log, number), redrive.as_sent(line, new, record.seq_of(line)))
+            (letters.LetterOrigin(identities[broker], log, number), redrive.as_sent(line, new, record.seq_of(line)))
             for broker, log, number, _, new, line in rows()
         )
         before = letters.send(back, connect, Pace(rate))
