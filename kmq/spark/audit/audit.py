@@ -3,9 +3,9 @@
     kmq pipeline run audit --path data                               a data directory, of a broker that may be running
     kmq pipeline run audit --brokers a:8082,b:8082                   or over HTTP, each broker by itself
 
-Steps       snapshot.py (the brokers at one moment), snapshot.py (cut by seqs), auditor.py and auditor.py (within a task),
-            this module (Spark adds up), report.py (the result), report.py and page.py. auditor.py says what is audited,
-            what cannot be, and why.
+Steps       snapshot.py (the brokers at one moment, cut into tasks by seqs), auditor.py with comparison.py (within a task),
+            this module (Spark adds up), report.py and page.py (the result). auditor.py says what is audited, what
+            cannot be, and why.
 Speed       Nothing is shuffled. The WAL and each queue are in order of seq, so a task reads a range of the WAL and the
             part of each queue that belongs to it. Only rows about topics, moments and findings leave the task. They are
             combined with DataFrames, as users can do: `evidence`, `findings`, `by_hour`.
@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.spark.audit import page
-from kmq.spark.audit import report as found
-from kmq.spark.audit import report as reports
 from kmq.spark.audit.auditor import audit_task
-from kmq.spark.audit.findings import FINDINGS, NOTES, Row
-from kmq.spark.audit.report import Key, Moment, Result
-from kmq.spark.audit.snapshot import BUCKETS, OlderTask, Source, Task, plan, sources
+from kmq.spark.audit.findings import FINDINGS, NOTES, EvidenceRow
+from kmq.spark.audit.report import Key, Moment, Result, located, show, sum_by_hour, to_json
+from kmq.spark.audit.snapshot import BUCKETS, AuditTask, OlderTask, Source, plan, sources
 from kmq.spark.source.plan import SPLIT_BYTES
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ _MAX_LISTED = 5_000  # findings, and notes, that are listed one by one; all are 
 _ORDER = ("broker", "topic", "partition", "first_seq", "offset", "byte", "what")
 
 _DDL = "broker string, " + ", ".join(
-    f"{name} {'string' if kind is str else 'bigint'}" for name, kind in Row.__annotations__.items()
+    f"{name} {'string' if kind is str else 'bigint'}" for name, kind in EvidenceRow.__annotations__.items()
 )
 
 
@@ -46,7 +44,7 @@ _DDL = "broker string, " + ", ".join(
 
 
 def evidence(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTES) -> "DataFrame":
-    """Return the evidence of an audit of these brokers: rows (findings.Row) with the broker's name in front.
+    """Return the evidence of an audit of these brokers: rows (findings.EvidenceRow) with the broker's name in front.
 
     Column `what` is a key of FINDINGS or NOTES, or `records` (WAL records by topic and moment), or `queue` (queue
     records compared). `nbytes`: of the WAL in a task, about.
@@ -57,7 +55,7 @@ def evidence(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_B
     return spark.createDataFrame(rows, _DDL)
 
 
-def _rows(of: tuple[Source, Task | OlderTask]) -> Iterator[tuple[Any, ...]]:
+def _rows(of: tuple[Source, AuditTask | OlderTask]) -> Iterator[tuple[Any, ...]]:
     source, task = of
     return ((source.name, *row) for row in audit_task(source.open(), source.snapshot, task, source.bucket))
 
@@ -150,11 +148,11 @@ def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTE
         else:
             totals.setdefault(what, {})[broker, topic, partition] = records
     shown, noted = (
-        [found.located(audited, row) for row in _listed(rows, kinds)] if totals.keys() & kinds.keys() else []
+        [located(audited, row) for row in _listed(rows, kinds)] if totals.keys() & kinds.keys() else []
         for kinds in (FINDINGS, NOTES)
     )
     moments.sort(key=lambda moment: (moment.time, moment.broker, moment.topic))
-    return Result(audited, totals, shown, noted, moments, found.by_hour(moments))
+    return Result(audited, totals, shown, noted, moments, sum_by_hour(moments))
 
 
 def _listed(rows: "DataFrame", kinds: dict[str, str]) -> list[Any]:
@@ -181,9 +179,9 @@ def run(
     if progress:
         progress.stop()
     if as_json:
-        print(json.dumps(reports.table(result, limit), indent=1))
+        print(json.dumps(to_json(result, limit), indent=1))
     else:
-        reports.show(result, limit)
+        show(result, limit)
     if report:
         page.write(result, report)
         if not as_json:

@@ -2,7 +2,7 @@
 
 Exact       In a task without errors, the bytes of a queue are the lines of the WAL that route there, one after another.
             They are compared as bytes, block by block, without Python code per record. Only for queues that differ are
-            lines compared one by one (auditor.py): missing, duplicate, out of order, altered, in a wrong queue, foreign.
+            lines compared one by one (QueueAuditor): missing, duplicate, out of order, altered, in a wrong queue, foreign.
 Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, format and order
             are checked. WAL records below the first record that a queue still has. All of these are counted as notes.
             In a compacted queue there must be as many bare newlines between two records as records are missing there;
@@ -22,21 +22,20 @@ from kmq.log.damage import DamageError
 from kmq.log.dropped import without
 from kmq.spark.audit.comparison import (
     Arrivals,
+    AuditReader,
     Comparison,
-    LogReader,
     SeqRanges,
     TargetOfSeq,
     Unreadable,
     concatenated,
     is_first_time,
 )
-from kmq.spark.audit.findings import THE_WAL, Evidence, OffsetRange, Place, Row
-from kmq.spark.audit.snapshot import OlderTask, Snapshot, Task
+from kmq.spark.audit.findings import THE_WAL, Evidence, EvidenceRow, OffsetRange, TopicPartition
+from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot, OlderTask
 from kmq.spark.source.brokers import Broker
 from kmq.spark.source.columns import Block, Numbers
 
-# --- queue -----------------------------------------------------------------------------------------------------------
-# Compares one queue with the WAL line by line: which records are missing, duplicate, late, altered or foreign.
+# --- one queue, line by line -----------------------------------------------------------------------------------------
 
 
 class QueueAuditor:
@@ -152,18 +151,12 @@ class QueueAuditor:
         for at in np.flatnonzero(lost).tolist():
             between = slice(int(marks[at]) + 1, int(marks[at + 1]))
             seqs, count = expected[between][missing[between]], int(lost[at])
-            if not self._is_excused(at == 0, seqs, count):
+            if at == 0 and self._start == self._first > 0:
+                self._note("retained", count, seqs)
+            elif self._is_deleted_meanwhile():
+                self._note("deleted", count, seqs)
+            else:
                 self._lost(at == len(lost) - 1, seqs, count, int(edges[at]) + 1)
-
-    def _is_excused(self, is_first: bool, seqs: Numbers, count: int) -> bool:
-        """Return True if retention or a deletion of the topic removed the missing records; add a note about them."""
-        if is_first and self._start == self._first > 0:
-            self._note("retained", count, seqs)
-        elif self._is_deleted_meanwhile():
-            self._note("deleted", count, seqs)
-        else:
-            return False
-        return True
 
     def _lost(self, is_last: bool, seqs: Numbers, count: int, offset: int) -> None:
         """Add `count` of `seqs` as lost, except records at the queue's end that were not routed yet."""
@@ -173,7 +166,7 @@ class QueueAuditor:
             seqs, count = seqs[: len(seqs) - len(late)], count - len(late)
         if count > 0:
             some = "" if count == len(seqs) else f"{count} of {len(seqs)}"
-            row = Row.of("lost", self.place, count, (int(seqs[0]), int(seqs[-1])), offset)
+            row = EvidenceRow.of("lost", self.place, count, (int(seqs[0]), int(seqs[-1])), offset)
             self._with.evidence.add(row._replace(detail=some))
 
     def _is_deleted_meanwhile(self) -> bool:
@@ -208,25 +201,25 @@ class QueueAuditor:
     def _note(self, what: str, count: int, seqs: Numbers | None = None) -> None:
         if count > 0:
             ends = (int(seqs[0]), int(seqs[-1])) if seqs is not None and len(seqs) else None
-            self._with.evidence.add(Row.of(what, self.place, count, ends))
+            self._with.evidence.add(EvidenceRow.of(what, self.place, count, ends))
 
 
-# --- auditor ---------------------------------------------------------------------------------------------------------
+# --- one task --------------------------------------------------------------------------------------------------------
 
 Seen = tuple[Numbers, Numbers]  # seqs and targets of the task's records, in the order of the WAL
 
 
-def audit_task(broker: Broker, snapshot: Snapshot, task: Task | OlderTask, bucket: int) -> list[Row]:
+def audit_task(broker: Broker, snapshot: BrokerSnapshot, task: AuditTask | OlderTask, bucket: int) -> list[EvidenceRow]:
     """Return the evidence of one task. `bucket`: µs of one moment."""
     evidence = Evidence()
     if isinstance(task, OlderTask):
-        _check_older(LogReader(broker, evidence), task, evidence)
+        _check_older(AuditReader(broker, evidence), task, evidence)
     else:
         Auditor(Comparison(broker, snapshot, task, evidence), Arrivals(bucket)).run()
     return evidence.rows()
 
 
-def _check_older(reader: LogReader, task: OlderTask, evidence: Evidence) -> None:
+def _check_older(reader: AuditReader, task: OlderTask, evidence: Evidence) -> None:
     """Check the order of queue records that are no longer in the WAL."""
     count, before = 0, 0
     for block in reader.read(task.place, task.offsets):
@@ -238,7 +231,7 @@ def _check_older(reader: LogReader, task: OlderTask, evidence: Evidence) -> None
         before = int(seqs.max(initial=before))
         count += block.count
     if count:
-        evidence.add(Row.of("older", task.place, count))
+        evidence.add(EvidenceRow.of("older", task.place, count))
 
 
 class Auditor:
@@ -253,13 +246,13 @@ class Auditor:
         task = self._with.task
         if task.low == self._with.snapshot.wal[0]:
             for topic, damage in self._with.snapshot.hidden.items():
-                self._evidence.add(Row.of_damage((topic, 0), damage))
+                self._evidence.add(EvidenceRow.of_damage((topic, 0), damage))
         differing = self._compare_bytes()
         if differing:
             self._compare_lines(differing)
         for place, (start, end) in task.queues.items():
             if end > start:
-                self._evidence.count(Row.of("queue", place, end - start))
+                self._evidence.count(EvidenceRow.of("queue", place, end - start))
 
     # --- the fast comparison: bytes ----------------------------------------------------------------------------------
 
@@ -329,13 +322,13 @@ class Auditor:
         for target, (low, high) in zip(each.tolist(), pairwise([*firsts.tolist(), len(order)]), strict=True):
             yield target, lines.buffers()[2].slice(int(offsets[low]), int(offsets[high] - offsets[low]))
 
-    def _note(self, what: str, place: Place, seqs: Numbers) -> None:
-        self._evidence.add(Row.of(what, place, len(seqs), (int(seqs[0]), int(seqs[-1]))))
+    def _note(self, what: str, place: TopicPartition, seqs: Numbers) -> None:
+        self._evidence.add(EvidenceRow.of(what, place, len(seqs), (int(seqs[0]), int(seqs[-1]))))
 
     def _count_arrivals(self) -> None:
         for row in self._arrivals.rows():
             if row.topic in self._with.snapshot.hidden:
-                self._evidence.add(Row("unreadable", row.topic, records=row.records))
+                self._evidence.add(EvidenceRow("unreadable", row.topic, records=row.records))
             self._evidence.count(row)
 
     # --- the WAL by itself -------------------------------------------------------------------------------------------
@@ -370,10 +363,10 @@ class Auditor:
             for first, last in without(int(present[at]) + 1, int(present[at + 1]) - 1, unreadable):
                 gaps = without(first, last, named)
                 for low, high in gaps:
-                    self._evidence.add(Row.of_wal("gap", (low, high), high - low + 1))
+                    self._evidence.add(EvidenceRow.of_wal("gap", (low, high), high - low + 1))
                 count = last - first + 1 - sum(high - low + 1 for low, high in gaps)
                 if count:
-                    self._evidence.add(Row.of_wal("dropped_framed", (first, last), count))
+                    self._evidence.add(EvidenceRow.of_wal("dropped_framed", (first, last), count))
 
     # --- the exact comparison: lines ---------------------------------------------------------------------------------
 

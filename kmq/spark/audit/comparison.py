@@ -1,4 +1,10 @@
-"""What the comparisons of one task share: the WAL's range, the routing table, and the evidence that they add to."""
+"""What the comparisons of one task share: the logs as they are read, where records belong, and the counts of arrivals.
+
+Checked     The broker's reader compares the crc of every block with the index; damage and malformed lines become
+            evidence. The records in damage, and those that a damaged index hides, are not audited further, and are
+            counted as such.
+Limit       A block of the WAL that begins with a seq out of order misleads lookups: it is found, but reported as a gap.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,17 +19,12 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
-from kmq.spark.audit.findings import THE_WAL, Damage, Evidence, OffsetRange, Place, Row, SeqRange
-from kmq.spark.audit.snapshot import Snapshot, Task
+from kmq.spark.audit.findings import THE_WAL, Damage, Evidence, EvidenceRow, OffsetRange, SeqRange, TopicPartition
+from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot
 from kmq.spark.source.brokers import Broker
 from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-# Reads logs for an audit: blocks of stored lines; damage and malformed lines become evidence.
-#
-# Checked     The broker's reader compares the crc of every block with the index. Damage is a finding. The records in it,
-#             and those that a damaged index hides, are not audited further, and are counted as such.
-# Limit       A block of the WAL that begins with a seq out of order misleads lookups: it is found, but reported as a gap.
 
 
 class Unreadable(NamedTuple):
@@ -33,14 +34,16 @@ class Unreadable(NamedTuple):
     end: int
 
 
-class LogReader:
+class AuditReader:
     """Reads the logs of a broker, and adds errors in their bytes to the evidence."""
 
     def __init__(self, broker: Broker, evidence: Evidence) -> None:
         self.broker, self._evidence = broker, evidence
-        self.malformed: defaultdict[Place, list[int]] = defaultdict(list)  # offsets
+        self.malformed: defaultdict[TopicPartition, list[int]] = defaultdict(list)  # offsets
 
-    def read(self, place: Place, offsets: OffsetRange, is_second: bool = False) -> Iterator[Block | Unreadable]:
+    def read(
+        self, place: TopicPartition, offsets: OffsetRange, is_second: bool = False
+    ) -> Iterator[Block | Unreadable]:
         """Yield blocks in order, and Unreadable for damage. Resume after the damage if its end is known.
 
         `is_second`: the bytes are read again, and their errors are in the evidence already.
@@ -64,7 +67,7 @@ class LogReader:
             except DamageError as err:
                 after = err.next_offset if err.next_offset > at else end
                 if not is_second:
-                    self._evidence.add(Row.of_damage(place, Damage.of(err)))
+                    self._evidence.add(EvidenceRow.of_damage(place, Damage.of(err)))
                 yield Unreadable(at, after)
                 at = after
             else:
@@ -72,7 +75,7 @@ class LogReader:
                     return
             resumed = at
 
-    def _block(self, place: Place, lines: Lines, is_second: bool) -> Block:
+    def _block(self, place: TopicPartition, lines: Lines, is_second: bool) -> Block:
         """Return lines as a block without malformed ones. A crc proves only that the bytes are as they were written."""
         topic, is_wal = place[0], place[0] == WAL
         try:
@@ -88,7 +91,7 @@ class LogReader:
             if not is_good and not is_second:
                 offset = -1 if is_wal else lines.offset + number
                 self.malformed[place].append(offset)
-                self._evidence.add(Row.of_malformed(place, offset, line))
+                self._evidence.add(EvidenceRow.of_malformed(place, offset, line))
         return Block(of_bytes(lines.offset, b"\n".join([*kept, b""]), False), topic, is_wal)
 
 
@@ -100,17 +103,16 @@ def _is_sound(block: Block) -> bool:
 
 
 # --- routes ----------------------------------------------------------------------------------------------------------
-# Finds the queues where records belong, by the routing table in force at their seqs.
 
 _MAX_KEYS = 1 << 18  # routing keys remembered
 
 
 class Routes:
-    """Numbers the queues (`places[number]`), and finds for each record the number of its queue."""
+    """Number the queues (`places[number]`), and find for each record the number of its queue, by the table at its seq."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.places: list[Place] = []
-        self._numbers: dict[Place, int] = {}
+    def __init__(self, snapshot: BrokerSnapshot) -> None:
+        self.places: list[TopicPartition] = []
+        self._numbers: dict[TopicPartition, int] = {}
         self._table = snapshot.table()
         changing = [topic for topic in self._table.values() if "." in topic.name or topic.lives or topic.grown]
         changes = {seq for topic in changing for seq in topic.changes()}
@@ -122,7 +124,7 @@ class Routes:
             self._number(name, partition + 1)
         self.deleted = self._number("(deleted)", 1) if snapshot.deleted else -1
 
-    def number_of(self, place: Place) -> int:
+    def number_of(self, place: TopicPartition) -> int:
         return self._numbers[place]
 
     def _number(self, topic: str, partitions: int) -> int:
@@ -167,7 +169,6 @@ class Routes:
 
 
 # --- seqs ------------------------------------------------------------------------------------------------------------
-# Looks up many seqs at once: in ranges, and in the queues where they belong.
 
 
 class SeqRanges:
@@ -222,34 +223,13 @@ def concatenated(parts: Iterable[Numbers]) -> Numbers:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
-class Comparison:
-    """The comparison of one task: the WAL's seqs low…high-1 with the offsets of all queues that belong to them."""
-
-    def __init__(self, broker: Broker, snapshot: Snapshot, task: Task, evidence: Evidence) -> None:
-        self.snapshot, self.task, self.evidence = snapshot, task, evidence
-        self.low, self.high = task.low, task.high  # `low` grows if retention removes records during the audit
-        self.reader = LogReader(broker, evidence)
-        self.routes = Routes(snapshot)
-        self.dropped = SeqRanges(snapshot.dropped["durable"])
-        self.unreadable: list[SeqRange] = []  # of the WAL
-
-    def is_inside(self, seqs: Numbers) -> Numbers:
-        """Return for each seq whether the task covers it."""
-        inside: Numbers = (seqs >= self.low) & (seqs < self.high)
-        return inside
-
-
 # --- arrivals --------------------------------------------------------------------------------------------------------
-# Counts the records and bytes that the WAL received, by topic and moment.
 
 TopicTime = tuple[str, int]  # µs since the epoch, rounded down to a bucket
 
 
 class Arrivals:
-    """Counts of what was read so far."""
+    """Count the records and bytes that the WAL received so far, by topic and moment."""
 
     def __init__(self, bucket: int) -> None:
         """`bucket`: µs of one moment."""
@@ -257,7 +237,7 @@ class Arrivals:
         self._counts: Counter[TopicTime] = Counter()
         self._sizes: Counter[TopicTime] = Counter()
 
-    def add(self, block: Block, times: Numbers, targets: Numbers, places: list[Place]) -> None:
+    def add(self, block: Block, times: Numbers, targets: Numbers, places: list[TopicPartition]) -> None:
         """Count the records of a block. `times`: when each was received; `targets`: index of its queue in `places`."""
         lengths = block.ends[-1] + 1 - block.starts[0]
         moments = times // self._bucket
@@ -270,6 +250,26 @@ class Arrivals:
                 self._counts[key] += int(number[target])
                 self._sizes[key] += int(nbytes[target])
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[EvidenceRow]:
         for (topic, time), count in self._counts.items():
-            yield Row("records", topic, records=count, nbytes=self._sizes[topic, time], time=time)
+            yield EvidenceRow("records", topic, records=count, nbytes=self._sizes[topic, time], time=time)
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """The comparison of one task: the WAL's seqs low…high-1 with the offsets of all queues that belong to them."""
+
+    def __init__(self, broker: Broker, snapshot: BrokerSnapshot, task: AuditTask, evidence: Evidence) -> None:
+        self.snapshot, self.task, self.evidence = snapshot, task, evidence
+        self.low, self.high = task.low, task.high  # `low` grows if retention removes records during the audit
+        self.reader = AuditReader(broker, evidence)
+        self.routes = Routes(snapshot)
+        self.dropped = SeqRanges(snapshot.dropped["durable"])
+        self.unreadable: list[SeqRange] = []  # of the WAL
+
+    def is_inside(self, seqs: Numbers) -> Numbers:
+        """Return for each seq whether the task covers it."""
+        inside: Numbers = (seqs >= self.low) & (seqs < self.high)
+        return inside

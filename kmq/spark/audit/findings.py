@@ -1,4 +1,4 @@
-"""What an audit can find: its findings, its notes, and the row that each of them becomes."""
+"""What an audit can find: its findings, its notes, and the evidence, a row for each of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kmq.log.damage import DamageError
 
 
-Place = tuple[str, int]  # topic, partition
+TopicPartition = tuple[str, int]  # topic, partition
 OffsetRange = tuple[int, int]  # first, and the one after the last
 SeqRange = tuple[int, int]  # first and last
 
-THE_WAL: Place = (WAL, 0)
+THE_WAL: TopicPartition = (WAL, 0)
 FINDINGS = {
     "gap": "seqs missing in the WAL that dropped.log does not name",
     "duplicate": "stored more than once",
@@ -57,7 +57,7 @@ class Damage(NamedTuple):
         return cls(err.path, err.byte, err.what)
 
 
-class Row(NamedTuple):
+class EvidenceRow(NamedTuple):
     """A row of evidence. `what`: a finding, a note, `records` (of a topic and moment) or `queue` (records compared)."""
 
     what: str
@@ -74,67 +74,68 @@ class Row(NamedTuple):
     detail: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TopicPartition:
         return self.topic, self.partition
 
     @classmethod
-    def of(cls, what: str, place: Place, records: int, seqs: SeqRange | None = None, offset: int = -1) -> "Row":
+    def of(
+        cls, what: str, place: TopicPartition, records: int, seqs: SeqRange | None = None, offset: int = -1
+    ) -> "EvidenceRow":
         """Return a row about `records` records of a log. `seqs`: None if they are unknown."""
         first, last = seqs or (0, 0)
         return cls(what, *place, records, first, last, offset)
 
     @classmethod
-    def of_wal(cls, what: str, seqs: SeqRange, records: int) -> "Row":
+    def of_wal(cls, what: str, seqs: SeqRange, records: int) -> "EvidenceRow":
         """Return a row about `records` records of the WAL."""
         return cls.of(what, THE_WAL, records, seqs)
 
     @classmethod
-    def of_damage(cls, place: Place, damage: Damage) -> "Row":
+    def of_damage(cls, place: TopicPartition, damage: Damage) -> "EvidenceRow":
         return cls("damage", *place, path=damage.path, byte=damage.byte, detail=damage.what)
 
     @classmethod
-    def of_malformed(cls, place: Place, offset: int, line: bytes) -> "Row":
+    def of_malformed(cls, place: TopicPartition, offset: int, line: bytes) -> "EvidenceRow":
         return cls("malformed", *place, offset=offset, detail=repr(line[:_MAX_SHOWN]))
 
 
 # --- evidence --------------------------------------------------------------------------------------------------------
-# Collects the rows of one task of an audit; above a limit, rows of one kind are combined into one.
 
 MAX_ROWS = 1000  # of one kind and log in a task; one further row counts the rest
 
 
 class Evidence:
-    """Rows in the order in which they were added.
+    """The rows of one task, in the order in which they were added.
 
-    Memory      At most MAX_ROWS rows of a kind for each log, and one more.
+    Memory      At most MAX_ROWS rows of a kind for each log, and one more that combines the rest.
     """
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._added: Counter[tuple[str, Place]] = Counter()
-        self._more: dict[tuple[str, Place], Row] = {}
+        self._rows: list[EvidenceRow] = []
+        self._added: Counter[tuple[str, TopicPartition]] = Counter()
+        self._more: dict[tuple[str, TopicPartition], EvidenceRow] = {}
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[EvidenceRow]:
         return [*self._rows, *self._more.values()]
 
-    def count(self, row: Row) -> None:
+    def count(self, row: EvidenceRow) -> None:
         """Add a row that sums up a log or a moment; these are not limited."""
         self._rows.append(row)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: EvidenceRow) -> None:
         """Add a finding or a note."""
         key = row.what, row.place
         self._added[key] += 1
         if self._added[key] <= MAX_ROWS:
             self._rows.append(row)
             return
-        more = self._more.get(key, Row(row.what, *row.place, 0, row.first_seq, detail="and more like these"))
+        more = self._more.get(key, EvidenceRow(row.what, *row.place, 0, row.first_seq, detail="and more like these"))
         self._more[key] = more._replace(records=more.records + row.records, last_seq=max(more.last_seq, row.last_seq))
 
     def add_runs(
         self,
         what: str,
-        place: Place,
+        place: TopicPartition,
         seqs: Numbers,
         at: Numbers,
         offsets: Numbers | None = None,
@@ -147,5 +148,5 @@ class Evidence:
         for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(at)], strict=True):
             mine = seqs[at[low:high]]
             offset = -1 if offsets is None else int(offsets[at[low]])
-            row = Row.of(what, place, high - low, (int(mine.min()), int(mine.max())), offset)
+            row = EvidenceRow.of(what, place, high - low, (int(mine.min()), int(mine.max())), offset)
             self.add(row._replace(detail=details[low]) if details else row)

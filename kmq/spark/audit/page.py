@@ -17,8 +17,6 @@ from kmq.spark.audit.report import (
     as_time,
     at,
     by_topic_and_hour,
-    found,
-    records,
     seqs,
     verdict,
     what,
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
-# Draws the plots of an audit's page, as SVG.
 
 _ROWS = 24  # logs in the map of seqs
 _TOPICS = 8  # that have a colour of their own
@@ -211,7 +208,7 @@ def write(result: Result, path: str) -> None:
 
 def page(result: Result) -> str:
     """Return the page as HTML."""
-    title = "all good" if result.is_good else f"{found(result):,} records with findings"
+    title = "all good" if result.is_good else f"{result.affected:,} records with findings"
     names = ", ".join(each.name for each in result.sources)
     parts = [
         f'<header class="{"good" if result.is_good else "bad"}"><h1>KMQ audit: {title}</h1>'
@@ -244,11 +241,11 @@ def _section(title: str, plot: str, note: str = "", table: str = "") -> str:
 
 def _tiles(result: Result) -> str:
     tiles = [
-        (f"{records(result):,}", "records in the WAL"),
+        (f"{result.records:,}", "records in the WAL"),
         (_size(sum(each.nbytes for each in result.hours)), "in the WAL"),
         (f"{len({(each.broker, each.topic) for each in result.hours}):,}", "topics"),
         (f"{sum(len(each.snapshot.queues) for each in result.sources):,}", "queues"),
-        (f"{found(result):,}", "records with findings"),
+        (f"{result.affected:,}", "records with findings"),
     ]
     return (
         '<div class="tiles">'

@@ -1,4 +1,4 @@
-"""Presents an audit's result in words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
+"""The result of an audit, and its words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 from kmq.log import segment
 from kmq.log.reader import WAL
-from kmq.spark.audit.findings import FINDINGS, NOTES, Row
+from kmq.spark.audit.findings import FINDINGS, NOTES, EvidenceRow
 from kmq.spark.audit.snapshot import BUCKETS, Source
 from kmq.spark.source.brokers import Directory
 
-# --- found -----------------------------------------------------------------------------------------------------------
-# The result of an audit: the values that its reports show.
+# --- result ----------------------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
     """A finding, or a note that has a place. `file`: below the data directory; "" if unknown."""
 
     broker: str
-    row: Row
+    row: EvidenceRow
     file: str
 
 
@@ -57,12 +56,22 @@ class Result(NamedTuple):
         return {what: sum(self.totals[what].values()) for what in NOTES if what in self.totals}
 
     @property
+    def records(self) -> int:
+        """The number of records that the WAL received."""
+        return sum(each.records for each in self.hours)
+
+    @property
+    def affected(self) -> int:
+        """The number of records, or of places, with findings."""
+        return sum(self.findings.values())
+
+    @property
     def is_good(self) -> bool:
         """Return True if there is no finding."""
         return not self.findings
 
 
-def by_hour(moments: list[Moment]) -> list[Moment]:
+def sum_by_hour(moments: list[Moment]) -> list[Moment]:
     """Return the sums of each broker, topic and hour, in order of time. A moment lies within one hour."""
     sums: dict[tuple[str, str, int], Moment] = {}
     for moment in moments:
@@ -75,12 +84,12 @@ def by_hour(moments: list[Moment]) -> list[Moment]:
 
 def located(audited: list[Source], fields: Sequence[Any]) -> Found:
     """Return a row of the evidence, which begins with its broker's name, together with its file."""
-    broker, row = fields[0], Row(*fields[1:])
+    broker, row = fields[0], EvidenceRow(*fields[1:])
     source = next(source for source in audited if source.name == broker)
     return Found(broker, row, _file(source, row))
 
 
-def _file(source: Source, row: Row) -> str:
+def _file(source: Source, row: EvidenceRow) -> str:
     """Return the file of a row, below the data directory; "" if unknown."""
     if not source.is_path:
         return row.path
@@ -94,7 +103,7 @@ def _file(source: Source, row: Row) -> str:
     return os.path.relpath(segments[-1], data) if segments else ""
 
 
-# --- report ----------------------------------------------------------------------------------------------------------
+# --- words -----------------------------------------------------------------------------------------------------------
 
 _WIDTH = 240  # least columns of a terminal that tables are laid out for
 _HOURS = 100  # lines of topics and hours in a table
@@ -132,7 +141,7 @@ def what(found: Found) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def table(result: Result, limit: int) -> dict[str, Any]:
+def to_json(result: Result, limit: int) -> dict[str, Any]:
     """Return the whole result for JSON, with at most `limit` findings one by one."""
     return {
         "result": "pass" if result.is_good else "fail",
@@ -146,20 +155,12 @@ def table(result: Result, limit: int) -> dict[str, Any]:
             }
             for each in result.sources
         ],
-        "records": records(result),
+        "records": result.records,
         "findings": result.findings,
         "notes": result.notes,
         "shown": [{"broker": each.broker, "file": each.file} | each.row._asdict() for each in result.found[:limit]],
         "hours": [each._asdict() for each in result.hours],
     }
-
-
-def records(result: Result) -> int:
-    return sum(each.records for each in result.hours)
-
-
-def found(result: Result) -> int:
-    return sum(result.findings.values())
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -177,15 +178,15 @@ def show(result: Result, limit: int) -> None:
     out = Console(highlight=False, width=max(_WIDTH, console().width))
     many = len(result.sources) > 1
     if result.found:
-        found = Table("finding", "where", "seq", box=None, pad_edge=False, header_style="bold")
-        found.add_column("records", justify="right")
+        table = Table("finding", "where", "seq", box=None, pad_edge=False, header_style="bold")
+        table.add_column("records", justify="right")
         for title in ("file", "at", ""):
-            found.add_column(title)
+            table.add_column(title)
         for each in result.found[:limit]:
             row = each.row
             texts = row.what, where(each, many), seqs(each), f"{row.records:,}", each.file, at(each), row.detail
-            found.add_row(*map(escape_markup, texts))
-        out.print(found)
+            table.add_row(*map(escape_markup, texts))
+        out.print(table)
         if len(result.found) > limit:
             print(f"… the first {limit}; more with --limit")
         print()
@@ -206,7 +207,7 @@ def show(result: Result, limit: int) -> None:
         print(f"finding: {kind} {count:,} ({FINDINGS[kind]})")
     for kind, count in result.notes.items():
         print(f"note: {kind} {count:,} ({NOTES[kind]})")
-    print(f"audit: {records(result):,} records, {verdict(result)}")
+    print(f"audit: {result.records:,} records, {verdict(result)}")
 
 
 def verdict(result: Result) -> str:

@@ -1,8 +1,10 @@
-"""Takes the snapshot of a broker that an audit compares.
+"""Takes the snapshot of a broker that an audit compares, and cuts the audit into tasks.
 
 Order       The router's routed seq, the ends of the queues, the end of the WAL, the routing table, dropped.log. In this
             order every record of a queue is in the part of the WAL that is compared. Records of the WAL above the
             routed seq and beyond the end of their queue were not routed yet: they become a note, not a finding.
+Invariant   A task is a range of the WAL's seqs with the offsets of every queue that belong to them. The offsets of each
+            queue are always covered exactly once, whatever the queue holds: cuts never go back.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
-from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
+from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, SeqRange, TopicPartition
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import ReadOptions
@@ -25,11 +27,11 @@ BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_00
 _MOMENTS, _MAX_MOMENTS = 240, 50_000  # about the points in a plot over time; points of all topics together
 
 
-class Snapshot(NamedTuple):
+class BrokerSnapshot(NamedTuple):
     """A broker at one moment, with the topics that are in force."""
 
     routed: int
-    queues: dict[Place, OffsetRange]
+    queues: dict[TopicPartition, OffsetRange]
     wal: OffsetRange
     topics: list[Topic]
     compacted: list[str]
@@ -43,14 +45,14 @@ class Snapshot(NamedTuple):
         return table(self.topics, lives(self.deleted), self.marks_from)
 
 
-def take(broker: Broker) -> Snapshot:
+def take(broker: Broker) -> BrokerSnapshot:
     """Return the broker as it is now."""
     routed = broker.ledger()["routed_seq"]
     queues, hidden = _queues(broker, list(broker.topics()))
     wal = broker.bounds([WAL])[THE_WAL]
     ledger = broker.ledger()
     names = {row["name"] for row in ledger["topics"]}
-    return Snapshot(
+    return BrokerSnapshot(
         routed=routed,
         queues={place: ends for place, ends in queues.items() if place[0] in names},  # others were deleted since
         wal=wal,
@@ -63,7 +65,7 @@ def take(broker: Broker) -> Snapshot:
     )
 
 
-def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, OffsetRange], dict[str, Damage]]:
+def _queues(broker: Broker, names: list[str]) -> tuple[dict[TopicPartition, OffsetRange], dict[str, Damage]]:
     """Return (the bounds of the queues, the topics whose bounds are hidden by damage)."""
     try:
         return broker.bounds(names), {}
@@ -81,7 +83,7 @@ class Source(NamedTuple):
     name: str
     is_path: bool
     access: Access
-    snapshot: Snapshot
+    snapshot: BrokerSnapshot
     bucket: int  # µs
 
     def open(self) -> Broker:
@@ -99,7 +101,7 @@ def sources(where: dict[str, str]) -> list[Source]:
     return opened
 
 
-def _bucket(broker: Broker, taken: Snapshot) -> int:
+def _bucket(broker: Broker, taken: BrokerSnapshot) -> int:
     """Return the µs of one point in a plot over time: for about 240 points, fewer with very many topics."""
     first, end = taken.wal
     stamps = []
@@ -114,29 +116,26 @@ def _bucket(broker: Broker, taken: Snapshot) -> int:
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
-# Cuts an audit into tasks: ranges of the WAL's seqs, each with the offsets of every queue that belong to them.
-#
-# Invariant   The offsets of each queue are always covered exactly once, whatever the queue holds: cuts never go back.
 
 _MAX_LOOKUPS = 20_000  # of a seq in a queue; with very many queues the tasks are larger
 
 
-class Task(NamedTuple):
+class AuditTask(NamedTuple):
     """WAL seqs low…high-1, and the offsets of the queues that belong to them."""
 
     low: int
     high: int
-    queues: dict[Place, OffsetRange]
+    queues: dict[TopicPartition, OffsetRange]
 
 
 class OlderTask(NamedTuple):
     """Queue records that are older than the WAL."""
 
-    place: Place
+    place: TopicPartition
     offsets: OffsetRange
 
 
-def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Task | OlderTask]:
+def plan(broker: Broker, taken: BrokerSnapshot, nbytes: int = SPLIT_BYTES) -> list[AuditTask | OlderTask]:
     """Return tasks of about `nbytes` of the WAL, with their parts of all queues; then tasks for older queue records."""
     first, end = taken.wal
     try:
@@ -145,7 +144,7 @@ def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Tas
         cuts = []
     step = 1 + len(cuts) * len(taken.queues) // _MAX_LOOKUPS
     starts = {place: offsets[0] for place, offsets in taken.queues.items()}
-    older: list[Task | OlderTask] = []
+    older: list[AuditTask | OlderTask] = []
     if first > 1:
         oldest = _offsets(broker, taken, first, starts) or starts
         older = [
@@ -154,20 +153,22 @@ def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Tas
             for offsets in _blocks(broker, place, (start, oldest[place]), nbytes)
         ]
         starts = oldest
-    tasks: list[Task | OlderTask] = []
+    tasks: list[AuditTask | OlderTask] = []
     low = first
     for cut in cuts[step - 1 :: step]:
         ends = _offsets(broker, taken, cut, starts)
         if ends is not None:  # else damage hides the offsets, and the task extends to the next cut
-            tasks.append(Task(low, cut, {place: (starts[place], ends[place]) for place in starts}))
+            tasks.append(AuditTask(low, cut, {place: (starts[place], ends[place]) for place in starts}))
             low, starts = cut, ends
     rest = {place: (start, taken.queues[place][1]) for place, start in starts.items()}
     if low == end:  # the WAL is empty
         return [*(OlderTask(place, offsets) for place, offsets in rest.items()), *older]
-    return [*tasks, Task(low, end, rest), *older]
+    return [*tasks, AuditTask(low, end, rest), *older]
 
 
-def _offsets(broker: Broker, taken: Snapshot, seq: int, least: dict[Place, int]) -> dict[Place, int] | None:
+def _offsets(
+    broker: Broker, taken: BrokerSnapshot, seq: int, least: dict[TopicPartition, int]
+) -> dict[TopicPartition, int] | None:
     """Return the offset where each queue reaches `seq`, never below `least`; None if damage hides one."""
     found = {}
     for place, (_, end) in taken.queues.items():
@@ -181,7 +182,7 @@ def _offsets(broker: Broker, taken: Snapshot, seq: int, least: dict[Place, int])
     return found
 
 
-def _blocks(broker: Broker, place: Place, offsets: OffsetRange, nbytes: int) -> Iterator[OffsetRange]:
+def _blocks(broker: Broker, place: TopicPartition, offsets: OffsetRange, nbytes: int) -> Iterator[OffsetRange]:
     start, end = offsets
     try:
         cuts = broker.cuts(*place, start, end, nbytes) if end > start else []
