@@ -1,8 +1,11 @@
-"""The part of Consul's HTTP API that KMQ uses: what is asked and what the answers mean. Nothing is sent here.
+"""The part of Consul's HTTP API that KMQ uses: what is asked, what the answers mean, and how both are sent.
 
 Each function is a generator, a `Steps`: it yields a Request or a Pause, gets the Response, and returns its result.
-consul.py carries the steps out, with or without asyncio; the tests carry them out in any order they like.
+The transports carry the steps out over HTTP, with or without asyncio, at the first of several addresses that answers.
+The tests carry them out in any order they like.
 
+Invariant   A request that changes something is sent a second time only if the first one was surely not sent. Otherwise
+            the caller is told that nobody knows (Unanswered), and decides.
 Errors      Conflict      a Txn was refused, and `op_index` says which operation refused it: nothing was changed
             Unanswered    no answer, or one that does not tell whether the request was carried out
             ConsulError   any other refusal: asking again gets the same answer
@@ -272,10 +275,6 @@ def _conflict(text: str) -> ConsulError:
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
-# Carries out what consul.py asks for: over HTTP, to the first of several addresses that answers.
-#
-# Invariant   A request that changes something is sent a second time only if the first one was surely not sent. Otherwise
-#             the caller is told that nobody knows (Unanswered), and decides.
 
 _ANSWER_S = 4.0  # longest time for an answer that Consul does not hold back: then another address is asked
 _CONNECT_S = 2.0

@@ -1,8 +1,10 @@
-"""That a process is alive, as Consul sees it: a check that has to be beaten, a session that ends with it, its locks.
+"""The keys of a cluster, and that a process is alive, as Consul sees it: a check that is beaten, its session, its locks.
 
 Invariant   A process that has not beaten for `ttl_s` loses its session and all its locks. Another process gets them
             after LOCK_DELAY_S more. What the first one still sends under that session changes nothing, because every
             Txn of a publisher or subscriber begins with the check that its session holds the lock.
+            What `Lock.around` returns changes nothing unless nobody else holds the lock when it is carried out.
+Crash       A holder that is killed loses the lock with its session.
 Not covered The check lives in the agent that was asked. If that agent ends, the session ends too.
 """
 
@@ -16,7 +18,7 @@ from kmq.cluster.consul import Conflict, ConsulError, Entry, Operation, Pause, S
 from kmq.errors import BusyError, ConfigError
 
 # --- keys ------------------------------------------------------------------------------------------------------------
-# The keys of a cluster in Consul, and the text that most of their values are.
+# And the text that most of their values are.
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
 _EPOCH = re.compile(r"[0-9]{1,18}")  # 64 bits hold it
@@ -180,10 +182,7 @@ def holder_of(entry: Entry) -> str:
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------
-# The publisher's lock: held for a while, or taken and given back within one Txn.
-#
-# Invariant   What `around` returns changes nothing unless nobody else holds the lock when it is carried out.
-# Crash       A holder that is killed loses the lock with its session (presence.py).
+# The publisher's: held for a while, or taken and given back within one Txn.
 
 GUARDS = 2  # operations that `around` adds at most; the first of them is the first of all
 

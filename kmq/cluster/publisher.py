@@ -3,12 +3,20 @@
 Invariant   Epochs are dense, and each names one message for ever. A message is there if and only if `publish` has
             returned its epoch, or its publisher was killed, or was told that nobody knows.
             What a message says and the state keys that it changes are written together or not at all.
+            A message that a registered broker has not processed is never deleted, unless that broker has been away for
+            ABSENT_S, or has marked a message that Consul has lost by being restored: it sees that, and a snapshot
+            follows. The last message that all have processed is never deleted, because by its id a broker sees
+            whether the messages are still those that it knows (a restored Consul may have others).
+            The mark of a broker that has been away for GONE_S is deleted, unless it marks meanwhile. If it comes back,
+            it is new: a snapshot comes first.
 Crash       Killed before the Txn: nothing happened. Killed after it: the message is published, and nobody has been told.
             The answer was lost: the message's id under that epoch tells. The same Txn may still arrive later, but it
             cannot succeed once the epoch has changed, and until then a second one with the same message is the same.
             Consul was restored before that was asked: nobody knows, because the same id under the same epoch must not
             stand for two histories.
             Deposed while the Txn was on its way: refused by the check of the session.
+Memory      Every watch brings all messages, so what all brokers have read is kept to KEPT messages and KEPT_BYTES: for
+            people to look at, and for subscribers that read again.
 """
 
 import math
@@ -25,7 +33,7 @@ from kmq.config.values import KIB
 from kmq.errors import BusyError, ConfigError
 
 # --- message ---------------------------------------------------------------------------------------------------------
-# A message of the Broadcast Queue, as it lies under `bq/<epoch>`: one header line, then the payload as it is.
+# Under `bq/<epoch>`: one header line, then the payload as it is.
 #
 #     id=<32 hex digits> type=<type> ts=<seconds> [expires=<seconds>]
 #
@@ -88,17 +96,7 @@ def check_size(message: Message, states: dict[str, bytes]) -> None:
 
 
 # --- trimming --------------------------------------------------------------------------------------------------------
-# Which messages are deleted: those that every subscriber has read, except the last few.
-#
-# Every watch brings all messages, so what all have read is kept to KEPT messages and KEPT_BYTES: for people to look at,
-# and for subscribers that read again.
-#
-# Invariant   A message that a registered broker has not processed is never deleted, unless that broker has been away for
-#             ABSENT_S, or has marked a message that Consul has lost by being restored: it sees that, and a snapshot
-#             follows. The last message that all have processed is never deleted, because by its id a broker sees
-#             whether the messages are still those that it knows (a restored Consul may have others).
-#             The mark of a broker that has been away for GONE_S is deleted, unless it marks meanwhile. If it comes back,
-#             it is new: a snapshot comes first.
+# Deleted are the messages that every subscriber has read, except the last few.
 
 KEPT = 100
 KEPT_BYTES = 256 * KIB

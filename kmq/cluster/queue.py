@@ -1,13 +1,20 @@
-"""`kmq.BroadcastQueue`: publish to every node of a cluster, and receive what others publish.
+"""`kmq.BroadcastQueue` and `kmq.AsyncBroadcastQueue`: publish to every node of a cluster, and receive what others publish.
 
     with kmq.BroadcastQueue() as queue:                    # where: KMQ_CONSUL, KMQ_CLUSTER, KMQ_BROKER
         epoch = queue.publish("greeting", b"hello")
         for item in queue.receive():                       # a Snapshot first on a new node, then every Message
             print(item)                                    # marked as processed when the next one is asked for
 
+    async with kmq.AsyncBroadcastQueue() as queue:         # the same from asyncio
+        epoch = await queue.publish("greeting", b"hello")
+        async for item in queue.receive():
+            print(item)
+
 Promise     An item is marked only after the loop has come back for the next one. If the loop ends with an error, or the
-            process is killed, the item is received again.
+            process is killed, the item is received again. An asyncio `publish` that was cancelled may have published.
 Threads     One more thread keeps the session in Consul alive, whatever the processing of an item takes.
+Loop        Use an asyncio queue only in the event loop that entered it. A task of its own keeps the session alive, so
+            nothing may hold the loop for longer than a third of KMQ_SESSION_TTL.
 """
 
 import asyncio
@@ -90,7 +97,7 @@ class Heart:
         self._thread.join()
 
 
-class Sending(NamedTuple):
+class PublisherSession(NamedTuple):
     """The session in which we publish."""
 
     presence: Presence
@@ -106,7 +113,7 @@ class BroadcastQueue:
         self.place = place if place is not None else Place.of(load())
         self.keys = Keys(self.place.cluster)
         self._transport = Transport(self.place.address)
-        self._sending: Sending | None = None
+        self._session: PublisherSession | None = None
         self._known: Mark | None = None  # what the last `receive` has processed
         self._lock = threading.Lock()
 
@@ -133,20 +140,20 @@ class BroadcastQueue:
                 finally:
                     self._give(publisher)
             except ConsulError:
-                self._end_sending()
+                self._end_session()
                 raise
 
     def _in_session(self, act: Callable[[Publisher], T]) -> T:
         """Do this in our session. One that ended while nothing was published is replaced by a new one."""
-        is_used = self._sending is not None
+        is_used = self._session is not None
         try:
             return act(self._publisher())
         except SessionLost:
-            self._end_sending()
+            self._end_session()
             if not is_used:
                 raise
         except ConsulError:
-            self._end_sending()
+            self._end_session()
             raise
         return self._in_session(act)
 
@@ -159,26 +166,26 @@ class BroadcastQueue:
         try:
             self.run(publisher.lock.give())
         except ConsulError:
-            self._end_sending()
+            self._end_session()
 
     def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set."""
         return self._transport.run(steps, stop)
 
     def _publisher(self) -> Publisher:
-        if self._sending is None:
+        if self._session is None:
             presence = Presence(self.place.ttl_s)
             self.run(presence.open())
             publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
-            self._sending = Sending(presence, Heart(self._transport, presence), publisher)
-        return self._sending.publisher
+            self._session = PublisherSession(presence, Heart(self._transport, presence), publisher)
+        return self._session.publisher
 
-    def _end_sending(self) -> None:
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            sending.heart.stop()
+    def _end_session(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.heart.stop()
             with suppress(ConsulError):  # it ends by itself
-                self.run(sending.presence.close())
+                self.run(session.presence.close())
 
     def receive(self, start: int | None = None, timeout: float | None = None) -> Iterator[Item]:
         """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
@@ -235,7 +242,7 @@ class BroadcastQueue:
     def close(self) -> None:
         """End the session of the publisher."""
         with self._lock:
-            self._end_sending()
+            self._end_session()
         self._transport.close()
 
     def __enter__(self) -> "BroadcastQueue":
@@ -247,20 +254,10 @@ class BroadcastQueue:
         self.close()
 
 
-# --- aio -------------------------------------------------------------------------------------------------------------
-# `kmq.AsyncBroadcastQueue`: the Broadcast Queue from asyncio.
-#
-#     async with kmq.AsyncBroadcastQueue() as queue:         # where: KMQ_CONSUL, KMQ_CLUSTER, KMQ_BROKER
-#         epoch = await queue.publish("greeting", b"hello")
-#         async for item in queue.receive():                 # a Snapshot first on a new node, then every Message
-#             print(item)                                    # marked as processed when the next one is asked for
-#
-# Promise     As for kmq.BroadcastQueue. A `publish` that was cancelled may have published.
-# Loop        Use a queue only in the event loop that entered it. A task of its own keeps the session in Consul alive, so
-#             nothing may hold the loop for longer than a third of KMQ_SESSION_TTL.
+# --- asyncio ---------------------------------------------------------------------------------------------------------
 
 
-class AsyncSending(NamedTuple):
+class AsyncPublisherSession(NamedTuple):
     """The session in which we publish."""
 
     presence: Presence
@@ -277,7 +274,7 @@ class AsyncBroadcastQueue:
         self.keys = Keys(self.place.cluster)
         self._transport = AsyncTransport(self.place.address)
         self._known: Mark | None = None  # what the last `receive` has processed
-        self._sending: AsyncSending | None = None
+        self._session: AsyncPublisherSession | None = None
         self._lock = asyncio.Lock()
         self._receiving: set[AsyncGenerator[Item, None]] = set()
 
@@ -295,31 +292,31 @@ class AsyncBroadcastQueue:
             try:
                 return await self._published(message, timeout)
             except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
-                await self._end_sending()
+                await self._end_session()
                 raise
 
     async def _published(self, message: Message, timeout: float) -> int:
         """Publish in our session. One that ended while nothing was published is replaced by a new one."""
-        is_used = self._sending is not None
+        is_used = self._session is not None
         try:
             publisher = await self._publisher()
             return await self._run(publisher.publish(message, timeout_s=timeout))
         except SessionLost:
             if not is_used:
                 raise
-        await self._end_sending()
+        await self._end_session()
         return await self._published(message, timeout)
 
     async def _run(self, steps: Steps[T]) -> T:
         return await self._transport.run(steps)
 
     async def _publisher(self) -> Publisher:
-        if self._sending is None:
+        if self._session is None:
             presence = Presence(self.place.ttl_s)
             await self._run(presence.open())
             publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
-            self._sending = AsyncSending(presence, asyncio.create_task(self._beat(presence)), publisher)
-        return self._sending.publisher
+            self._session = AsyncPublisherSession(presence, asyncio.create_task(self._beat(presence)), publisher)
+        return self._session.publisher
 
     async def _beat(self, presence: Presence) -> None:
         while True:
@@ -338,10 +335,10 @@ class AsyncBroadcastQueue:
         with suppress(ConsulError):  # it ends by itself
             await self._run(presence.close())
 
-    async def _end_sending(self) -> None:
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            await self._end(sending.presence, sending.heart)
+    async def _end_session(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            await self._end(session.presence, session.heart)
 
     def receive(self, start: int | None = None, timeout: float | None = None) -> AsyncIterator[Item]:
         """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
@@ -396,7 +393,7 @@ class AsyncBroadcastQueue:
             await items.aclose()
         self._receiving.clear()
         async with self._lock:
-            await self._end_sending()
+            await self._end_session()
         await self._transport.close()
 
     async def __aenter__(self) -> "AsyncBroadcastQueue":

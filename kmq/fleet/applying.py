@@ -1,10 +1,18 @@
-"""States of the fleet take effect here: topics as `kmq topics create|set` does it, everything else by a file.
+"""What the fleet says takes effect here. States: topics as `kmq topics create|set` does it, everything else by a file.
+Commands: verify, compact, retain, each once, and the fleet is told what came of it.
 
 Owner       KMQ_DATA/cluster/states (kmq/config/states.py). Topics stay the router's: they are declared, and requests submitted.
             If the file goes, or another text is in it, `keep` writes it again from memory.
+            KMQ_DATA/cluster/commands: each command that was accepted, and what came of it. A thread works it off, so
+            that no state waits for a check of terabytes. `verify` and `compact` run as the commands of that name do.
 Invariant   `apply` returns only after everything that the item says is on disk. To apply an item twice, or to apply a
             Snapshot instead of the messages before it, leads to the same files.
-Crash       Killed at any point: the item is not marked yet, so it comes again.
+            A command is marked in Consul only after it is in the file. One that has a result is never done again.
+Crash       Killed before an item is marked: it comes again. Killed in the middle of a command: it is begun again, because
+            all three may be repeated. Killed before its result is in Consul: the result is in the file, and is written
+            at the next start.
+Memory      KEPT commands that are told, MOST in all: beyond that the oldest go, those with a result first.
+            Of what a command prints, the first findings.
 Not covered A topic that is here with another number of partitions, or a limit that was changed here afterwards, stays as
             it is: local commands are local. `findings` tells the fleet.
 """
@@ -218,15 +226,6 @@ def _other_partitions(here: int, told: int) -> str:
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
-# Commands of the fleet: verify, compact, retain. Each is done once here, and the fleet is told what came of it.
-#
-# Owner       KMQ_DATA/cluster/commands: each command that was accepted, and what came of it. A thread works it off, so
-#             that no state waits for a check of terabytes. `verify` and `compact` run as the commands of that name do.
-# Invariant   A command is marked in Consul only after it is in the file. One that has a result is never done again.
-# Crash       Killed in the middle of a command: it is begun again, because all three may be repeated. Killed before its
-#             result is in Consul: the result is in the file, and is written at the next start.
-# Memory      KEPT commands that are told, MOST in all: beyond that the oldest go, those with a result first.
-#             Of what a command prints, the first findings.
 
 VERSION = 1
 KEPT, MOST = 200, 1000
