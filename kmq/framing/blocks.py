@@ -1,5 +1,9 @@
 """From a batch to blocks: cut at the ring's limits, the lines numbered and stamped, the replies made.
 
+A batch is lines as they will be stored, without seq and time, and the replies to those who wait for one. Every stage of
+its way knows where the text it came from may be cut, so that a block is committed together with exactly the bytes that
+it came from: bytes of the staged text, or of the ring `received`.
+
 Invariant   The lines of a block have the seqs that the ring gives out next, without a gap. A block never has more
             messages or bytes than the ring takes. It is cut only where the batch may be cut.
 """
@@ -16,10 +20,6 @@ from kmq.message import record
 from kmq.message.routing import AnyTopic
 
 # --- batch -----------------------------------------------------------------------------------------------------------
-# A batch: lines as they will be stored, without seq and time, and the replies to those who wait for one.
-#
-# Every stage of a batch's way knows where the text it came from may be cut, so that a block is committed together with
-# exactly the bytes that it came from: bytes of the staged text, or of the ring `received`.
 
 # The number of the cut that ends it, the lines of the batch before it, the connection, the first and the last n that
 # the reply is for, and its text, b"" for an ack. A plain tuple, because there is one for each piece or even each

@@ -4,9 +4,18 @@ Owner       the framer, the only process that gives out seqs.
 Invariant   The table is a function of the records up to the last seq given out: an id that a record's header claims,
             `;p=` (a producer's increasing ids) or `;w=` (arbitrary ids in a window), is in it. Only the framer writes
             these headers (record.disclaim), so no producer can make the table believe that something is stored.
+            A message of an acknowledged connection is stored, or known as stored, or refused. It is accepted only if
+            its id is new, and the table knows the id from then on. A stored id carries `;p=` or `;w=` of the connection
+            it came from, and no header of that kind from anybody else. A message that names a reserved topic is
+            accepted only from a connection that ingress has found to be the pod's own.
+            producers.ckpt never covers a record that is not on disk: a snapshot waits until durability has synced its
+            last seq. When all stages die with the rings, ids that were lost with them must be accepted again.
 Crash       A start loads producers.ckpt, then reads the later records from the WAL, then the blocks that still wait in
             the ring `framed`: together exactly the records up to the next seq. A damaged file is ignored (its crc does
-            not match), and the whole WAL is read instead.
+            not match), and the whole WAL is read instead. The file is replaced atomically, so a kill while it is
+            written leaves the old one.
+Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does
+            not cover.
 Memory      Bounded: at most `max_names` names and those of KMQ itself, each with its last id, some runs of (id, seq),
             ranges of older ids, and fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in
             windows; MAX_RANGES and MAX_PRINTS in all.
@@ -14,9 +23,10 @@ Memory      Bounded: at most `max_names` names and those of KMQ itself, each wit
             that is dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is
             forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
 Time        A message costs the same however many names and ids there are: what is evicted next stands first in an
-            order.
+            order. Between two batches of lines a snapshot is copied for _COPY_S at most.
 """
 
+import contextlib
 import os
 import re
 import threading
@@ -251,12 +261,8 @@ class DedupeTable:
 
 
 # --- acceptor --------------------------------------------------------------------------------------------------------
-# What becomes of the messages of an acknowledged connection: each is stored, or known as stored, or refused.
-#
-# Invariant   A message is accepted only if its id is new, and the dedupe table knows it from then on. A stored id carries
-#             `;p=` or `;w=` of the connection it came from, and no header of that kind from anybody else. A message that
-#             names a reserved topic is accepted only from a connection that ingress has found to be the pod's own. Such
-#             messages are looked at one by one: the check of whole blocks knows no reserved topic, and stays as fast.
+# Messages that name a reserved topic are looked at one by one: the check of whole blocks knows no reserved topic, and
+# stays as fast.
 
 
 class Acceptor:
@@ -374,15 +380,7 @@ class Acceptor:
 
 
 # --- checkpointer ----------------------------------------------------------------------------------------------------
-# Saves the dedupe table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
-#
-# Owner       the framer.
-# Invariant   The file never covers a record that is not on disk: a snapshot waits until durability has synced its last
-#             seq. When all stages die with the rings, ids that were lost with them must be accepted again.
-#             Between two batches of lines a snapshot is copied for _COPY_S at most, however many names there are.
-# Crash       Killed while writing: the file is replaced atomically, so the old one stays.
-# Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does
-#             not cover.
+# Saves the table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
 
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines between two saves: a start then reads for at most a third of a second
 CHECKPOINT_S = 30.0  # longest time between two saves: the WAL must keep what the file does not cover (retention)
@@ -409,7 +407,9 @@ class Checkpointer:
         self._bytes = int(is_behind)  # framed since the last snapshot
         self._taken_at = time.monotonic() - is_behind * (CHECKPOINT_S - _BEHIND_S)
         self._found_full = False  # whether the last save found the disk full
-        self._size, self._took_s = _size(self._path), 0.0  # of the last save
+        self._size, self._took_s = 0, 0.0  # of the last save
+        with contextlib.suppress(FileNotFoundError):
+            self._size = os.stat(self._path).st_size
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
         """Call after each turn, also an idle one: `nbytes` were framed, all up to `synced` is on disk, it is `now`."""
@@ -467,21 +467,9 @@ class Checkpointer:
             self._size, self._took_s = sum(map(len, parts)), time.monotonic() - began
         except OSError as err:
             if err.errno in FULL:
-                self._remove_half()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self._path}.new")
                 self._found_full = True
                 remnant.release_spare(os.path.dirname(self._path))  # for the next time
             else:
                 self._error = err
-
-    def _remove_half(self) -> None:
-        try:
-            os.unlink(f"{self._path}.new")
-        except FileNotFoundError:
-            pass
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0

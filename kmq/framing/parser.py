@@ -1,8 +1,8 @@
 """From the text of the FIFO, and what it says of the ring `received`, to a batch: lines to be stored, and replies.
 
-Well-formed lines that nobody waits for go through as a whole (batch.well_formed), the messages of a connection too
+Well-formed lines that nobody waits for go through as a whole (blocks.well_formed), the messages of a connection too
 (Acceptor.accept_all). Otherwise each line is looked at: what is no message is stored as dead.malformed, or refused.
-raw.py has the format of the text.
+kmq/links/fifo.py has the format of the text.
 
 The replies are made here, in order, as the text that durability writes to the FIFO `acks` once the block is on disk:
 
@@ -10,10 +10,17 @@ The replies are made here, in order, as the text that durability writes to the F
     <connection> 0 !last <id>                                            to the question for the last id of a name
 
 Invariant   A batch takes the text in its order, from the start, and knows for each cut what of it is done. What an
-            earlier block took of a piece is not taken again: a piece is read from `Source.done` on.
+            earlier block took of a piece is not taken again: a piece is read from `Source.done` on, which is what the
+            record of the ring `framed` says. Bytes before it are never looked at, because ingress may have overwritten
+            them, and a control line that speaks of them does nothing.
+            A control line is obeyed only if it names the ring that lies here and bytes that ingress has put there; any
+            other writer of the FIFO may have made it up.
             However much text there is, a call takes little more than TURN_BYTES, and looks at no more than about TURN
             lines one by one.
             The dedupe table holds what a batch holds: the caller frames all of the batch, or the process ends.
+Removed     Whoever notices first writes the ring `received` again (Stage.rewrite_rings). Until then a control line may
+            speak of a ring that is not here, or of bytes that only the new file has. It must not pass for a made-up
+            line, because its lines would be lost: we wait for the ring, or end and begin anew with the new file.
 """
 
 import re
@@ -32,15 +39,6 @@ from kmq.message import record
 from kmq.message.routing import AnyTopic
 
 # --- source ----------------------------------------------------------------------------------------------------------
-# The ring `received` as the framer sees it: which control lines speak of it, and what of it is framed.
-#
-# Invariant   `done` is what the record of the ring `framed` says. A control line is obeyed only if it names the ring that
-#             lies here and bytes that ingress has put there; any other writer of the FIFO may have made it up. Bytes
-#             before `done` are never looked at: ingress may have overwritten them. Nothing is framed from there either,
-#             so a control line that speaks of them does nothing.
-# Removed     Whoever notices first writes the ring again (broker/stage.py). Until then a control line may speak of a ring
-#             that is not here, or of bytes that only the new file has. It must not pass for a made-up one, because its
-#             lines would be lost: we wait for the ring, or end and begin anew with the new file.
 
 
 def _nothing() -> None:
@@ -48,7 +46,7 @@ def _nothing() -> None:
 
 
 class Source:
-    """The text of control lines."""
+    """The ring `received` as the framer sees it: which control lines speak of it, and what of it is framed."""
 
     def __init__(
         self,

@@ -46,20 +46,20 @@ def open_ring(stage: Stage) -> RingWriter:
     return ring
 
 
-class Waiting:
-    """The blocks that still wait in the ring. Look before the WAL is read: durability moves them there."""
+def waiting_blocks(ring: RingWriter) -> tuple[list[Block], int]:
+    """Return the blocks that still wait in the ring, and the last seq before them.
 
-    def __init__(self, ring: RingWriter) -> None:
-        self.blocks: list[Block] = [block for block in ring.waiting() if block.count]
-        self.last_seq_before = (self.blocks[0].first_seq if self.blocks else ring.last.next_seq) - 1
+    Look before the WAL is read: durability moves the blocks there.
+    """
+    blocks = [block for block in ring.waiting() if block.count]
+    return blocks, (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
 
 
 def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, bool]:
     """Return the dedupe table up to the next seq, and whether producers.ckpt covered less than that."""
     settings = stage.settings
     table = DedupeTable(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
-    waiting = Waiting(ring)
-    in_wal = waiting.last_seq_before
+    waiting, in_wal = waiting_blocks(ring)
     try:
         seq = table.load(settings.data, ring.last.next_seq - 1, stage.beat)
     except ValueError as err:
@@ -74,7 +74,7 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, boo
     missing = dropped.without(read + 1, in_wal, dropped.accounted(settings.data))
     if missing and not ring.drops:  # an incomplete table would store retries a second time
         raise RetryError(f"the WAL reads up to seq {read} only, but has been written up to {in_wal}")
-    for block in waiting.blocks:
+    for block in waiting:
         if block.first_seq > seq:
             table.absorb(bytes(block.data), now)
     return table, seq < ring.last.next_seq - 1
@@ -104,13 +104,12 @@ def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, Declarations]
         catalog.absorb(lines)
         numbered.update((change.request, change.seq) for change in topic_changes.changes(lines))
 
-    waiting = Waiting(ring)
-    in_wal = waiting.last_seq_before
+    waiting, in_wal = waiting_blocks(ring)
     first = max(min(routed_seq(), past_seq()) + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)
     for lines in read_wal(stage, first, in_wal):
         absorb(lines)
         stage.beat()
-    for block in waiting.blocks:
+    for block in waiting:
         absorb(bytes(block.data))
     return catalog, Declarations(settings.data, past_seq, numbered)
 

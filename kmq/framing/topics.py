@@ -1,11 +1,20 @@
 """Which topics a message may name: those that exist, and new ones up to KMQ_MAX_TOPICS if KMQ_AUTO_CREATE_TOPICS is on.
 
+The framer also puts a record into the WAL for each request to change a topic. Commands lay requests under topics/; the
+router removes a request after it has carried out its record (kmq/log/topic_changes.py).
+
 Owner       the framer asks before it numbers a message: a message with a seq is stored and routed, whatever the
             settings say then.
 Invariant   A topic that is admitted counts until the router has made it. So messages never make more than
             KMQ_MAX_TOPICS topics, nor more than the file system has inodes for: the router never waits for one, with
             the lines of all others behind it. `dead` is always admitted. A declared topic is never refused, but it
             counts.
+            A request that waits gets a record. Records of one topic come in the order of the requests, and a record is
+            numbered only when the router is past the record before: so it names the incarnation that is in force then.
+            A request that was there before a line reached the framer is numbered before that line, unless another of
+            its topic is on its way, or there are thousands of topics.
+Crash       A start finds the records that the router is not past in the WAL and in the ring (recovery.py).
+Dropped     The router is past a record and its request is still there: drop_oldest took it. It is numbered again.
 Mechanism   `known` begins with the directories under topics/ and the labels of records that are numbered but not
             routed. An unknown name is looked up on disk again: one stat for its label; for declared names with a dot a
             listing, which takes at most a tenth of the time. Deleted topics are forgotten by a listing too: one stat in
@@ -15,6 +24,8 @@ Marks       `orders.eu.@.k` names exactly the topic `orders.eu`, and `orders.@3`
             line by line.
 Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the
             shape of its lines anyway. Otherwise one pass finds the labels of all lines (measured: 130 ns a line).
+            Requests cost one stat a turn. topics/ is listed if it has changed, and ten times a second while a request
+            waits.
 Memory      One name per topic. Names that the router has never made (drop_oldest) are forgotten by the next listing.
 """
 
@@ -40,7 +51,7 @@ _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
 _STORED_KEYS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([^|\n]+)")
 _FEW = 32  # most names in the pattern: it tries them one by one
 _LISTING, _COMPILING = 10, 100  # each takes at most one part in so many of the time
-_LOOK_S = 0.05  # how often to look whether topics were deleted
+_DELETED_LOOK_S = 0.05  # how often to look whether topics were deleted
 
 
 Head = tuple[bytes, bytes | None]  # a topic, and the digits of a mark where there is one
@@ -90,7 +101,7 @@ class Catalog(AnyTopic):
         self._listing, self._compiling = _Sparing(_LISTING), _Sparing(_COMPILING)
         self._few: frozenset[Head] = frozenset()
         self._shape = record.Shape()
-        self._deleted_ns, self._look_at = deletions.changed_ns(data), time.monotonic() + _LOOK_S
+        self._deleted_ns, self._look_at = deletions.changed_ns(data), time.monotonic() + _DELETED_LOOK_S
         self._list()
 
     def takes(self, text: bytes, next_seq: int) -> bool:
@@ -117,7 +128,7 @@ class Catalog(AnyTopic):
 
     def _forget_deleted(self) -> None:
         """Forget deleted topics: a message that names one asks for a new topic, which may be refused."""
-        self._look_at = time.monotonic() + _LOOK_S
+        self._look_at = time.monotonic() + _DELETED_LOOK_S
         changed_ns = deletions.changed_ns(self._data)
         if changed_ns != self._deleted_ns:
             self._deleted_ns = changed_ns
@@ -241,20 +252,9 @@ class Catalog(AnyTopic):
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
-# Puts a record into the WAL for each request to change a topic: what the framer writes by itself.
-#
-# Owner       the framer. Commands lay requests under topics/ (kmq/log/topic_changes.py); the router removes one after it has
-#             carried out its record (kmq/log/topic_changes.py).
-# Invariant   A request that waits gets a record. Records of one topic come in the order of the requests, and one is numbered
-#             only when the router is past the one before: so it names the incarnation that is in force then.
-#             A request that was there before a line reached the framer is numbered before that line, unless another of
-#             its topic is on its way, or there are thousands of topics.
-# Crash       A start finds the records that the router is not past in the WAL and in the ring (recovery.py).
-# Dropped     The router is past a record and its request is still there: drop_oldest took it. It is numbered again.
-# Cost        One stat a turn. topics/ is listed if it has changed, and ten times a second while a request waits.
 
 _WAITING_S = 0.1  # between two looks while a request waits for the router
-_DECLARATIONS_LOOK_S = 1.0  # between two looks in any case
+_REQUESTS_LOOK_S = 1.0  # between two looks in any case
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
 _MANY, _PART = 2000, 10  # with more topics the listings take at most one part in so many of the time
 
@@ -282,7 +282,7 @@ class Declarations:
         routed = self._routed_seq()  # first: what it is past is removed when we look
         waiting = [request for request in topic_changes.waiting(self._data) if request.is_recorded]
         self._seen_ns = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
-        self._due = now + (_WAITING_S if waiting else _DECLARATIONS_LOOK_S)
+        self._due = now + (_WAITING_S if waiting else _REQUESTS_LOOK_S)
         changes = self._next(waiting, routed)
         self._not_before = now + _PART * (time.monotonic() - now) if found.st_nlink > _MANY else 0.0
         return changes

@@ -190,8 +190,8 @@ class Bench:
                     0  # durability does not run at the same time, so there is nothing to wait for
                 )
                 # At every turn: what the clock decides, a run that is to be killed there may not reach.
-                topics._LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
-                topics._DECLARATIONS_LOOK_S = topics._WAITING_S = -1
+                topics._DELETED_LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
+                topics._REQUESTS_LOOK_S = topics._WAITING_S = -1
                 Doorbell.wait.__defaults__ = (0.0,)
                 work()
                 code = 0
