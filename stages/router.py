@@ -119,8 +119,9 @@ def run(stage: Stage) -> None:
         Limits.of(in_force.settings),
         wal_is_synced=settings.fsync == 0,
         most_open=stage.most_files - files.OWN,
+        are_recorded=True,
+        damaged=Damaged(stage.row).note,
     )
-    queues.context.damaged, queues.context.are_recorded = Damaged(stage.row).note, True
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     admission = Admission(settings, lambda: stage.page.rows["durability"].bytes)

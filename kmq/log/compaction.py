@@ -48,7 +48,6 @@ from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, segment, topics
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
-from kmq.log.segment import COMPACT
 from kmq.log.segment_reader import SegmentReader
 
 _MAKING = ".new-"
@@ -84,11 +83,6 @@ class Sealed:
 def outbox(data: str) -> str:
     """Return the directory in which compacted segments wait for the owner of topics/."""
     return f"{data}/topics/.compacted"
-
-
-def is_compacted(data: str, topic: str) -> bool:
-    """Return True if compaction may have removed records of this topic: then a bare newline in a queue is no loss."""
-    return topics.read(data, topic).limits.get("cleanup") == COMPACT
 
 
 def synced_ends(data: str) -> dict[tuple[str, int], int]:
@@ -227,7 +221,7 @@ def settle(data: str, timeout_s: float = 30.0) -> None:
             try:
                 for which in waiting(data):
                     originals = sealed(data, which.topic, which.partition, which.end)
-                    fits = is_compacted(data, which.topic) and which in originals
+                    fits = topics.is_compacted(data, which.topic) and which in originals
                     install(data, which) if fits else discard(data, which)
             finally:
                 owner.release()

@@ -133,7 +133,7 @@ def write(part: Segment, by_seq: bool, wait_for_room: WaitForRoom, sign: Callabl
 # --- what the other copy says ----------------------------------------------------------------------------------------
 
 
-class Queues:
+class QueueCopies:
     """The queues as the other copy of the WAL's records."""
 
     def __init__(self, data: str) -> None:
@@ -157,13 +157,9 @@ class Queues:
                 return ""  # the queue ends in front of it, or begins behind it
         except (DamageError, FileNotFoundError):
             return ""
-        if found.line == line or (record.seq_of(found.line) > seq and _is_compacted(self._data, topic.name)):
+        if found.line == line or (record.seq_of(found.line) > seq and topics.is_compacted(self._data, topic.name)):
             return ""
         return f"its record {seq} is not the one that {topic.name} has"
-
-
-def _is_compacted(data: str, topic: str) -> bool:
-    return topics.read(data, topic).limits.get("cleanup") == segment.COMPACT
 
 
 def wal_contradiction(data: str, line: bytes) -> str:

@@ -63,7 +63,7 @@ class Tombstone(NamedTuple):
     seq: int
 
 
-class Place(NamedTuple):
+class SyncedPartition(NamedTuple):
     """A partition, and up to which offset it is on disk (compaction.synced_ends)."""
 
     data: str
@@ -99,7 +99,7 @@ class Removable:
 class Comparison:
     """The comparison of all records of one partition."""
 
-    def __init__(self, place: Place, horizon: Horizon, marks_from: int, pace: Pace = at_once) -> None:
+    def __init__(self, place: SyncedPartition, horizon: Horizon, marks_from: int, pace: Pace = at_once) -> None:
         self._place, self._horizon, self._marks_from, self._pace = place, horizon, marks_from, pace
         self._topic, self._marked = place.topic.encode(), place.topic.encode() + b".@."
         self._log = reader.partition(place.data, place.topic, place.partition)
@@ -222,7 +222,7 @@ class Comparison:
         self._window.mark(value >> (_LENGTH_BITS + 2), value >> 2 & ((1 << _LENGTH_BITS) - 1))
 
 
-def plan(place: Place, horizon: Horizon, marks_from: int) -> Iterator[Removable]:
+def plan(place: SyncedPartition, horizon: Horizon, marks_from: int) -> Iterator[Removable]:
     """Yield what may be removed from sealed segments because of records before `place.end`."""
     return Comparison(place, horizon, marks_from).removable()
 

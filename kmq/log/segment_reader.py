@@ -133,63 +133,10 @@ def _may_follow(before: Entry, entry: Entry) -> bool:
     return entry.offset >= before.offset and is_later == (entry.position > before.position)
 
 
-# --- does a segment belong where it lies? ----------------------------------------------------------------------------
-
-_HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
-
-
-class FirstRecord:
-    """The seq of a segment's first record, and its routing key, or the first bytes of a long one."""
-
-    __slots__ = ("routing_key", "seq")
-
-    def __init__(self, seq: int, routing_key: bytes) -> None:
-        self.seq, self.routing_key = seq, routing_key
-
-
-def first_record(fd: int) -> FirstRecord | None:
-    """Return the first record of a segment; None if it cannot be read."""
-    head = os.pread(fd, _HEAD, 0)
-    fields = head.lstrip(b"\n").split(b"|", 3)
-    is_torn = len(fields) == 3 and len(head) < _HEAD
-    if len(fields) < 3 or is_torn or not fields[0].isdigit():
-        return None
-    return FirstRecord(int(fields[0]), fields[2])
-
-
-def why_misplaced(path: str, fd: int, first: int, by_seq: bool, says: bytes) -> str:
-    """Return how a segment contradicts its place; "" if it does not. `says`: the label of its index."""
-    wanted = label(path)
-    if not wanted:
-        return ""
-    if says not in (b"", wanted):
-        return f"its index belongs to another segment: {says[len(LABEL) :].decode(errors='replace').strip()!r}"
-    begin = first_record(fd)
-    if begin is None:
-        return ""
-    if by_seq:
-        return f"begins with seq {begin.seq}" if begin.seq < first else ""
-    topic, key = os.path.basename(os.path.dirname(os.path.dirname(path))).encode(), begin.routing_key
-    belongs = key.startswith(topic) and key[len(topic) : len(topic) + 1] in (b"", b".")
-    return "" if belongs else f"begins with a record of {key[:100].decode(errors='replace')!r}"
-
-
-def why_unlabelled(path: str, fd: int) -> str:
-    """Return why a segment whose index has no label cannot be trusted; "" if it can.
-
-    A segment of format 1 needs no label. While compaction swaps a segment it has no index.
-    """
-    if not os.fstat(fd).st_size or not label(path):
-        return ""
-    begin = first_record(fd)
-    if begin is None or begin.seq < identity.labelled_from(path) or segment.is_being_swapped(path):
-        return ""
-    return "no index says which segment it is"
-
-
 # --- one segment -----------------------------------------------------------------------------------------------------
 
 READ_BYTES = 1 << 20  # returned at once, unless one line is longer
+_HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 
 
 class LineStart(namedtuple("LineStart", ("offset", "position"))):
@@ -199,6 +146,15 @@ class LineStart(namedtuple("LineStart", ("offset", "position"))):
 
 
 UNKNOWN = LineStart(0, 0)
+
+
+class FirstRecord:
+    """The seq of a segment's first record, and its routing key, or the first bytes of a long one."""
+
+    __slots__ = ("routing_key", "seq")
+
+    def __init__(self, seq: int, routing_key: bytes) -> None:
+        self.seq, self.routing_key = seq, routing_key
 
 
 class IndexedBlock:
@@ -240,17 +196,6 @@ class SegmentReader:
             following = (start for start, _ in segment.listing(os.path.dirname(path)) if start > first)
             raise MisplacedError(self.path, 0, self.size, first, next(following, 0), what)
 
-    def misplaced(self) -> str:
-        """Return how this segment contradicts its place; "" if it does not."""
-        return why_misplaced(self.path, self.fd, self.first, self.by_seq, self.index.label)
-
-    def unlabelled(self) -> str:
-        """Return why the segment cannot be trusted without a label; "" if it has one or needs none."""
-        return "" if self.index.label else why_unlabelled(self.path, self.fd)
-
-    def first_record(self) -> FirstRecord | None:
-        return first_record(self.fd)
-
     def __enter__(self) -> "SegmentReader":
         return self
 
@@ -263,6 +208,45 @@ class SegmentReader:
 
     def damage(self, byte: int, end: int, first: int, following: int, what: str) -> DamageError:
         return DamageError(self.path, byte, end, first, following, what)
+
+    # --- does it belong where it lies? -------------------------------------------------------------------------------
+
+    def misplaced(self) -> str:
+        """Return how this segment contradicts its place; "" if it does not."""
+        wanted, says = label(self.path), self.index.label
+        if not wanted:
+            return ""
+        if says not in (b"", wanted):
+            return f"its index belongs to another segment: {says[len(LABEL) :].decode(errors='replace').strip()!r}"
+        begin = self.first_record()
+        if begin is None:
+            return ""
+        if self.by_seq:
+            return f"begins with seq {begin.seq}" if begin.seq < self.first else ""
+        topic, key = os.path.basename(os.path.dirname(os.path.dirname(self.path))).encode(), begin.routing_key
+        belongs = key.startswith(topic) and key[len(topic) : len(topic) + 1] in (b"", b".")
+        return "" if belongs else f"begins with a record of {key[:100].decode(errors='replace')!r}"
+
+    def unlabelled(self) -> str:
+        """Return why the segment cannot be trusted without a label; "" if it has one or needs none.
+
+        A segment of format 1 needs no label. While compaction swaps a segment it has no index.
+        """
+        if self.index.label or not os.fstat(self.fd).st_size or not label(self.path):
+            return ""
+        begin = self.first_record()
+        if begin is None or begin.seq < identity.labelled_from(self.path) or segment.is_being_swapped(self.path):
+            return ""
+        return "no index says which segment it is"
+
+    def first_record(self) -> FirstRecord | None:
+        """Return the first record; None if it cannot be read."""
+        head = os.pread(self.fd, _HEAD, 0)
+        fields = head.lstrip(b"\n").split(b"|", 3)
+        is_torn = len(fields) == 3 and len(head) < _HEAD
+        if len(fields) < 3 or is_torn or not fields[0].isdigit():
+            return None
+        return FirstRecord(int(fields[0]), fields[2])
 
     # --- the index ---------------------------------------------------------------------------------------------------
 

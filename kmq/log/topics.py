@@ -34,7 +34,7 @@ from kmq.files import replace_file, sync_directory
 from kmq.log import identity, reader, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.deletions import Deleted
-from kmq.log.segment import LIMITS, Limits
+from kmq.log.segment import COMPACT, LIMITS, Limits
 from kmq.message import record, routing
 from kmq.message.routing import Growth, Table, Topic, key_behind
 
@@ -256,6 +256,11 @@ def load(data: str, name: str) -> tuple[int, int | None]:
     """Return (partitions, from_seq) of a topic; from_seq is None while the declaration is pending."""
     found = read(data, name)
     return found.partitions, found.from_seq
+
+
+def is_compacted(data: str, name: str) -> bool:
+    """Return True if compaction may have removed records of this topic: then a bare newline in a queue is no loss."""
+    return read(data, name).limits.get("cleanup") == COMPACT
 
 
 def known_from_seq(data: str, name: str) -> int | None:

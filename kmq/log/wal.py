@@ -156,7 +156,7 @@ class Wal:
         """Write the lost indexes of sealed segments again. Return them, and why others may not have one."""
         restored: list[str] = []
         misplaced: list[DamageError] = []
-        queues = lost_index.Queues(self.data)
+        queues = lost_index.QueueCopies(self.data)
         for number, part in enumerate(segments[:-1]):
             if not part.size or lost_index.is_whole(part.path):
                 continue

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kmq.log import checkpoint, compaction, dropped, reader, topics
+from kmq.log import checkpoint, dropped, reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 from kmq.log.segment import last_line
@@ -94,7 +94,7 @@ class Copies:
         self._targets: dict[bytes, int | Topic] = {}
         self._gaps = gaps
         self.damaged: set[At] = set()  # queues with blocks that a reader refuses
-        self._compacted = {name for name in topics.names(data) if compaction.is_compacted(data, name)}
+        self._compacted = {name for name in topics.names(data) if topics.is_compacted(data, name)}
 
     def differences(self, routed: int) -> Iterator[Difference]:
         """Yield the seqs whose copies differ. `routed`: up to this seq every record must be in its queue."""

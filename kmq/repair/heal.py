@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.files import QUARANTINE, replace_file
-from kmq.log import checkpoint, compaction, dedupe_file, deletions, dropped, reader, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, reader, segment, topics, wal
 from kmq.log.partition import EMPTY, State, directory_of
 from kmq.log.segment import SEQ
 from kmq.log.wal import RING_BYTES
@@ -204,7 +204,7 @@ class QueueHealer:
         """
         blocks: list[Block] = []
         unwitnessed: list[int] = []
-        may_lack_records = compaction.is_compacted(self.data, self.topic.name)
+        may_lack_records = topics.is_compacted(self.data, self.topic.name)
         for block in scan.blocks:
             if block.is_good and block.entry is None and block.first_seq:
                 here = Evidence(scan, [block], 1, 1 << 62).unindexed
@@ -301,7 +301,7 @@ class QueueHealer:
 
         In a compacted topic a bare newline stays a bare newline, because it is no loss.
         """
-        compacted = b"\n" if compaction.is_compacted(self.data, self.topic.name) else None
+        compacted = b"\n" if topics.is_compacted(self.data, self.topic.name) else None
         candidates = {**doubtful, **records}
         in_order = ((seq, candidates[seq]) for seq in sorted(candidates))
         known = records | confirmed_lines(patch.blocks, patch.position, in_order)

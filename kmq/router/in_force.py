@@ -29,15 +29,21 @@ class Context:
         *("wait_outside", "wal_is_synced"),
     )
 
-    def __init__(self, data: str, wait_for_room: WaitForRoom, logger: Logger, wal_is_synced: bool) -> None:
+    def __init__(
+        self,
+        data: str,
+        wait_for_room: WaitForRoom,
+        logger: Logger,
+        wal_is_synced: bool,
+        are_recorded: bool,
+        damaged: Callable[[DamageError], object],
+    ) -> None:
+        """Take what the stage gives. See Queues."""
         self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
-        self.wait_outside = wait_for_room
-        # Do changes of topics come as records? The stage says so. Without a framer they are carried out as they are asked.
-        self.are_recorded = False
+        self.wait_outside, self.are_recorded, self.damaged = wait_for_room, are_recorded, damaged
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
         self.make_room: Callable[[], object] = partial(remnant.release_spare, data)
         self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
-        self.damaged: Callable[[DamageError], object] = lambda err: None  # is told of damage that is met
         self.lacks_room: Callable[[], bool] = lambda: False  # is the disk or the quota full? The stage knows
         self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (kmq/broker/clock.py)
 

@@ -210,13 +210,17 @@ class Queues:
         limits: Limits | None = None,
         wal_is_synced: bool = True,
         most_open: int = MAX_OPEN,
+        are_recorded: bool = False,
+        damaged: Callable[[DamageError], object] = lambda err: None,
     ) -> None:
         """Join the parts of the router. `recover` must be called before anything is routed.
 
         `wal_is_synced`: False if the WAL may show records that are not on disk; then each checkpoint syncs the WAL
-        first, because it must never be ahead of the WAL. `most_open`: maximum of open logs.
+        first, because it must never be ahead of the WAL. `most_open`: maximum of open logs. `are_recorded`: changes of
+        topics come as records; without a framer they are carried out as they are asked. `damaged` is called with damage
+        that is met.
         """
-        context = self.context = Context(data, wait_for_room, log, wal_is_synced)
+        context = self.context = Context(data, wait_for_room, log, wal_is_synced, are_recorded, damaged)
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
         records = WalRecords(context, in_force.table)

@@ -13,6 +13,7 @@ Crash       router.ckpt is the old or the new one, whole. Recovery finds again w
 
 import os
 import time
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 
 from kmq.config.values import MIB
@@ -93,13 +94,10 @@ class Checkpoints:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-class Row:
+class Row(namedtuple("Row", ("topic", "number", "known"))):
     """A partition, and what the checkpoint says of it (`known`)."""
 
-    __slots__ = ("known", "number", "topic")
-
-    def __init__(self, topic: Topic, number: int, known: State) -> None:
-        self.topic, self.number, self.known = topic, number, known
+    __slots__ = ()
 
 
 class Recovery:

@@ -526,7 +526,7 @@ MUTANTS = [
     ),
     Mutant(
         "what the index says it is of is not looked at",
-        [("kmq/log/segment_reader.py", '    if says not in (b"", wanted):\n', "    if False:\n")],
+        [("kmq/log/segment_reader.py", '        if says not in (b"", wanted):\n', "        if False:\n")],
         [MISPLACED],
     ),
     Mutant(

@@ -52,8 +52,7 @@ def from_the_wal(data: Path) -> dict[str, bytes | str]:
     (again / "append.log").symlink_to(os.readlink(data / "append.log"))
     for name in ("id", "lineage", "format"):
         shutil.copy(data / name, again / name)
-    queues = Queues(str(again), no_room, FakeLogger())
-    queues.context.are_recorded = True
+    queues = Queues(str(again), no_room, FakeLogger(), are_recorded=True)
     queues.recover(wal.last_numbered(str(again))[0], lambda: None)
     queues.close()
     return content(again)

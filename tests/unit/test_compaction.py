@@ -535,9 +535,9 @@ def test_compacted_records_are_no_loss_when_a_flipped_bit_is_healed_without_the_
 def test_cleanup_is_declared_kept_and_checked(data):
     with pytest.raises(ConfigError, match="cleanup = 'compacted': must be delete or compact"):
         topics.declare(data, "other", 1, {"cleanup": "compacted"})
-    assert compaction.is_compacted(data, "users")
+    assert topics.is_compacted(data, "users")
     topics.declare(data, "plain", 1)
-    assert not compaction.is_compacted(data, "plain")
+    assert not topics.is_compacted(data, "plain")
     assert start(data, COUNT).in_force.limits_of("users").cleanup == COMPACT
 
 
@@ -555,7 +555,7 @@ def test_a_repaired_declaration_is_still_compacted(data):
     path.write_text(path.read_text().replace("partitions = 1", "partitions = \x00"))
     os.unlink(f"{data}/router.ckpt")
     heal.Repair(data).run()
-    assert compaction.is_compacted(data, "users")
+    assert topics.is_compacted(data, "users")
 
 
 def test_an_unreadable_checkpoint_means_that_nothing_may_be_compacted(data):

@@ -19,7 +19,7 @@ from kmq.gateway.lines.door import Consumption
 from kmq.gateway.lines.service import Service
 from kmq.log import compaction, identity, passes, reader, replaced, segment, topics
 from kmq.log.passes import Clock, Tables
-from kmq.log.replaced import Horizon, Place, Tombstone, plan
+from kmq.log.replaced import Horizon, SyncedPartition, Tombstone, plan
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
@@ -118,7 +118,7 @@ def sealed(data):
 
 
 def planned(data, horizon=NEVER):
-    return list(plan(Place(data, TOPIC, 0, compaction.synced_ends(data)[TOPIC, 0]), horizon, 0))
+    return list(plan(SyncedPartition(data, TOPIC, 0, compaction.synced_ends(data)[TOPIC, 0]), horizon, 0))
 
 
 @pytest.mark.parametrize(("most", "hashes", "window"), [(4, 16, 400), (5, 1 << 12, 200), (1000, 1, 1 << 20)])

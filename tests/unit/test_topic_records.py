@@ -139,8 +139,7 @@ def stored(data, *changes):
 
 def started(data, high=0):
     """The queues of a router that is up."""
-    queues = Queues(data, no_room, FakeLogger())
-    queues.context.are_recorded = True
+    queues = Queues(data, no_room, FakeLogger(), are_recorded=True)
     queues.recover(high, lambda: None)
     return queues
 

@@ -30,7 +30,7 @@ from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.log import compaction, identity, passes, topics
 from kmq.log.passes import Pass, Table, Tables
-from kmq.log.replaced import Comparison, Horizon, Place, Removable
+from kmq.log.replaced import Comparison, Horizon, Removable, SyncedPartition
 from kmq.logfmt import Logger
 
 MIN_DIRTY = 0.5  # share of a segment's bytes: below it rewriting costs more than it gains
@@ -108,7 +108,7 @@ class Compactor:
         count = 0
         for table, number in passes.due(self._data, tables, clock):
             end = compaction.synced_ends(self._data).get((table.name, number), 0)
-            place = Place(self._data, table.name, number, end)
+            place = SyncedPartition(self._data, table.name, number, end)
             try:
                 count += self._pass(table, place, clock.horizon(table.delete_retention), where, min_dirty)
             except FileNotFoundError:  # the topic was deleted, or the segment by retention: the next time
@@ -119,7 +119,7 @@ class Compactor:
                 self._log.warn("not_compacted", topic=table.name, partition=number, reason=err, effect=effect)
         return count
 
-    def _pass(self, table: Table, place: Place, horizon: Horizon, where: str, min_dirty: float) -> int:
+    def _pass(self, table: Table, place: SyncedPartition, horizon: Horizon, where: str, min_dirty: float) -> int:
         """Compare one partition, lay out what is worth it, and note that; return how many segments were laid out."""
         began, moved_before = time.monotonic(), self._pace.nbytes
         step = partial(self._step, None if table.name.startswith("__") else where)
@@ -150,7 +150,7 @@ class Compactor:
         if topics.load(self._data, table.name)[1] != table.from_seq:
             raise FileNotFoundError(f"topic {table.name} was deleted")
 
-    def _note(self, table: Table, place: Place, comparison: Comparison, removed: int) -> None:
+    def _note(self, table: Table, place: SyncedPartition, comparison: Comparison, removed: int) -> None:
         """Note a complete pass. What is known of other lives of a topic, or of topics not compacted any more, goes."""
         kept = comparison.nbytes - removed
         if not comparison.sealed:

@@ -130,7 +130,7 @@ def run(
 def _topics(data: str, options: ReadOptions) -> list[str]:
     """Return the requested topics. Raises ConfigError if one requested by name is not declared compact."""
     asked = [name for name in topics.names(data) if options.wants(name)]
-    other = [name for name in asked if not compaction.is_compacted(data, name)]
+    other = [name for name in asked if not topics.is_compacted(data, name)]
     if other and not options.pattern:
         raise ConfigError(
             f"topic {', '.join(other)}: not declared to be compacted;"
