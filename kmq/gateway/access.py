@@ -31,7 +31,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from kmq.access import roles
-from kmq.access.roles import ADMIN, Holder
+from kmq.access.roles import ADMIN
 from kmq.access.tokens import Tokens
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
@@ -202,7 +202,8 @@ class HttpAccess:
             self._strangers.refuse(request.remote or "", "HTTP without a valid token", "" if shown else "token")
             raise RequestRefused("unauthorized", UNAUTHORIZED)
         if act and not holder.may(act):
-            self._refuse_role(request, holder, act)
+            self._strangers.refuse(request.remote or "", f"{act}: the token of {holder.name} may not")
+            raise RequestRefused("forbidden", holder.refusal(act))
         return Caller(holder.name, holder.roles, ADMIN in holder.roles)
 
     def _of_anybody(self, request: web.Request, act: str) -> Caller:
@@ -217,10 +218,6 @@ class HttpAccess:
             text = "this needs a token with the role admin, or KMQ_CONSOLE=write and a client on this machine"
             raise RequestRefused("forbidden", text)
         return Caller("", frozenset(), may_change)
-
-    def _refuse_role(self, request: web.Request, holder: Holder, act: str) -> None:
-        self._strangers.refuse(request.remote or "", f"{act}: the token of {holder.name} may not")
-        raise RequestRefused("forbidden", holder.refusal(act))
 
     def _tell(self, request: web.Request, operation: Operation, caller: Caller, status: int) -> None:
         if 300 <= status < 500:

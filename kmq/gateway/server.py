@@ -7,6 +7,7 @@ End         SIGTERM: no new requests. Requests already accepted get their replie
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -66,21 +67,31 @@ class _Logfmt(logging.Handler):
         self.incidents.note("library", record.name, reason)
 
 
-class Changes:
-    """One log line for each change of readiness.
+class VerdictChanges:
+    """What changes in the verdict on the broker: a log line for readiness, an event of the console for warnings too.
 
     When a ready broker becomes unready, `not_ready` is logged at once. Every other change must last SETTLED_S first.
     `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
     """
 
-    def __init__(self, log: Logger, tell: Callable[[str, str, str], None] = lambda *event: None) -> None:
-        """`tell`: is told each change as an event of the console: kind, about, text."""
-        self.log, self._tell = log, tell
+    def __init__(self, log: Logger, report: Callable[[str, str, str], None] = lambda *event: None) -> None:
+        """`report` takes each change as an event of the console: kind, about, text."""
+        self.log, self._report = log, report
         self._said: str | None = None  # code of the reason last logged, "" for ready; None: nothing logged yet
         self._seen, self._since = "", 0.0
+        self._warnings: dict[tuple[str, str], str] = {}
 
     def follow(self, verdict: Verdict, now: float) -> None:
-        """Log a change, if `verdict` brings one. Call at each check."""
+        """Report what has changed. Call at each check."""
+        self._follow_readiness(verdict, now)
+        warnings = {(warning.code, warning.about): str(warning) for warning in verdict.warnings}
+        for key in warnings.keys() - self._warnings.keys():
+            self._report("warning", key[1], warnings[key])
+        for key in self._warnings.keys() - warnings.keys():
+            self._report("cleared", key[1], f"{key[0]}: is over")
+        self._warnings = warnings
+
+    def _follow_readiness(self, verdict: Verdict, now: float) -> None:
         reason = verdict.first
         code = reason.code if reason else ""
         if code != self._seen:
@@ -91,28 +102,11 @@ class Changes:
         before, self._said = self._said, code
         if reason:
             effect = "/readyz and gRPC health say no: a Service sends nothing here"
-            self._tell("not_ready", reason.about, str(reason))
+            self._report("not_ready", reason.about, str(reason))
             self.log.warn("not_ready", reason=code, why=reason.why, effect=effect, advice=reason.advice)
         elif before:
-            self._tell("ready", "broker", "messages are accepted and become durable again")
+            self._report("ready", "broker", "messages are accepted and become durable again")
             self.log.info("ready_again")
-
-
-class Warnings:
-    """One event for each warning that comes or goes."""
-
-    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
-        self._tell = tell
-        self._present: dict[tuple[str, str], str] = {}
-
-    def follow(self, verdict: Verdict) -> None:
-        """Note what has changed. Call at each check."""
-        present = {(warning.code, warning.about): str(warning) for warning in verdict.warnings}
-        for key in present.keys() - self._present.keys():
-            self._tell("warning", key[1], present[key])
-        for key in self._present.keys() - present.keys():
-            self._tell("cleared", key[1], f"{key[0]}: is over")
-        self._present = present
 
 
 class Gateway:
@@ -150,8 +144,7 @@ class Gateway:
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)
         self.overview = Overview(self.core, self.groups)
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
-        self.changes = Changes(log, self.overview.events.add)
-        self.warnings = Warnings(self.overview.events.add)
+        self.changes = VerdictChanges(log, self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
@@ -243,12 +236,9 @@ class Gateway:
             for service in ("", *_SERVICES):
                 self.health.set(service, verdict.ready)
             self.changes.follow(verdict, time.monotonic())
-            self.warnings.follow(verdict)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_S):
                     await self.stopping.wait()
-            except TimeoutError:
-                pass
 
     def _state(self, name: str) -> None:
         self.row.state = STATES.index(name)

@@ -36,7 +36,7 @@ from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.schema import status_of
 from kmq.gateway.http import server as web
 from kmq.gateway.ports import Doors
-from kmq.gateway.server import Changes, Gateway
+from kmq.gateway.server import Gateway, VerdictChanges
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
@@ -456,7 +456,7 @@ def test_a_stage_that_is_alive_but_not_ready_is_named(broker, name, state):
 def test_a_change_of_readiness_is_one_log_line_however_it_flaps(broker):
     said, ingress, now = [], broker.page.rows["ingress"], 0.0
     log = SimpleNamespace(info=lambda event: said.append(event), warn=lambda event, **f: said.append(f["reason"]))
-    changes = Changes(log)
+    changes = VerdictChanges(log)
 
     def follow(seconds, *admissions):
         """Look every quarter of a second; ingress says one thing after the other, again and again."""

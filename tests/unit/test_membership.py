@@ -67,7 +67,7 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
     async def main():
         async with started(data, 2, KMQ_GROUP_RETENTION="7d") as (_, groups):
             assert groups.describe("quiet") is not None
-            assert not groups.is_alive("quiet")  # so that keeping.py forgets it if nobody comes
+            assert not groups.is_alive("quiet")  # so that the keeper forgets it if nobody comes
             heard = []
             member = await groups.join("quiet", None, ME, Terms(("t",)), heard.append)
             assert groups.is_alive("quiet") and groups.committed("quiet")["t", 0].offset == 1

@@ -125,7 +125,7 @@ def test_any_damage_to_a_line_is_survived():
             try:
                 assert decode_key(key) and (not payload or decode_payload(payload))
             except ValueError:
-                pass  # offset_log.py counts these
+                pass  # read_log counts these
 
 
 def test_a_record_lies_in_its_topic_and_any_name_is_a_legal_line():

@@ -252,6 +252,3 @@ def _refusals(delivery: Delivery) -> dict[int, RequestRefused]:
 
 def _timestamp_ms(topic: str, place: StoredPlace) -> int:
     return Message(topic, place.partition, place.offset, place.line).timestamp_ms
-
-
-__all__ = ["NewMessage", "Outcome", "Producing", "Stored", "window_of"]

@@ -1,1 +1,1 @@
-"""Consumer groups: who is a member, who owns which partition, and who may commit. Pure code without I/O and clock."""
+"""Consumer groups: who is a member, who owns which partition, who may commit, and what comes again."""
