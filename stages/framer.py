@@ -28,8 +28,8 @@ from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main, wait_for_ring
 from kmq.framing import blocks
 from kmq.framing.blocks import Batch, frame
-from kmq.framing.dedupe import Checkpointer
-from kmq.framing.parser import Parser, Source
+from kmq.framing.dedupe import DedupeSaver
+from kmq.framing.parser import Parser, ReceivedLines
 from kmq.framing.recovery import known_topics, open_ring, remember
 from kmq.links import fifo, received
 from kmq.links.fifo import waiting_bytes
@@ -86,10 +86,10 @@ class Framer:
         self.held_times = HeldTimes(stage.row, stage.log)
         self.table, is_behind = remember(stage, ring, self.now)
         done = Received(ring.last.birth, ring.last.position)
-        self.source = Source(stage.attach_received, done, partial(await_received, stage))
-        topics, self.declarations = known_topics(stage, ring)
+        self.source = ReceivedLines(stage.attach_received, done, partial(await_received, stage))
+        topics, self.requests = known_topics(stage, ring)
         self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
-        self.checkpointer = Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
+        self.saver = DedupeSaver(stage.settings.data, self.table, stage.beat, is_behind)
 
     def turn(self) -> bool:
         """Parse the whole lines that are staged, and append them as blocks; return False if there were none."""
@@ -112,12 +112,12 @@ class Framer:
 
     def _number_changes(self) -> bool:
         """Put a record for each change of a topic that is due into a block of its own; return False if there were none."""
-        changes = self.declarations.due()
+        changes = self.requests.due()
         for change in changes:
             seq, position = self.ring.last.next_seq, self.source.done.position
             line = topic_changes.encode(change, record.format_ts(time.time_ns() // 1000))
             self._append(blocks.single(seq, position, line))
-            self.declarations.numbered(change, seq)
+            self.requests.numbered(change, seq)
         return bool(changes)
 
     def _append(self, batch: Batch) -> None:
@@ -140,7 +140,7 @@ class Framer:
             done = Received(source.done.birth, batch.position)
             staging.swap_areas(staging.consumed + batch.used, done)
             source.committed(done)
-        self.checkpointer.framed(self._bytes - before, ring.last.next_seq, ring.synced_seq, self.now)
+        self.saver.framed(self._bytes - before, ring.last.next_seq, ring.synced_seq, self.now)
         if batch.replies:
             self._count()
 
@@ -151,14 +151,14 @@ class Framer:
 
     def rest(self) -> None:
         """Nothing to frame: a checkpoint may be due, or may have become possible."""
-        self.checkpointer.framed(0, self.ring.last.next_seq, self.ring.synced_seq, self.now)
+        self.saver.framed(0, self.ring.last.next_seq, self.ring.synced_seq, self.now)
 
     def close(self) -> None:
         """Leave a checkpoint of the table, unless durability is gone or takes too long to store what it covers."""
-        self.checkpointer.take(self.ring.last.next_seq - 1, self.now)
+        self.saver.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
-        while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
-            if self.checkpointer.pending and not self.checkpointer.busy and self.ring.reader_is_gone():
+        while not self.saver.finish(self.ring.synced_seq) and time.monotonic() < until:
+            if self.saver.pending and not self.saver.busy and self.ring.reader_is_gone():
                 break
             self.stage.pause(_DRAIN_POLL_S)
 

@@ -55,9 +55,6 @@ class Snapshot:
         self.counts, self.sum_s, self.count = counts, sum_s, count
 
 
-EMPTY = Snapshot((0,) * BUCKETS, 0.0, 0)
-
-
 class Histogram:
     """Times in buckets of doubling width: WORDS words of shared memory."""
 

@@ -16,7 +16,7 @@ from kmq.logfmt import pairs
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
-class Link:
+class LinkStatus:
     """One link at one moment. `messages`: None where a link does not count them; `fill`: 0 to 1."""
 
     __slots__ = ("bytes", "capacity", "fill", "messages", "name")
@@ -35,19 +35,19 @@ class Link:
         return {name: getattr(self, name) for name in ("name", "bytes", "capacity", "messages", "fill")}
 
 
-def look(settings: Settings) -> list[Link]:
+def look(settings: Settings) -> list[LinkStatus]:
     """Return all links, in the order in which a message passes them; none if there is no FIFO."""
     try:
         raw = os.open(f"{settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return []
     try:
-        links = [Link("raw", fifo.waiting_bytes(raw), fifo.capacity(raw))]
+        links = [LinkStatus("raw", fifo.waiting_bytes(raw), fifo.capacity(raw))]
     finally:
         os.close(raw)
     bytes_only = layout.filling(settings.instance, received.NAME)
-    links.append(Link(received.NAME, bytes_only.nbytes, bytes_only.capacity, is_full=bytes_only.is_full))
-    return links + [Link(name, *layout.filling(settings.instance, name)) for name in layout.RINGS]
+    links.append(LinkStatus(received.NAME, bytes_only.nbytes, bytes_only.capacity, is_full=bytes_only.is_full))
+    return links + [LinkStatus(name, *layout.filling(settings.instance, name)) for name in layout.RINGS]
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Status:
         self.gateway: StageStatus | None = None
         self.agent: StageStatus | None = None
         self.backlog: dict[str, int] = {}
-        self.links: list[Link] = []
+        self.links: list[LinkStatus] = []
         self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
         self.clock = ""  # why the time of day is not trusted, and what to do; "": it is trusted
 

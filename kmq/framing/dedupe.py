@@ -379,7 +379,7 @@ class Acceptor:
         return b"!dup %d %d" % (n, seq)
 
 
-# --- checkpointer ----------------------------------------------------------------------------------------------------
+# --- saving ----------------------------------------------------------------------------------------------------------
 # Saves the table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
 
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines between two saves: a start then reads for at most a third of a second
@@ -393,7 +393,7 @@ _SHARE, _SHARE_OF_TIME = 2, 10
 _COPY_S, _IDLE_COPY_S = 0.002, 0.01  # copying between two batches of lines, and while there are none
 
 
-class Checkpointer:
+class DedupeSaver:
     """Takes a snapshot now and then, and a thread writes it once all that it covers is on disk."""
 
     def __init__(

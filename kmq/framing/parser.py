@@ -10,9 +10,9 @@ The replies are made here, in order, as the text that durability writes to the F
     <connection> 0 !last <id>                                            to the question for the last id of a name
 
 Invariant   A batch takes the text in its order, from the start, and knows for each cut what of it is done. What an
-            earlier block took of a piece is not taken again: a piece is read from `Source.done` on, which is what the
-            record of the ring `framed` says. Bytes before it are never looked at, because ingress may have overwritten
-            them, and a control line that speaks of them does nothing.
+            earlier block took of a piece is not taken again: a piece is read from `ReceivedLines.done` on, which is
+            what the record of the ring `framed` says. Bytes before it are never looked at, because ingress may have
+            overwritten them, and a control line that speaks of them does nothing.
             A control line is obeyed only if it names the ring that lies here and bytes that ingress has put there; any
             other writer of the FIFO may have made it up.
             However much text there is, a call takes little more than TURN_BYTES, and looks at no more than about TURN
@@ -38,14 +38,14 @@ from kmq.links.received import ReceivedReader
 from kmq.message import record
 from kmq.message.routing import AnyTopic
 
-# --- source ----------------------------------------------------------------------------------------------------------
+# --- received --------------------------------------------------------------------------------------------------------
 
 
 def _nothing() -> None:
     return None
 
 
-class Source:
+class ReceivedLines:
     """The ring `received` as the framer sees it: which control lines speak of it, and what of it is framed."""
 
     def __init__(
@@ -129,7 +129,12 @@ class Parser:
     """Makes batches. What it holds between two calls is the dedupe table."""
 
     def __init__(
-        self, max_line: int, table: DedupeTable, source: Source, limits: BlockLimits, topics: AnyTopic = ANY_TOPIC
+        self,
+        max_line: int,
+        table: DedupeTable,
+        source: ReceivedLines,
+        limits: BlockLimits,
+        topics: AnyTopic = ANY_TOPIC,
     ) -> None:
         """`limits`: of the blocks that the batches will be cut into."""
         self.max_line, self.table, self.source, self.limits, self.topics = max_line, table, source, limits, topics

@@ -14,7 +14,7 @@ from kmq.broker.admission import spare_inodes
 from kmq.broker.stage import Stage
 from kmq.errors import CorruptError, RetryError
 from kmq.framing.dedupe import DedupeTable
-from kmq.framing.topics import Catalog, Declarations
+from kmq.framing.topics import Catalog, TopicRequests
 from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
@@ -80,7 +80,7 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, boo
     return table, seq < ring.last.next_seq - 1
 
 
-def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, Declarations]:
+def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, TopicRequests]:
     """Return the topics that exist, and those that numbered records will make or change: in the WAL, and in the ring."""
     settings = stage.settings
 
@@ -111,7 +111,7 @@ def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, Declarations]
         stage.beat()
     for block in waiting:
         absorb(bytes(block.data))
-    return catalog, Declarations(settings.data, past_seq, numbered)
+    return catalog, TopicRequests(settings.data, past_seq, numbered)
 
 
 def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:

@@ -251,7 +251,7 @@ class Catalog(AnyTopic):
         return ((name, *topics.load(self._data, name)) for name in names if "." in name)
 
 
-# --- declarations ----------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 _WAITING_S = 0.1  # between two looks while a request waits for the router
 _REQUESTS_LOOK_S = 1.0  # between two looks in any case
@@ -259,7 +259,7 @@ _COARSE_NS = 50_000_000  # two changes of a directory within this time may have 
 _MANY, _PART = 2000, 10  # with more topics the listings take at most one part in so many of the time
 
 
-class Declarations:
+class TopicRequests:
     """The requests that wait, and which of them have a record on its way to the router."""
 
     def __init__(self, data: str, routed_seq: Callable[[], int], numbered: dict[str, int]) -> None:

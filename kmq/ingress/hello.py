@@ -26,7 +26,7 @@ _USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last
 _OWN = b"__"  # begins the names of KMQ's own producers, so that no stranger can fence them
 
 
-class Refused(Exception):
+class HelloRefused(Exception):
     """A hello that is refused; its text is a code and the reason."""
 
 
@@ -50,31 +50,31 @@ class Hello:
 
 
 def parse(line: bytes) -> Hello:
-    """Return the hello in `line` (without newline). Raises Refused, which names the field and what it may be."""
+    """Return the hello in `line` (without newline). Raises HelloRefused, which names the field and what it may be."""
     verb, *words = line.rstrip(b"\r").split()
     if verb != b"!hello":
-        raise Refused(f"bad_hello {_USAGE}")
+        raise HelloRefused(f"bad_hello {_USAGE}")
     fields: dict[bytes, bytes] = {}
     for word in words:
         name, equals, value = word.partition(b"=")
         if not equals or name not in _FIELDS or name in fields:
-            raise Refused(f"bad_hello {word[:64].decode(errors='replace')!r}: {_USAGE}")
+            raise HelloRefused(f"bad_hello {word[:64].decode(errors='replace')!r}: {_USAGE}")
         fields[name] = value
     acks = fields.get(b"acks", b"")
     if acks not in (b"0", b"1", b"all"):
-        raise Refused("bad_hello acks= must be 0, 1 or all")
+        raise HelloRefused("bad_hello acks= must be 0, 1 or all")
     for name in (b"producer", b"window"):
         if name in fields and not _NAME.fullmatch(fields[name]):
-            raise Refused(f"bad_hello {name.decode()}= must be 1 to 64 of A-Z a-z 0-9 _ . : -")
+            raise HelloRefused(f"bad_hello {name.decode()}= must be 1 to 64 of A-Z a-z 0-9 _ . : -")
     if b"producer" in fields and b"window" in fields:
-        raise Refused("bad_hello producer= and window= exclude each other")
+        raise HelloRefused("bad_hello producer= and window= exclude each other")
     if b"last" in fields and (fields[b"last"] != b"?" or acks == b"0" or b"producer" not in fields):
-        raise Refused("bad_hello last= must be ? and needs acks=1 and producer=")
+        raise HelloRefused("bad_hello last= must be ? and needs acks=1 and producer=")
     reserved = b"reserved" in fields
     if reserved and (fields[b"reserved"] != b"1" or acks == b"0"):
-        raise Refused("bad_hello reserved= must be 1 and needs acks=1")
+        raise HelloRefused("bad_hello reserved= must be 1 and needs acks=1")
     if not reserved and fields.get(b"producer", b"").startswith(_OWN):
-        raise Refused("bad_hello producer= must not begin with __: these names are KMQ's own")
+        raise HelloRefused("bad_hello producer= must not begin with __: these names are KMQ's own")
     return Hello(
         acks=acks != b"0",
         producer=fields.get(b"producer", b""),

@@ -34,7 +34,7 @@ from kmq.broker.stage import Stage
 from kmq.broker.stats import Row, Strangers
 from kmq.config.values import KIB, MIB
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
-from kmq.ingress.hello import MAX_BYTES, Refused, parse
+from kmq.ingress.hello import MAX_BYTES, HelloRefused, parse
 from kmq.ingress.limits import UNREAD, Deadlines, Gate, UnreadBudget, count_err, largest
 from kmq.ingress.ports import Entrance
 from kmq.links.fifo import AckReader, Sender
@@ -66,7 +66,7 @@ class Intake:
         greet: Callable[[Connection, bytes], None] | None = None,
         hello_required: bytes = b"",
     ) -> None:
-        """`greet` gets a first line that begins with `!`. It names the connection, or raises Refused.
+        """`greet` gets a first line that begins with `!`. It names the connection, or raises HelloRefused.
 
         `hello_required`: code and reason for lines without a hello; b"": they are taken.
         """
@@ -115,9 +115,9 @@ class Intake:
         connection.phase = PLAIN
         try:
             if self.greet is None or len(line) > MAX_BYTES:
-                raise Refused(f"bad_hello longer than {MAX_BYTES} bytes")
+                raise HelloRefused(f"bad_hello longer than {MAX_BYTES} bytes")
             self.greet(connection, line)
-        except Refused as refused:
+        except HelloRefused as refused:
             connection.replies.pending += f"!err 0 {refused}\n".encode()
             count_err(self._row, str(refused).encode())
             connection.send_replies()
@@ -336,17 +336,17 @@ class Producers:
     # --- a connection says who it is ----------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection, line: bytes) -> None:
-        """Give the connection what its hello asks for. Raises Refused."""
+        """Give the connection what its hello asks for. Raises HelloRefused."""
         hello = parse(line)
         if self._tokens is not None:
             self._authorize(connection, hello.token, self._tokens)
         if hello.reserved and not self._local.matches(hello.token):
             self._strangers.refuse(connection.peer, "reserved topics without the local token", "local")
-            raise Refused(NOT_LOCAL)
+            raise HelloRefused(NOT_LOCAL)
         if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
-            raise Refused(refusals.reason("drop_oldest"))
+            raise HelloRefused(refusals.reason("drop_oldest"))
         if self._gate.refusal:
-            raise Refused(self._gate.refusal.decode())
+            raise HelloRefused(self._gate.refusal.decode())
         self._fence(hello.producer, connection.peer)
         if not (hello.acks or hello.tag):
             return  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
@@ -361,10 +361,10 @@ class Producers:
         holder = tokens.find(token)
         if holder is None:
             self._strangers.refuse(connection.peer, "no valid token", "" if token else "token")
-            raise Refused(UNAUTHORIZED)
+            raise HelloRefused(UNAUTHORIZED)
         if not holder.may(LINES_IN):
             self._strangers.refuse(connection.peer, f"the token of {holder.name} may not produce")
-            raise Refused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
+            raise HelloRefused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
 
     def _fence(self, producer: bytes, newcomer: str) -> None:
         older = self.table.take_producer(producer)

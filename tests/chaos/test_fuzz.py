@@ -26,7 +26,7 @@ from fake_logger import FakeLogger
 from kmq.broker import stats
 from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
-from kmq.framing.parser import Source
+from kmq.framing.parser import ReceivedLines
 from kmq.links import layout, received
 
 STAGES = ("ingress", "framer", "durability", "router")
@@ -778,7 +778,7 @@ def test_whatever_stands_in_the_fifo_the_framer_goes_on():
         ring = received.ReceivedWriter(instance, identity, "the test", FakeLogger())
         reader = received.ReceivedReader.attach(instance, "fuzz", "the test", os.open(os.devnull, os.O_WRONLY))
         for _ in range(3000):
-            source = Source(lambda: reader, layout.Received(ring.birth, reader.cells[layout.TAIL]))
+            source = ReceivedLines(lambda: reader, layout.Received(ring.birth, reader.cells[layout.TAIL]))
             framer = parser.Parser(8192, DedupeTable(100, 1e6, 100, 1e6), source, layout.BlockLimits(64, 1 << 16))
             text = random_text(rng, ring)
             while text:

@@ -183,7 +183,7 @@ def test_a_ring_is_full_when_it_has_taken_what_its_settings_say(make_pod: Make, 
     settings = settings_of(pod)
     full = {"framed"} if halted == "durability" else {"framed", "durable"}
 
-    def rings() -> list[status.Link]:
+    def rings() -> list[status.LinkStatus]:
         return [link for link in status.look(settings) if link.name in full]
 
     for link in rings():

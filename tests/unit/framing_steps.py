@@ -10,7 +10,7 @@ from received_ends import Lines, Messages, Way, messages, plain
 from kmq.framing import parser
 from kmq.framing.blocks import Batch, Cut, encode_replies
 from kmq.framing.dedupe import DedupeTable
-from kmq.framing.parser import Source
+from kmq.framing.parser import ReceivedLines
 from kmq.links.layout import BlockLimits, Received
 from kmq.message import record
 
@@ -23,9 +23,9 @@ def table(producers: int = 1000, ttl: float = 1e6, count: int = 1000, age: float
     return DedupeTable(producers, ttl, count, age)
 
 
-def source_of(way: Way) -> Source:
+def source_of(way: Way) -> ReceivedLines:
     """The ring as a framer sees it that has framed everything up to now."""
-    return Source(way.attach, Received(way.writer.birth, way.writer.head))
+    return ReceivedLines(way.attach, Received(way.writer.birth, way.writer.head))
 
 
 def cuts_in(batch: Batch) -> list[Cut]:
@@ -96,7 +96,7 @@ class Steps:
             self.source.committed(Received(self.source.done.birth, position))
             self.way.spoil()
             if self.committed():
-                self.source = Source(self.way.attach, self.source.done)
+                self.source = ReceivedLines(self.way.attach, self.source.done)
                 self.waiting = self.waiting[end:]
                 return True
         assert before != (batch.position, 0)

@@ -8,7 +8,7 @@ from received_ends import ME, Way, joined, messages, plain
 
 from kmq.framing import parser
 from kmq.framing.blocks import Batch, cuts_of, encode_replies, endless, well_formed
-from kmq.framing.parser import Source
+from kmq.framing.parser import ReceivedLines
 from kmq.links import layout
 from kmq.links.layout import BlockLimits, Received
 from kmq.message import record
@@ -107,14 +107,14 @@ def test_committing_any_prefix_and_framing_the_rest_gives_the_same_lines():
         parts, expected = random_parts(rng)
         way = Way()
         text = way.text(*parts)
-        source = Source(way.attach, Received(way.writer.birth, 0))
+        source = ReceivedLines(way.attach, Received(way.writer.birth, 0))
         batch = parser.Parser(MAX, table(), source, ROOMY).batch(text, 1, 0)
         assert batch.lines == expected
         places = cuts_in(batch)
         assert [end for _, end, _ in places] == sorted(end for _, end, _ in places)
         assert [position for *_, position in places] == sorted(position for *_, position in places)
         for done, end, position in places:
-            source = Source(way.attach, Received(way.writer.birth, position))
+            source = ReceivedLines(way.attach, Received(way.writer.birth, position))
             way.spoil()
             rest = parser.Parser(MAX, table(), source, ROOMY).batch(text[end:], 1, 0).lines if end < len(text) else []
             assert batch.lines[:done] + rest == expected

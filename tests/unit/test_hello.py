@@ -79,7 +79,7 @@ LAST = "last= must be ? and needs acks=1 and producer="
     ],
 )
 def test_what_is_no_hello_is_refused_with_a_code_and_a_reason_in_one_line(line, reason):
-    with pytest.raises(hello.Refused) as refused:
+    with pytest.raises(hello.HelloRefused) as refused:
         hello.parse(line)
     said = str(refused.value)
     assert said.startswith("bad_hello ") and reason in said
@@ -87,6 +87,6 @@ def test_what_is_no_hello_is_refused_with_a_code_and_a_reason_in_one_line(line, 
 
 
 def test_a_long_field_is_not_repeated_in_full():
-    with pytest.raises(hello.Refused) as refused:
+    with pytest.raises(hello.HelloRefused) as refused:
         hello.parse(b"!hello acks=1 " + b"x" * 4000)
     assert len(str(refused.value)) < 200

@@ -10,7 +10,7 @@ from received_ends import Lines, Way, joined
 
 from kmq.framing import blocks as batches
 from kmq.framing.blocks import frame
-from kmq.framing.parser import Parser, Source
+from kmq.framing.parser import Parser, ReceivedLines
 from kmq.links import layout
 from kmq.links import ring as ring_module
 from kmq.links.fifo import Sender, open_fifo, waiting_bytes
@@ -108,7 +108,7 @@ class Framer:
             self.known.absorb(b"".join(world.stored), 0)
             for block in ring.waiting():
                 self.known.absorb(bytes(block.data), 0)
-        self.source = Source(world.way.attach, Received(ring.last.birth, ring.last.position))
+        self.source = ReceivedLines(world.way.attach, Received(ring.last.birth, ring.last.position))
         self.parser = Parser(MAX, self.known, self.source, ring.limits)
         for owner, steps in (
             (self.staging, ("read", "copy_rest", "adopt")),

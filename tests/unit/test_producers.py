@@ -13,7 +13,7 @@ from received_ends import messages
 import kmq.message.ids
 from kmq.errors import RetryError
 from kmq.framing import dedupe
-from kmq.framing.dedupe import Checkpointer, DedupeTable
+from kmq.framing.dedupe import DedupeSaver, DedupeTable
 from kmq.log import dedupe_file
 from kmq.message.ids import NEW, PRINTS, TOO_OLD, Producer
 from kmq.message.record import fingerprint
@@ -314,7 +314,7 @@ class Killed(Steps):
         return True
 
     def checkpoint(self):
-        """As Checkpointer does once all of it is synced."""
+        """As DedupeSaver does once all of it is synced."""
         with open(dedupe_file.path(self.data), "wb") as file:
             file.write(saved(self.known, len(self.lines)))
 
@@ -458,11 +458,11 @@ def test_no_id_of_a_window_is_copied_between_two_batches_of_lines(data):
     known.window.ids = Watched()
     for seq in range(1, 5001):
         known.window.add(b"s", b"%d" % seq, seq, NOW)
-    checkpointer = Checkpointer(data, known)
-    checkpointer.take(5000, NOW)
-    checkpointer.framed(1, 5001, 4999, NOW)
-    assert checkpointer.pending and not known.window.ids.looked_at
-    wait_until(lambda: checkpointer.finish(5000))
+    saver = DedupeSaver(data, known)
+    saver.take(5000, NOW)
+    saver.framed(1, 5001, 4999, NOW)
+    assert saver.pending and not known.window.ids.looked_at
+    wait_until(lambda: saver.finish(5000))
     again = table(count=5000)
     assert again.load(data, 5000) == 5000 and again.window.ids == known.window.ids
 
@@ -502,12 +502,12 @@ def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
     monkeypatch.setattr(
         dedupe_file.Snapshot, "keep", lambda *args, keep=dedupe_file.Snapshot.keep: copied.append(keep(*args))
     )
-    checkpointer = Checkpointer(data, known)
-    checkpointer.take(100, NOW)
+    saver = DedupeSaver(data, known)
+    saver.take(100, NOW)
     for turn in range(1, 100):
-        checkpointer.framed(1, 101, 100, NOW)
-        assert len(copied) == turn and checkpointer.pending
-    while not checkpointer.finish(100):
+        saver.framed(1, 101, 100, NOW)
+        assert len(copied) == turn and saver.pending
+    while not saver.finish(100):
         pass
     again = table()
     assert again.load(data, 100) == 100 and list(again.names) == list(known.names)
@@ -517,9 +517,9 @@ def test_a_large_table_is_saved_less_often_than_a_small_one(data):
     """Or a million ids of a window are written again for each 32 MiB of lines: more than the lines."""
     write(data, b"x" * 3 * dedupe.CHECKPOINT_BYTES)
     known = filled()
-    large, small = Checkpointer(data, known), Checkpointer(f"{data}/none", known)
-    for checkpointer in (large, small):
-        checkpointer.framed(dedupe.CHECKPOINT_BYTES, 241, 0, NOW)
+    large, small = DedupeSaver(data, known), DedupeSaver(f"{data}/none", known)
+    for saver in (large, small):
+        saver.framed(dedupe.CHECKPOINT_BYTES, 241, 0, NOW)
     assert small.pending and not large.pending
     large.framed(5 * dedupe.CHECKPOINT_BYTES, 241, 0, NOW)
     assert large.pending
@@ -562,34 +562,34 @@ def seq_on_disk(data):
 
 
 def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
-    checkpointer = Checkpointer(data, filled())
-    checkpointer.take(240, NOW)
+    saver = DedupeSaver(data, filled())
+    saver.take(240, NOW)
     for synced in (None, 0, 239):
-        checkpointer.framed(1, 250, synced, NOW)
-        assert checkpointer.pending and not checkpointer.finish(synced) and not checkpointer.busy
-    checkpointer.framed(1, 250, 240, NOW)
-    wait_until(lambda: checkpointer.finish(240))
+        saver.framed(1, 250, synced, NOW)
+        assert saver.pending and not saver.finish(synced) and not saver.busy
+    saver.framed(1, 250, 240, NOW)
+    wait_until(lambda: saver.finish(240))
     assert seq_on_disk(data) == 240 and table().load(data, 240) == 240
 
 
 @pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, dedupe._EMPTY_TIMES)])
 def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
-    checkpointer, most = Checkpointer(data, make()), times * dedupe.CHECKPOINT_BYTES
-    checkpointer.framed(most - 1, 250, 0, NOW)
-    assert not checkpointer.pending
-    checkpointer.framed(1, 251, 0, NOW)
-    assert checkpointer.pending
-    wait_until(lambda: checkpointer.finish(250))
+    saver, most = DedupeSaver(data, make()), times * dedupe.CHECKPOINT_BYTES
+    saver.framed(most - 1, 250, 0, NOW)
+    assert not saver.pending
+    saver.framed(1, 251, 0, NOW)
+    assert saver.pending
+    wait_until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 250
-    checkpointer.framed(most - 1, 260, 260, NOW)
-    assert not checkpointer.pending
+    saver.framed(most - 1, 260, 260, NOW)
+    assert not saver.pending
 
 
 def test_a_checkpoint_forgets_idle_producers(data):
     known = table(ttl=10)
     known.remember(known.producer(b"gone", 0), 1, 1, 1, NOW - 12)
     known.remember(known.producer(b"here", 0), 1, 2, 1, NOW)
-    Checkpointer(data, known).take(2, NOW)
+    DedupeSaver(data, known).take(2, NOW)
     assert set(known.names) == {b"here"}
 
 
@@ -606,9 +606,9 @@ def test_idle_producers_are_forgotten_some_at_a_time():
 
 
 def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
-    checkpointer = Checkpointer(data, filled())
-    checkpointer.take(240, NOW)
-    wait_until(lambda: checkpointer.finish(240))
+    saver = DedupeSaver(data, filled())
+    saver.take(240, NOW)
+    wait_until(lambda: saver.finish(240))
 
     def full(path, *content):
         with open(f"{path}.new", "wb") as file:
@@ -617,13 +617,13 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(dedupe, "replace_file", full)
-        checkpointer.take(250, NOW)
-        wait_until(lambda: checkpointer.finish(250))
+        saver.take(250, NOW)
+        wait_until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 240
     with pytest.raises(FileNotFoundError):
         open(f"{dedupe_file.path(data)}.new", "rb")
-    checkpointer.take(260, NOW)
-    wait_until(lambda: checkpointer.finish(260))
+    saver.take(260, NOW)
+    wait_until(lambda: saver.finish(260))
     assert seq_on_disk(data) == 260
 
 
@@ -631,7 +631,7 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
 def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch, why):
     """Until then what it does not speak of has to stay in the WAL, on a full disk as well."""
     is_behind = why != "no room"
-    checkpointer = Checkpointer(data, filled(), is_behind=is_behind)
+    saver = DedupeSaver(data, filled(), is_behind=is_behind)
     if not is_behind:
 
         def full(path, *content):
@@ -639,15 +639,15 @@ def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch,
 
         with monkeypatch.context() as patch:
             patch.setattr(dedupe, "replace_file", full)
-            checkpointer.take(250, NOW)
-            wait_until(lambda: checkpointer.finish(250))
-    checkpointer.framed(0, 251, 250, NOW)
-    assert not checkpointer.pending and not seq_on_disk(data), "not at once"
+            saver.take(250, NOW)
+            wait_until(lambda: saver.finish(250))
+    saver.framed(0, 251, 250, NOW)
+    assert not saver.pending and not seq_on_disk(data), "not at once"
     now = time.monotonic() + 10.1
     monkeypatch.setattr(dedupe.time, "monotonic", lambda: now)
-    checkpointer.framed(0, 251, 250, NOW)
+    saver.framed(0, 251, 250, NOW)
     monkeypatch.undo()
-    wait_until(lambda: checkpointer.finish(250))
+    wait_until(lambda: saver.finish(250))
     assert seq_on_disk(data) == 250
 
 
@@ -656,10 +656,10 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(dedupe, "replace_file", broken)
-    checkpointer = Checkpointer(data, filled())
-    checkpointer.take(240, NOW)
+    saver = DedupeSaver(data, filled())
+    saver.take(240, NOW)
     with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):
-        wait_until(lambda: checkpointer.finish(240))
+        wait_until(lambda: saver.finish(240))
 
 
 def largest_table():

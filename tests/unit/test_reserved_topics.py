@@ -140,7 +140,7 @@ def test_a_hello_asks_for_reserved_topics_in_so_many_words():
     ],
 )
 def test_a_hello_that_cannot_have_reserved_topics_is_told_why(line, reason):
-    with pytest.raises(hello.Refused, match=reason):
+    with pytest.raises(hello.HelloRefused, match=reason):
         hello.parse(line)
 
 

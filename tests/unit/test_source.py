@@ -10,7 +10,7 @@ from received_ends import ME, Way, joined, messages, plain
 from kmq.errors import RetryError
 from kmq.framing import parser
 from kmq.framing.blocks import frame
-from kmq.framing.parser import Parser, Source
+from kmq.framing.parser import Parser, ReceivedLines
 from kmq.links import fifo
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
 from kmq.message import record
@@ -123,7 +123,7 @@ def test_a_turn_that_has_taken_enough_bytes_leaves_the_rest(monkeypatch, turn_by
 def test_the_n_of_replies_goes_on_after_a_cut_inside_a_piece_that_is_overwritten():
     way = Way()
     text = way.text(messages(mine(*range(101, 161)), 41, P))
-    source = Source(way.attach, Received(way.writer.birth, 0))
+    source = ReceivedLines(way.attach, Received(way.writer.birth, 0))
     batch = Parser(MAX, table(), source, BlockLimits(64, 4096)).batch(text, 1, 0)
     blocks = [framed for framed, _ in frame(batch, BlockLimits(8, 4096), 0, source.done.birth)]
     assert len(blocks) > 3
@@ -137,9 +137,11 @@ def test_the_n_of_replies_goes_on_after_a_cut_inside_a_piece_that_is_overwritten
         if n == 101:
             break
         seq = framed.stamp.first_seq + framed.stamp.count
-        rest = Parser(MAX, known, Source(way.attach, framed.received), BlockLimits(2048, 1 << 16)).batch(text, seq, 0)
+        rest = Parser(MAX, known, ReceivedLines(way.attach, framed.received), BlockLimits(2048, 1 << 16)).batch(
+            text, seq, 0
+        )
         assert (rest.replies[0][3], rest.replies[-1][4], len(rest.lines)) == (n, 100, 101 - n)
-        source = Source(way.attach, framed.received)
+        source = ReceivedLines(way.attach, framed.received)
         known = table()
         known.absorb(b"".join(each.lines for each in blocks[: blocks.index(framed) + 1]), 0)
 
@@ -237,7 +239,7 @@ def test_an_empty_piece_frees_all_before_it():
 def test_a_ring_that_ingress_makes_later_is_read_from_its_start():
     """Also if the framer once read another ring that far: its position is none of this ring."""
     way, rings = Way(), []
-    source = Source(lambda: rings[0] if rings else None, Received(5, 100_000))
+    source = ReceivedLines(lambda: rings[0] if rings else None, Received(5, 100_000))
     batch = Parser(MAX, table(), source, ROOMY).batch(b"t|||shell\n", 1, 0)
     assert (batch.lines, batch.position) == ([b"t|||shell"], 100_000)  # it may still be the same ring that comes back
     text = way.text(plain(b"t|||1"), messages(mine(1), 1, P), plain(b"t|||2"))
@@ -252,13 +254,13 @@ def test_a_ring_that_comes_back_is_read_on_where_the_framer_was():
     way, rings = Way(), []
     start, end = way.put([b"t|||1"])
     text = fifo.lines(way.writer.birth, start, end) + way.text(plain(b"t|||2"))
-    source = Source(lambda: rings[0] if rings else None, Received(way.writer.birth, end))
+    source = ReceivedLines(lambda: rings[0] if rings else None, Received(way.writer.birth, end))
     rings.append(way.attach())
     assert Parser(MAX, table(), source, ROOMY).batch(text, 1, 0).lines == [b"t|||2"]
 
 
 def test_without_a_ring_no_control_line_is_obeyed():
-    source = Source(lambda: None, NOTHING_RECEIVED)
+    source = ReceivedLines(lambda: None, NOTHING_RECEIVED)
     lines = [b"!r 1 0 0", b"!r 0 0 0", b"!c 17.1 1 1 1 0 5"]
     batch = Parser(MAX, table(), source, ROOMY).batch(joined(lines), 1, 0)
     assert batch.lines == [control_byte(line) for line in lines] and not batch.replies
@@ -286,7 +288,7 @@ def test_a_ring_that_is_not_there_is_waited_for_only_if_a_control_line_may_speak
         waited.append(1)
         rings.append(way.attach())
 
-    source = Source(lambda: rings[0] if rings else None, NOTHING_RECEIVED, wait)
+    source = ReceivedLines(lambda: rings[0] if rings else None, NOTHING_RECEIVED, wait)
     Parser(MAX, table(), source, ROOMY).batch(text, 1, 0)
     assert len(waited) == waits
     more = way.text(plain(b"t|||2"))

@@ -7,7 +7,7 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, no_room
 
-from kmq.framing.topics import Declarations
+from kmq.framing.topics import TopicRequests
 from kmq.links.layout import Block
 from kmq.log import identity, topic_changes, topics
 from kmq.log.segment import Limits
@@ -22,14 +22,14 @@ class Framer:
 
     def __init__(self, data, numbered=None):
         self.routed, self.seq = 0, 10
-        self.declarations = Declarations(data, lambda: self.routed, numbered or {})
+        self.requests = TopicRequests(data, lambda: self.routed, numbered or {})
 
     def due(self):
-        self.declarations._due = self.declarations._seen_ns = 0
+        self.requests._due = self.requests._seen_ns = 0
         found = []
-        for change in self.declarations.due():
+        for change in self.requests.due():
             self.seq += 1
-            self.declarations.numbered(change, self.seq)
+            self.requests.numbered(change, self.seq)
             found.append((self.seq, change.verb, change.topic, change.incarnation))
         return found
 
@@ -270,8 +270,8 @@ def test_a_bad_request_is_refused_once_and_removed(data, what):
     path.write_bytes(BAD_REQUESTS[what])
     for _ in range(2):
         queues.tick()
-        framer.declarations._due = framer.declarations._seen_ns = 0
-        for change in framer.declarations.due():
+        framer.requests._due = framer.requests._seen_ns = 0
+        for change in framer.requests.due():
             queues.changes.apply(b"99|1732190000.000001|" + topic_changes.encode(change, b"1.0") + b"\n")
     assert not path.exists() and len(queues.context.logger.of("request_refused")) == 1
     assert Path(data, "topics/orders/topic.toml").read_bytes() == before
