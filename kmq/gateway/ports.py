@@ -363,20 +363,21 @@ def listen_grpc(
     server: Any, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
     """Open the ports of gRPC's `server`. Returns name → port number. Call inside the event loop."""
-    calls.front = _front(calls, server.add_insecure_port)
-    ports = {"grpc": _open(calls.front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
+    front = _front(calls, server.add_insecure_port)
+    ports = {"grpc": _open(front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
     if certificates is not None:
         credentials = _credentials(settings, certificates)
-        calls.tls_front = _front(calls, lambda address: server.add_secure_port(address, credentials))
-        ports["grpcs"] = _open(calls.tls_front, doors, "KMQ_GRPCS_PORT", settings.tls_host, settings.grpcs_port)
+        front = _front(calls, lambda address: server.add_secure_port(address, credentials))
+        ports["grpcs"] = _open(front, doors, "KMQ_GRPCS_PORT", settings.tls_host, settings.grpcs_port)
     return _write_ports(settings, ports)
 
 
 def _front(calls: Calls, add_port: Callable[[str], int]) -> Front:
-    """Make gRPC listen on a Unix socket with a secret name, and return the relay to that socket."""
+    """Make gRPC listen on a Unix socket with a secret name, and return the relay to that socket, which `calls` knows."""
     name = f"kmq-grpc-{token_hex(16)}"
     add_port(f"unix-abstract:{name}")
-    return Front(name, calls.look)
+    calls.fronts.append(Front(name, calls.look))
+    return calls.fronts[-1]
 
 
 def _credentials(settings: Settings, certificates: Certificates) -> Any:

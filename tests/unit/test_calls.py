@@ -113,7 +113,7 @@ def test_a_call_that_is_late_ends_with_its_connection_and_a_patient_one_does_not
         for name in ("late", "patient"):
             relay = SimpleNamespace(calls=set(), force_close=lambda name=name: closed.append(name), idle_since=0.0)
             relays[name] = relay
-        all_calls.front = SimpleNamespace(find=relays.get)
+        all_calls.fronts.append(SimpleNamespace(find=relays.get))
 
         async def serve(name):
             async with all_calls.begin(SimpleNamespace(peer=lambda: name)) as call:
@@ -140,7 +140,7 @@ class Served:
         row = SimpleNamespace(cut_off=0, turned_away=0)
         self.all = Calls(load({}, "/nonexistent.toml"), Strangers(row, Incidents(print)))
         self.closed, self.refused, self.relays = [], [], {}
-        self.all.front = SimpleNamespace(find=self.relays.get)
+        self.all.fronts.append(SimpleNamespace(find=self.relays.get))
         self.calls, self.tasks, self.reads = {}, {}, {}
 
     async def begin(self, name, reads=True):

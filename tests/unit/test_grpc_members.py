@@ -100,7 +100,7 @@ class Gateway:
 
     async def _close_connections(self):
         """A client closes its end some time after `close`, and this loop would not hear of it any more."""
-        relays = self.calls.front._relays
+        relays = self.calls.fronts[0]._relays
         for relay in [*relays.values()]:
             relay.force_close()
         await until(lambda: not relays, "the end of the connections")

@@ -59,7 +59,7 @@ class Call:
     """One call. At any time either the call waits for its client, or the client waits for the gateway."""
 
     def __init__(self, relay: Relay | None = None) -> None:
-        self.task, self._relay = asyncio.current_task(), relay
+        self.task, self.relay = asyncio.current_task(), relay  # `relay`: its connection
         self.since = 0.0  # when it began to wait for its client; 0: it does not wait
         self.is_patient = False  # no deadline applies: between two requests of a stream a client may take any time
         self.why_ended = ""
@@ -70,14 +70,9 @@ class Call:
         self._held: list[Budget] = []
 
     @property
-    def relay(self) -> Relay | None:
-        """Return the connection of the call."""
-        return self._relay
-
-    @property
     def peer(self) -> str:
         """Return the address that the client came from."""
-        return self._relay.peer if self._relay is not None else ""
+        return self.relay.peer if self.relay is not None else ""
 
     def has_waited(self, seconds: float) -> bool:
         """Return True if the call has waited for its client for at least that time."""
@@ -88,8 +83,8 @@ class Call:
         if not self.why_ended and self.task is not None:
             self.why_ended, self.is_told = why, politely
             self.task.cancel()
-            if self._relay is not None and not politely:
-                self._relay.force_close()
+            if self.relay is not None and not politely:
+                self.relay.force_close()
 
     def leave(self, why: str) -> None:
         """End the call with a status, once it no longer waits for its client: gRPC would keep an unread response."""
@@ -103,7 +98,7 @@ class Call:
         if self.why_leaving:
             raise RequestRefused("too_many", self.why_leaving)
 
-    def hold(self, budget: "Budget") -> None:
+    def hold(self, budget: Budget) -> None:
         """Note that the call has a share of `budget`."""
         if budget not in self._held:
             self._held.append(budget)
@@ -148,8 +143,7 @@ class Calls:
         self.receiving = Budget(max(_RECEIVING_BYTES, 4 * self.longest), PATIENCE_S, strangers)
         self.streaming = Budget(max(_RECEIVING_BYTES, 4 * self.longest), _IDLE_S, strangers)
         self._deadline_s, self.strangers = settings.line_deadline, strangers
-        self.front: Front | None = None
-        self.tls_front: Front | None = None
+        self.fronts: list[Front] = []  # one for each port
         self._open: set[Call] = set()
         self._bystanders: dict[Call, None] = {}  # in the order in which they began
         self._leaving: dict[Call, None] = {}  # evicted bystanders that are not over, in the order of their eviction
@@ -158,7 +152,7 @@ class Calls:
     async def begin(self, context: Any) -> AsyncIterator[Call]:
         """Register a call for as long as the block runs, and end it with a status if it is refused."""
         peer = context.peer()
-        relay = next((hit for front in (self.front, self.tls_front) if front and (hit := front.find(peer))), None)
+        relay = next((hit for front in self.fronts if (hit := front.find(peer))), None)
         call = Call(relay)
         self._open.add(call)
         if relay is not None:
@@ -257,7 +251,7 @@ class Calls:
 
     async def drain(self) -> None:
         """Wait until the clients have received their last bytes. Call when gRPC has stopped."""
-        await asyncio.gather(*(front.drain() for front in (self.front, self.tls_front) if front))
+        await asyncio.gather(*(front.drain() for front in self.fronts))
 
     def sweep(self) -> None:
         """End calls that have waited for their client past the deadline. Call several times a second."""

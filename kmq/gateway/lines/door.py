@@ -26,7 +26,7 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Reader, Redelivery
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.service import Service
-from kmq.gateway.lines.session import GroupCommits, MemberSession, NoGroup, Session
+from kmq.gateway.lines.session import Commits, MemberSession, Session
 from kmq.log.damage import DamageError
 from kmq.wire.replies import Batch, Failed, Started
 from kmq.wire.requests import (
@@ -270,9 +270,8 @@ class Lines:
         if isinstance(asked, Consume):
             await Consumption(self._service, connection, asked).run()
         elif isinstance(asked, Assign):
-            commits = GroupCommits(self._groups, asked.group) if asked.group else NoGroup()
             reader = Reader(self._redelivery, asked.group, None) if asked.group and self._redelivery else None
-            session = Session(self._service, connection, commits, reader)
+            session = Session(self._service, connection, Commits(self._groups, asked.group), reader)
             await session.assign(0, await session.open_all(asked.partitions))
             connection.pending = 0
             await session.run()

@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Damage, Limit, Waiter
@@ -61,24 +60,22 @@ def _no_group() -> RequestRefused:
     return RequestRefused("bad_request", "this connection names no group; say ASSIGN <group> … or GROUP <group> …")
 
 
-class Commits(Protocol):
-    """Where a session's committed offsets are."""
+class Commits:
+    """The committed offsets of the group that a session names, if any. `member` None: the client is no member of it."""
+
+    def __init__(self, groups: Groups, group: str | None, member: str | None = None) -> None:
+        self._groups, self._group, self._member = groups, group, member
 
     def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
         """Return the next offsets that are committed, of those of `places` that have one."""
+        found = self._groups.committed(self._group) if self._group else {}
+        return {place: found[place].offset for place in places if place in found}
 
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
         """Return when these next offsets are durable. Raises RequestRefused."""
-
-
-class NoGroup:
-    """The commits of a session that names no group."""
-
-    def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
-        return {}
-
-    async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
-        raise _no_group()
+        if not self._group:
+            raise _no_group()
+        await self._groups.commit(self._group, self._member, {place: Commit(offset) for place, offset in offsets})
 
 
 class Cursor:
@@ -463,20 +460,6 @@ _LAST = requests.Fetch(0)  # no client can ask for it
 # --- member of a group -----------------------------------------------------------------------------------------------
 
 
-class GroupCommits:
-    """The committed offsets of one group. `member` None: of a client that is none of its members."""
-
-    def __init__(self, groups: Groups, group: str, member: str | None = None) -> None:
-        self._groups, self._group, self.member = groups, group, member
-
-    def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
-        found = self._groups.committed(self._group)
-        return {place: found[place].offset for place in places if place in found}
-
-    async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
-        await self._groups.commit(self._group, self.member, {place: Commit(offset) for place, offset in offsets})
-
-
 class MemberSession(Session):
     """A member of a group."""
 
@@ -488,9 +471,8 @@ class MemberSession(Session):
         asked: requests.Group,
         redelivery: Redelivery | None = None,
     ) -> None:
-        self._commits = GroupCommits(groups, asked.group, asked.member)
         reader = Reader(redelivery, asked.group, asked.member) if redelivery else None
-        super().__init__(service, connection, self._commits, reader)
+        super().__init__(service, connection, Commits(groups, asked.group, asked.member), reader)
         self._groups, self._asked, self._member = groups, asked, asked.member
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
