@@ -11,10 +11,11 @@ Not covered What the kernel has taken for a client: its socket buffers are not m
 
 import asyncio
 import ctypes
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kmq.broker.stats import Strangers
 from kmq.config.values import MIB
@@ -28,26 +29,39 @@ _LOOK_S = 0.05  # between two looks for a client that has become slow
 _LONGEST_WAIT_S = 5.0  # for bytes of a budget
 
 
-class Holder(Protocol):
-    """Whoever has a share of a budget: one answer."""
+class BudgetHolder:
+    """Whoever has a share of a budget: one answer, or one call of gRPC."""
 
-    since: float  # since when it waits for its client; 0: it does not wait
-    why_ended: str
+    def __init__(self) -> None:
+        self.since = 0.0  # since when it waits for its client; 0: it does not wait
+        self.why_ended = ""
+        self._held: list[Budget] = []
 
     def has_waited(self, seconds: float) -> bool:
         """Return True if it has waited for its client for at least that time."""
+        return self.since > 0 and time.monotonic() - self.since >= seconds
 
     def hold(self, budget: "Budget") -> None:
         """Note that it has a share of `budget`, to be given back at its end."""
+        if budget not in self._held:
+            self._held.append(budget)
 
     def end(self, why: str) -> None:
         """End it early, with its connection."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back all shares of budgets, because it is over."""
+        while self._held:
+            self._held.pop().release(self)
 
 
-READER: ContextVar[Holder | None] = ContextVar("reader", default=None)  # the answer that this task makes, over HTTP
+READER: ContextVar[BudgetHolder | None] = ContextVar(
+    "reader", default=None
+)  # the answer that this task makes, over HTTP
 
 
-H = TypeVar("H", bound=Holder)
+H = TypeVar("H", bound=BudgetHolder)
 
 
 def longest_waiting(holders: Iterable[H], seconds: float) -> H | None:
@@ -62,10 +76,10 @@ class Budget:
     def __init__(self, most: int, patience_s: float = PATIENCE_S, strangers: Strangers | None = None) -> None:
         self.most, self.used, self._peak = most, 0, 0
         self._patience_s, self._strangers = patience_s, strangers
-        self._held: dict[Holder, int] = {}
+        self._held: dict[BudgetHolder, int] = {}
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
-    async def take(self, holder: Holder, nbytes: int) -> None:
+    async def take(self, holder: BudgetHolder, nbytes: int) -> None:
         """Make `nbytes` the share of `holder`, waiting until they are free. Raises RequestRefused after _LONGEST_WAIT_S."""
         if self._turn.locked() or not self._fits(holder, nbytes):
             try:
@@ -76,7 +90,7 @@ class Budget:
                 raise RequestRefused("too_many", "too many answers are on their way to clients") from None
         self.settle(holder, nbytes)
 
-    def _fits(self, holder: Holder, nbytes: int) -> bool:
+    def _fits(self, holder: BudgetHolder, nbytes: int) -> bool:
         others = self.used - self._held.get(holder, 0)
         return not others or others + nbytes <= self.most
 
@@ -93,7 +107,7 @@ class Budget:
             async with asyncio.timeout(_LOOK_S):
                 await self._freed.wait()
 
-    def settle(self, holder: Holder, nbytes: int) -> None:
+    def settle(self, holder: BudgetHolder, nbytes: int) -> None:
         """Set the share of `holder` to `nbytes`, without waiting."""
         before = self._held.get(holder, 0)
         self.used += nbytes - before
@@ -103,7 +117,7 @@ class Budget:
         if nbytes < before:
             self._freed.set()
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: BudgetHolder) -> None:
         """Give back the share of `holder`, if it has one."""
         self.used -= self._held.pop(holder, 0)
         self._freed.set()

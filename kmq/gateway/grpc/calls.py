@@ -34,7 +34,7 @@ import grpc
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
-from kmq.gateway.core.answers import PATIENCE_S, Budget, longest_waiting
+from kmq.gateway.core.answers import PATIENCE_S, Budget, BudgetHolder, longest_waiting
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.schema import refuse
@@ -55,28 +55,22 @@ def longest_message(settings: Settings) -> int:
     return settings.max_line + ENVELOPE
 
 
-class Call:
+class Call(BudgetHolder):
     """One call. At any time either the call waits for its client, or the client waits for the gateway."""
 
     def __init__(self, relay: Relay | None = None) -> None:
+        super().__init__()
         self.task, self.relay = asyncio.current_task(), relay  # `relay`: its connection
-        self.since = 0.0  # when it began to wait for its client; 0: it does not wait
         self.is_patient = False  # no deadline applies: between two requests of a stream a client may take any time
-        self.why_ended = ""
         self.is_told = False  # the client gets `why_ended` as a status
         self.why_leaving = ""  # the call ends with this as a status as soon as it no longer waits for its client
         self.reserved = 0  # bytes of a budget for the request that is awaited
         self.listens_from: int | None = None  # `relay.unclaimed` at its last whole request; None: it does not listen
-        self._held: list[Budget] = []
 
     @property
     def peer(self) -> str:
         """Return the address that the client came from."""
         return self.relay.peer if self.relay is not None else ""
-
-    def has_waited(self, seconds: float) -> bool:
-        """Return True if the call has waited for its client for at least that time."""
-        return self.since > 0 and time.monotonic() - self.since >= seconds
 
     def end(self, why: str, politely: bool = False) -> None:
         """End the call early, with its connection. `politely`: send a status instead, and keep the connection."""
@@ -97,16 +91,6 @@ class Call:
         self.since = 0.0
         if self.why_leaving:
             raise RequestRefused("too_many", self.why_leaving)
-
-    def hold(self, budget: Budget) -> None:
-        """Note that the call has a share of `budget`."""
-        if budget not in self._held:
-            self._held.append(budget)
-
-    def close(self) -> None:
-        """Give back all shares of budgets, because the call is over."""
-        while self._held:
-            self._held.pop().release(self)
 
 
 class Streams:

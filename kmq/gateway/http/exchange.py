@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from kmq.config.values import KIB
-from kmq.gateway.core.answers import READER, Budget
+from kmq.gateway.core.answers import READER, Budget, BudgetHolder
 
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
 _LINGER_S = 1.0  # how long a client that asked for the end of the connection may take to close it first
@@ -83,17 +83,15 @@ def _unacknowledged(transport: Any) -> int:
     return int(struct.unpack("i", found)[0])
 
 
-class Exchange:
-    """A request that is being served or answered. It holds shares of budgets (answers.Holder)."""
+class Exchange(BudgetHolder):
+    """A request that is being served or answered. `since`: when the client was sent a piece that it has not taken."""
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
+        super().__init__()
         self._transport = transport
-        self.since = 0.0  # when the client was sent a piece that it has not taken; 0: it waits for the gateway
         self.polls_since = 0.0  # when it began to wait for messages; 0: it does not
-        self.why_ended = ""
         self.gives_way = False
         self.interrupt = asyncio.Event()  # ends a wait for messages
-        self._held: list[Budget] = []
 
     @property
     def is_over(self) -> bool:
@@ -114,22 +112,10 @@ class Exchange:
         self.gives_way = True
         self.interrupt.set()
 
-    def has_waited(self, seconds: float) -> bool:
-        return self.since > 0 and time.monotonic() - self.since >= seconds
-
-    def hold(self, budget: Budget) -> None:
-        if budget not in self._held:
-            self._held.append(budget)
-
     def end(self, why: str) -> None:
         self.why_ended = why
         if self._transport is not None:
             self._transport.abort()
-
-    def close(self) -> None:
-        """Give back all shares of budgets, because the answer was sent."""
-        while self._held:
-            self._held.pop().release(self)
 
     async def send(self, request: web.Request, response: web.Response, outcome: Outcome | None = None) -> None:
         """Send a whole answer; returns when the client has taken most of it. Raises ConnectionError.
