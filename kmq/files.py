@@ -1,4 +1,12 @@
-"""The few operations on files that KMQ needs; each happens completely or not at all."""
+"""The few operations on files that KMQ needs; each happens completely or not at all. And how many may be open.
+
+Watch       A file (certificates, tokens) may change while a process runs, or its path may lead to another file.
+            Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file
+            changes, so a process asks before each use of what it has read from the file.
+Limit       A process asks at its start how many files it may have open, and never keeps more open. No code here uses
+            select(), so the soft limit is raised to the hard limit. The caller divides it among its connections
+            (ingress) or logs (router).
+"""
 
 import contextlib
 import errno
@@ -253,10 +261,6 @@ def find_nul(fd: int, start: int, end: int) -> int:
 
 
 # --- watch -----------------------------------------------------------------------------------------------------------
-# Notice that a file (certificates, tokens) has changed while a process runs, or that a path leads to another file.
-#
-# Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file changes. A
-# process asks before each use of what it has read from the file.
 
 _LOOK_S = 1.0  # between two looks: the longest time that a change stays unseen
 
@@ -275,11 +279,8 @@ class Watch:
 
     def __init__(self, *paths: str) -> None:
         self.paths = paths
-        self._seen = self._look()
+        self._seen = [_signature(path) for path in self.paths]
         self._due = time.monotonic() + _LOOK_S
-
-    def _look(self) -> list[tuple[int, ...]]:
-        return [_signature(path) for path in self.paths]
 
     def changed(self) -> bool:
         """Return True if a file has changed since the last True. Read the files after this call, never before."""
@@ -287,7 +288,7 @@ class Watch:
         if now < self._due:
             return False
         self._due = now + _LOOK_S
-        before, self._seen = self._seen, self._look()
+        before, self._seen = self._seen, [_signature(path) for path in self.paths]
         return self._seen != before
 
 
@@ -300,10 +301,6 @@ def _signature(path: str) -> tuple[int, ...]:
 
 
 # --- descriptors -----------------------------------------------------------------------------------------------------
-# How many files this process may have open. A process asks at its start, and never keeps more open.
-#
-# No code here uses select(), so the soft limit is raised to the hard limit. The caller divides it among its
-# connections (ingress) or logs (router).
 
 OWN = 48  # for FIFOs, rings, listeners, epolls, locks and short-lived files; the rest is for logs or connections
 LEAST = 64  # descriptors that a process needs: OWN, and some for its work

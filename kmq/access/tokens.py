@@ -10,10 +10,9 @@ Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets exp
             bits, which cannot be guessed at any speed, and a slow hash would stop the event loop of ingress at each
             hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
             unknown names take as long.
-Fleet       A token that the fleet has revoked (states.py), by its name or by its id, is turned away although the file
+Fleet       A token that the fleet has revoked (kmq/config/states.py), by its name or by its id, is turned away although the file
             has it.
-Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token
-            (local_token.py).
+Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token (local_token.py).
 """
 
 import hashlib
@@ -76,12 +75,6 @@ def id_of(name: str, digest: bytes) -> str:
     return f"{name}.{digest[:6].hex()}"
 
 
-def _random(name: str) -> str:
-    from secrets import token_urlsafe
-
-    return f"{name}.{token_urlsafe(32)}"
-
-
 def new(path: str, name: str, held: Iterable[str] = ()) -> str:
     """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600.
 
@@ -92,7 +85,9 @@ def new(path: str, name: str, held: Iterable[str] = ()) -> str:
         raise ConfigError(f"role {wrong[0]!r}: must be one of {', '.join(roles.ROLES)}")
     if not _NAME.fullmatch(name) or name == LOCAL:
         raise ConfigError(f"name {name!r}: must be 1 to 64 of A-Z a-z 0-9 _ - and not {LOCAL}")
-    token, salt = _random(name), os.urandom(16)
+    from secrets import token_urlsafe  # a process that only checks tokens makes none
+
+    token, salt = f"{name}.{token_urlsafe(32)}", os.urandom(16)
     mark = f"@{roles.text(frozenset(held))}" if held else ""
     row = f"{name}{mark}:sha256${salt.hex()}${_digest(salt, token.encode()).hex()}\n"
     try:

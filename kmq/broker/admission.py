@@ -39,10 +39,7 @@ TOPIC_INODES = 6  # files and directories of a topic with one partition: those l
 NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: one block each
 OLD_TOPIC = 8 * KIB  # log and index may take this beyond their bytes: a last block each, provisional index lines
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
-_DISK_SHARE, _QUOTA_SHARE = (
-    10,
-    4,
-)  # the reserve is at most this part of the whole, so that small disks and quotas work too
+_DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most this part of the whole: small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
 _LOOK_S = 0.005  # maximum age of a look at the disk: what is accepted until the next one comes out of the reserve
 _COUNT_S = 0.05  # maximum age of a look at the quota, which may take a slice of a walk

@@ -10,7 +10,7 @@ Not covered Processes of a pod that were all killed by SIGKILL before they could
 import time
 from collections.abc import Callable
 
-from kmq.broker.stats import ENDED, FRESH_S, Row, StatsPage, peek
+from kmq.broker.stats import ENDED, FRESH_S, StatsPage, peek
 from kmq.config.settings import Settings
 from kmq.errors import EXIT_OK, EXIT_RETRY, Stopped
 from kmq.links.ownership import field
@@ -54,16 +54,12 @@ def open_page(
             if page is None:
                 log.error("data_missing", reason=err, effect="waits for it; nothing is made in its place")
                 page = StatsPage(settings.instance, known, settings.data)
-        _wait(page.rows[name], supervisor, is_stopping)
-
-
-def _wait(row: Row, supervisor: int, is_stopping: Callable[[], bool]) -> None:
-    """Wait a moment, and say so in the row, unless a process of this name lives and has it."""
-    is_free = row.state_name in ENDED or row.age_s > FRESH_S
-    if is_free:
-        row.wait_for_data(supervisor)
-    time.sleep(_LOOK_S)
-    if is_stopping():
+        row = page.rows[name]
+        is_free = row.state_name in ENDED or row.age_s > FRESH_S  # else a process of this name lives and has the row
         if is_free:
-            row.end(EXIT_OK)
-        raise Stopped("told to stop while the data directory was missing")
+            row.wait_for_data(supervisor)
+        time.sleep(_LOOK_S)
+        if is_stopping():
+            if is_free:
+                row.end(EXIT_OK)
+            raise Stopped("told to stop while the data directory was missing")

@@ -52,13 +52,8 @@ class _Child:
         self.pid = 0
         self.started = 0.0
         self.pause = 0.0
-        self.due = 0.0  # when to start it, while pid is 0
+        self.due = 0.0  # when to start it, while pid is 0; _NEVER: no restart can help
         self.is_killed = False
-
-    @property
-    def is_given_up(self) -> bool:
-        """Return True if it has ended with a code that no restart can help."""
-        return self.due == _NEVER
 
     def back_off(self) -> None:
         """Wait longer than the last time before the next start."""
@@ -150,20 +145,18 @@ class Supervisor:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)
 
     def _start_due(self) -> None:
+        """Start the children that are due. If the system lacks what a process needs, try again after a pause."""
         now = time.monotonic()
         for child in self.children:
-            if not child.pid and not self.stopping_since and child.due <= now:
-                self._start(child, now)
-
-    def _start(self, child: _Child, now: float) -> None:
-        """Start the child. If the system lacks what a process needs, try again after a pause."""
-        argv = [sys.executable, "-m", *child.command]
-        try:
-            child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
-            child.started = now
-        except OSError as err:
-            child.back_off()
-            self.log.warn("start_failed", name=child.name, reason=err, restart_in_s=child.pause)
+            if child.pid or self.stopping_since or child.due > now:
+                continue
+            argv = [sys.executable, "-m", *child.command]
+            try:
+                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
+                child.started = now
+            except OSError as err:
+                child.back_off()
+                self.log.warn("start_failed", name=child.name, reason=err, restart_in_s=child.pause)
 
     def _next_wait(self) -> float:
         """Return how long to wait for a signal. While stopping nothing is due: the end of a child is a signal."""
@@ -180,7 +173,9 @@ class Supervisor:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
                 row = page.rows[child.name]
-                if child.is_given_up and not is_process(row.pid, child.name):  # else one runs that others have started
+                if child.due == _NEVER and not is_process(
+                    row.pid, child.name
+                ):  # else one runs that others have started
                     row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:
@@ -371,7 +366,8 @@ def taken(settings: Settings) -> tuple[str, str] | None:
     with contextlib.suppress(OSError):  # another user's: not known
         holder = wal.holder() if wal.is_held() else ""
         if is_of_another_pod(holder, describe("", settings.data)):
-            advice = f"wait until it has ended, or end it ({_end_of(field(holder, 'host'))}): one broker per directory"
+            end = f"kubectl delete pod {field(holder, 'host')}" if is_in_pod() else "kmq down there"
+            advice = f"wait until it has ended, or end it ({end}): one broker per directory"
             return f"KMQ_DATA={settings.data} is held by another pod or machine ({holder})", advice
         if field(holder, "instance") not in ("", None, settings.instance):
             advice = (
@@ -379,10 +375,6 @@ def taken(settings: Settings) -> tuple[str, str] | None:
             )
             return f"KMQ_DATA={settings.data} is held by another broker ({holder})", advice
     return None
-
-
-def _end_of(host: str) -> str:
-    return f"kubectl delete pod {host}" if is_in_pod() else "kmq down there"
 
 
 def why_not_here(settings: Settings) -> str:

@@ -1,6 +1,6 @@
 """The connections of producers: read in turn, greeted, answered, and ended; from their bytes to whole lines.
 
-What one receive brought goes on as one piece (received.py): one search for the last newline, one copy. The framer
+What one receive brought goes on as one piece (kmq/links/received.py): one search for the last newline, one copy. The framer
 judges the lines. Only what it cannot judge is looked at here:
 
     a line over KMQ_MAX_LINE     becomes dead.malformed, cut at the limit, when its newline or the end comes
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
-_LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)
+_LEAST_BYTES = 16 * KIB  # a TLS record fits (kmq/broker/tls.py)
 
 
 class Intake:
