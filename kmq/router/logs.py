@@ -29,56 +29,17 @@ from kmq.log.index import read_entries
 from kmq.log.partition import PartitionLog, PartitionPlace, State
 from kmq.log.segment import is_stored
 from kmq.message import record
-from kmq.message.routing import Table, Topic, resolve
+from kmq.message.routing import Topic, resolve
 from kmq.router.in_force import Context, TopicsInForce
 
 MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
-
-# --- the WAL ---------------------------------------------------------------------------------------------------------
-
-
-class WalRecords:
-    """The records of the WAL, by seqs or by partition."""
-
-    def __init__(self, context: Context, table: Table) -> None:
-        self._context, self._table = context, table
-
-    def ranges(self, seqs: SeqRange) -> list[SeqRange]:
-        """Return `seqs` without dropped ones, split where a topic came into force, grew or was deleted."""
-        changing = [topic for topic in self._table.values() if topic.partitions > 1 or "." in topic.name or topic.lives]
-        cuts = sorted({seq for topic in changing for seq in topic.changes()})
-        wanted = []
-        for first, last in dropped.without(*seqs, dropped.read(self._context.data, "durable")):
-            starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]
-            wanted += [SeqRange(low, high - 1) for low, high in pairwise(starts)]
-        return wanted
-
-    def of_partition(self, topic: Topic, partition: int, seqs: SeqRange) -> Iterator[bytes]:
-        """Yield the records of one partition, as blocks of whole lines."""
-        name = topic.name.encode()
-        for first, last in self.ranges(seqs):
-            for block in wal.read(self._context.data, first, last):
-                self._context.check()  # even a small gap may mean reading the whole WAL, twice
-                mine = []
-                for line in block.split(b"\n")[:-1]:
-                    seq = record.seq_of(line)
-                    route = resolve(self._table, record.routing_key_of(line), seq)
-                    if route.topic == name and topic.partition_of(route, seq) == partition:
-                        mine.append(line + b"\n")
-                if mine:
-                    yield b"".join(mine)
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 class Logs:
     """The partition logs, by topic and partition."""
 
-    def __init__(
-        self, context: Context, in_force: TopicsInForce, records: WalRecords, most_open: int = MAX_OPEN
-    ) -> None:
-        self._context, self._in_force, self._records = context, in_force, records
+    def __init__(self, context: Context, in_force: TopicsInForce, most_open: int = MAX_OPEN) -> None:
+        self._context, self._in_force = context, in_force
         self._most_open = min(most_open, MAX_OPEN)
         self.states: dict[tuple[str, int], State] = {}
         self.unsynced: set[PartitionLog] = set()  # since the last checkpoint
@@ -140,7 +101,7 @@ class Logs:
             end = _good_end(file.fileno(), path, state, damage.byte)
             low = record.seq_of(end.last) + 1 if end.last else topic.from_seq
             if wal.first_seq(self._context.data) <= low:
-                lines = b"".join(self._records.of_partition(topic, log.number, SeqRange(low, state.last_seq)))
+                lines = b"".join(self.wal_records(topic, log.number, SeqRange(low, state.last_seq)))
                 file.seek(end.position)
                 if file.read() != lines:
                     self._context.logger.warn(
@@ -197,6 +158,34 @@ class Logs:
     def close(self) -> None:
         for log in self._open:
             log.close()
+
+    # --- the WAL -----------------------------------------------------------------------------------------------------
+
+    def wal_ranges(self, seqs: SeqRange) -> list[SeqRange]:
+        """Return `seqs` without dropped seqs, split where a topic came into force, grew or was deleted."""
+        topics = self._in_force.table.values()
+        changing = [topic for topic in topics if topic.partitions > 1 or "." in topic.name or topic.lives]
+        cuts = sorted({seq for topic in changing for seq in topic.changes()})
+        wanted = []
+        for first, last in dropped.without(*seqs, dropped.read(self._context.data, "durable")):
+            starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]
+            wanted += [SeqRange(low, high - 1) for low, high in pairwise(starts)]
+        return wanted
+
+    def wal_records(self, topic: Topic, partition: int, seqs: SeqRange) -> Iterator[bytes]:
+        """Yield the records that the WAL has of one partition, as blocks of whole lines."""
+        name, table = topic.name.encode(), self._in_force.table
+        for first, last in self.wal_ranges(seqs):
+            for block in wal.read(self._context.data, first, last):
+                self._context.check()  # even a small gap may mean reading the whole WAL, twice
+                mine = []
+                for line in block.split(b"\n")[:-1]:
+                    seq = record.seq_of(line)
+                    route = resolve(table, record.routing_key_of(line), seq)
+                    if route.topic == name and topic.partition_of(route, seq) == partition:
+                        mine.append(line + b"\n")
+                if mine:
+                    yield b"".join(mine)
 
 
 class _GoodEnd(namedtuple("_GoodEnd", ("position", "offset", "last", "entries"))):

@@ -32,7 +32,7 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.router.declarations import MADE_AT_ONCE, Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import MAX_OPEN, Logs, WalRecords
+from kmq.router.logs import MAX_OPEN, Logs
 from kmq.router.recovery import Checkpoints, Recovery
 from kmq.router.sorting import Sorter, Target
 from kmq.router.topic_changes import TopicChanges
@@ -223,16 +223,14 @@ class Queues:
         context = self.context = Context(data, wait_for_room, log, wal_is_synced, are_recorded, damaged)
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
-        records = WalRecords(context, in_force.table)
-        logs = self.logs = Logs(context, in_force, records, most_open)
+        logs = self.logs = Logs(context, in_force, most_open)
         self.declarations = Declarations(context, in_force, logs)
-        self.sorter = Sorter(context, in_force, logs, self.declarations, records, routes)
+        self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
         self.retention = Retention(context, in_force, logs, self.checkpoints)
         self.changes = TopicChanges(
             context, in_force, logs, self.declarations, self.sorter, self.checkpoints, self.retention.roll_over
         )
-        self._recovery = Recovery(context, in_force, logs, self.declarations, self.checkpoints, records)
 
     @property
     def count(self) -> int:
@@ -263,8 +261,9 @@ class Queues:
         """Complete every log from the WAL, up to the durable seq `high`. `check` is called during all long work."""
         self.context.check = check
         self.changes.finish_deletions()
-        replay_from = self._recovery.run(high)
-        self.changes.recovered(self._recovery.checkpoint_seq)
+        recovery = Recovery(self.context, self.in_force, self.logs, self.declarations, self.checkpoints)
+        replay_from = recovery.run(high)
+        self.changes.recovered(recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
         self.replay(replay_from, high)
         self.adopt_declarations()

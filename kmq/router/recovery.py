@@ -30,7 +30,7 @@ from kmq.message import record
 from kmq.message.routing import Topic, resolve
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs, WalRecords
+from kmq.router.logs import Logs
 from kmq.router.sorting import Sorter
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -110,10 +110,9 @@ class Recovery:
         logs: Logs,
         declarations: Declarations,
         checkpoints: Checkpoints,
-        records: WalRecords,
     ) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
-        self._declarations, self._checkpoints, self._records = declarations, checkpoints, records
+        self._declarations, self._checkpoints = declarations, checkpoints
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
 
     def run(self, high: int) -> int:
@@ -253,7 +252,7 @@ class Recovery:
         """
 
         def blocks() -> Iterator[bytes]:
-            return self._records.of_partition(row.topic, row.number, gap.seqs)
+            return self._logs.wal_records(row.topic, row.number, gap.seqs)
 
         has = sum(lines.count(b"\n") for lines in blocks())
         missing = gap.end - gap.first

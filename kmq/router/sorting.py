@@ -22,7 +22,7 @@ from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
 from kmq.router.declarations import Declarations, Newcomer, Newcomers
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs, WalRecords
+from kmq.router.logs import Logs
 
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory
@@ -42,11 +42,10 @@ class Sorter:
         in_force: TopicsInForce,
         logs: Logs,
         declarations: Declarations,
-        records: WalRecords,
         routes: dict[bytes, Target],
     ) -> None:
         """Take the parts of the router. `routes`: the cache, which `in_force` clears when its topics have changed."""
-        self._context, self._in_force, self._records, self._routes = context, in_force, records, routes
+        self._context, self._in_force, self._logs, self._routes = context, in_force, logs, routes
         self._create = declarations.create
         self._table, self._log_of, self._deliver = in_force.table, logs.log_of, logs.deliver
         self.newcomers = Newcomers()
@@ -107,7 +106,7 @@ class Sorter:
 
         `change` carries out the record of a change of a topic.
         """
-        for first, last in self._records.ranges(seqs):
+        for first, last in self._logs.wal_ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
                 for part, is_change in topic_changes.parts(lines):
