@@ -52,7 +52,7 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
 def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
     """Yield the blocks in runs without a gap.
 
-    A gap may lie behind any block: drop_oldest took it from `framed`, or durability was killed before it showed what it
+    A gap may follow any block: drop_oldest took it from `framed`, or durability was killed before it showed what it
     had stored, and `framed` had dropped that meanwhile.
     """
     run: list[Block] = []

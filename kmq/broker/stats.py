@@ -46,7 +46,7 @@ _SUM, _COUNT = BUCKETS, BUCKETS + 1
 BOUNDS_S = tuple((_FIRST_US << at) / 1e6 for at in range(_LAST))  # upper bounds of all buckets except the last
 
 
-class Snapshot:
+class HistogramSnapshot:
     """A histogram at one instant. `counts`: by bucket, not cumulative."""
 
     __slots__ = ("count", "counts", "sum_s")
@@ -77,10 +77,10 @@ class Histogram:
         words[_SUM] += us * n
         words[_COUNT] += n
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> HistogramSnapshot:
         """Return the counts as they are now."""
         sum_us, count = self._words[_SUM], self._words[_COUNT]
-        return Snapshot(tuple(self._words[:BUCKETS].tolist()), sum_us / 1e6, count)
+        return HistogramSnapshot(tuple(self._words[:BUCKETS].tolist()), sum_us / 1e6, count)
 
     def wipe(self) -> None:
         """Forget all times."""
@@ -97,7 +97,7 @@ class Histogram:
             self._words[at] = word
 
 
-def quantile(snapshot: Snapshot, q: float) -> float | None:
+def quantile(snapshot: HistogramSnapshot, q: float) -> float | None:
     """Return the time in seconds that a share `q` of the events did not exceed; None without an event.
 
     Within a bucket the events are taken to be spread evenly. The last bucket has no upper bound: its lower one is given.
@@ -115,12 +115,12 @@ def quantile(snapshot: Snapshot, q: float) -> float | None:
     return BOUNDS_S[-1]
 
 
-def difference(new: Snapshot, old: Snapshot) -> Snapshot:
+def difference(new: HistogramSnapshot, old: HistogramSnapshot) -> HistogramSnapshot:
     """Return what was counted between two snapshots; all of `new` if the process was restarted in between."""
     counts = tuple(later - earlier for later, earlier in zip(new.counts, old.counts, strict=True))
     if new.count < old.count or min(counts) < 0:
         return new
-    return Snapshot(counts, new.sum_s - old.sum_s, new.count - old.count)
+    return HistogramSnapshot(counts, new.sum_s - old.sum_s, new.count - old.count)
 
 
 # --- page ------------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _latency(page: StatsPage) -> dict[str, Latency | None]:
     return found
 
 
-class Status:
+class BrokerStatus:
     """The whole broker at one moment."""
 
     def __init__(self, instance: str, verdict: Verdict, supervisor: str) -> None:
@@ -112,14 +112,14 @@ class Status:
         return self.verdict.ready
 
 
-def collect(settings: Settings) -> Status:
+def collect(settings: Settings) -> BrokerStatus:
     """Return the status now, without rates."""
     page = peek(settings.instance)
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
-        return Status(settings.instance, _verdict(None, settings), supervisor)
+        return BrokerStatus(settings.instance, _verdict(None, settings), supervisor)
     page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
-    status = Status(settings.instance, _verdict(page, settings), supervisor)
+    status = BrokerStatus(settings.instance, _verdict(page, settings), supervisor)
     status.stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     status.gateway, status.agent = (
         StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT)
@@ -157,7 +157,7 @@ def trust_clock(settings: Settings) -> None:
             clock.trust(page.rows[name])
 
 
-def collect_with_rates(settings: Settings) -> Status:
+def collect_with_rates(settings: Settings) -> BrokerStatus:
     """Return the status with messages per second, measured for _SAMPLE_S."""
     before, at = collect(settings), time.monotonic()
     time.sleep(_SAMPLE_S)
@@ -167,7 +167,7 @@ def collect_with_rates(settings: Settings) -> Status:
     return now
 
 
-def logfmt(status: Status) -> str:
+def logfmt(status: BrokerStatus) -> str:
     """Return one line per process, one for the links, and one for the verdict and each of its reasons: for scripts."""
     lines = [
         pairs(
@@ -194,7 +194,7 @@ def logfmt(status: Status) -> str:
     return "\n".join(lines)
 
 
-def as_json(status: Status) -> dict[str, object]:
+def as_json(status: BrokerStatus) -> dict[str, object]:
     """Return the status as a value for JSON."""
     verdict = status.verdict
     return {

@@ -20,7 +20,7 @@ from kmq.broker import supervisor
 from kmq.broker.data_directory import known_id
 from kmq.broker.health import LASTING, is_process
 from kmq.broker.stats import AGENT
-from kmq.broker.status import StageStatus, Status
+from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples
 from kmq.client.lines import read_port
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
@@ -109,7 +109,7 @@ def _started_elsewhere(found: supervisor.Supervision) -> str:
     )
 
 
-def _print_started(settings: Settings, startup: "Startup", status: Status) -> None:
+def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus) -> None:
     """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
     port = read_port(settings, "ingress", settings.port)
     print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
@@ -144,7 +144,7 @@ class Startup:
                 start_new_session=True,
             )
 
-    def wait(self) -> Status:
+    def wait(self) -> BrokerStatus:
         """Return the status once all processes are ready. Raises KmqError or typer.Exit if they will not be."""
         deadline = time.monotonic() + _READY_S
         while time.monotonic() < deadline:
@@ -165,12 +165,12 @@ class Startup:
         """Return how many of them this start has brought up, or found running: a gateway may have been started by hand."""
         return sum(each.begun > self._launched or is_process(each.pid, each.name) for each in processes)
 
-    def ended(self, status: Status) -> list[StageStatus]:
+    def ended(self, status: BrokerStatus) -> list[StageStatus]:
         """Return the processes of this start that have ended for good, while the stages run: with a stage the broker ends."""
         others = [each for each in status.processes if each.name not in STAGES]
         return [each for each in others if each.begun > self._launched and each.exit_code in NO_RESTART]
 
-    def _check_lasting(self, status: Status) -> None:
+    def _check_lasting(self, status: BrokerStatus) -> None:
         """Raise KmqError if all stages run, but are not ready for a reason that waiting does not end.
 
         The gateway may be missing: without space it cannot write where it listens, and ends again and again.
@@ -203,7 +203,7 @@ class Startup:
         print(f"{summary}; the whole log is in {self.log_path}", file=sys.stderr)
 
 
-def _is_ready_but_for(status: Status, ended: list[StageStatus]) -> bool:
+def _is_ready_but_for(status: BrokerStatus, ended: list[StageStatus]) -> bool:
     """Return True if nothing but the end of these processes keeps the broker from being ready."""
     names = {each.name for each in ended}
     return all(names.issuperset(reason.processes) for reason in status.verdict.reasons)

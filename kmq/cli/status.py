@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
-from kmq.broker.status import StageStatus, Status
+from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
@@ -38,7 +38,7 @@ def status(
     raise typer.Exit(EXIT_OK if found.ready else EXIT_FAILED)
 
 
-def _print_status(settings: Settings, found: Status) -> None:
+def _print_status(settings: Settings, found: BrokerStatus) -> None:
     if found.stages:
         show_table(found)
     if found.stages or found.supervisor == "up":  # up without stages: of another name or directory, with these pipes
@@ -53,7 +53,7 @@ def _print_status(settings: Settings, found: Status) -> None:
             print(f"kmq: {reason}")
 
 
-def show_table(found: Status) -> None:
+def show_table(found: BrokerStatus) -> None:
     """Print a row for each process, with less space between the columns where the terminal is narrow."""
     console, table = terminal.console(), _as_table(found)
     unbounded = console.options.update(max_width=10_000)
@@ -61,7 +61,7 @@ def show_table(found: Status) -> None:
     console.print(table)
 
 
-def _as_table(found: Status) -> Table:
+def _as_table(found: BrokerStatus) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in _COLUMNS:
         table.add_column(title, justify="left" if title in _TEXT_COLUMNS else "right")
@@ -83,7 +83,7 @@ def _cells(stage: StageStatus) -> list[str]:
     return [stage.name, str(stage.pid), state, str(stage.restarts), *counts]
 
 
-def _print_remarks(found: Status) -> None:
+def _print_remarks(found: BrokerStatus) -> None:
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
         _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")

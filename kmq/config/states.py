@@ -49,7 +49,7 @@ class States:
 
     @classmethod
     def decode(cls, text: bytes) -> "States":
-        """Return the states in the text of a file. Raises ValueError if it is none of this version."""
+        """Return the states in the text of a file. Raises ValueError if it is not a file of this version."""
         head, *lines = text.decode().removesuffix("\n").split("\n")
         if not head:
             raise ValueError("is empty")

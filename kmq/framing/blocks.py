@@ -37,7 +37,7 @@ class Batch:
     cuts       where the batch may be cut, in order; None if it may be cut after each line, and each took its length and
                a newline, all in one place: of `received` if `is_received`, else of the staged text.
     used       bytes of the staged text that are done when all lines are framed.
-    begin      the position in `received` before the batch; `position` is that behind it.
+    begin      the position in `received` before the batch; `position` is the position after it.
     replies    in the order of the messages.
     more       whether there is text left that can be framed at once: a turn has its limit.
     """

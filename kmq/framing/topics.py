@@ -7,7 +7,7 @@ Owner       the framer asks before it numbers a message: a message with a seq is
             settings say then.
 Invariant   A topic that is admitted counts until the router has made it. So messages never make more than
             KMQ_MAX_TOPICS topics, nor more than the file system has inodes for: the router never waits for one, with
-            the lines of all others behind it. `dead` is always admitted. A declared topic is never refused, but it
+            the lines of all others after it. `dead` is always admitted. A declared topic is never refused, but it
             counts.
             A request that waits gets a record. Records of one topic come in the order of the requests, and a record is
             numbered only when the router is past the record before: so it names the incarnation that is in force then.

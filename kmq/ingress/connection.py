@@ -41,7 +41,7 @@ REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer
 LAST = b"!last "  # begins the reply to a hello with last=?, which comes before the reply to message 1
 
 
-class Replies:
+class PendingReplies:
     """What a producer was told about its messages, and what it still has to be told.
 
     taken       messages received
@@ -151,7 +151,7 @@ class Connection:
         self.length = 0  # of the unfinished line, with the bytes that are not kept
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
-        self.replies = Replies()
+        self.replies = PendingReplies()
         self.interest = select.EPOLLIN  # what the epoll of the producers waits for
         # For the deadlines (limits.py), by their clock:
         self.was_active = True  # has sent something, or taken a reply, since the last sweep

@@ -409,12 +409,8 @@ def is_drained(instance: str, *names: str) -> bool:
 
 def backlog(instance: str, name: str) -> int:
     """Return how many messages wait in a ring now; 0 if there is no ring."""
-    with _existing(instance, name) as fd:
-        if fd is None:
-            return 0
-        cells = _cells(fd)
-        put = cells[RECORD[cells[COUNTER] & 1] + 1]
-        return max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
+    messages: int = filling(instance, name).messages
+    return messages
 
 
 class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots", "is_full"))):

@@ -21,6 +21,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from kmq.config.settings import OWNER_WAIT_S, SHM
 from kmq.errors import BusyError
@@ -73,6 +74,15 @@ def is_same_file(fd: int, path: str) -> bool:
     return file_id(path) == (found.st_dev, found.st_ino)
 
 
+def _acquire(attempt: Callable[[], bool], what: str, holder: Callable[[], str]) -> None:
+    """Take a lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming the holder."""
+    deadline = time.monotonic() + OWNER_WAIT_S
+    while not attempt():
+        if time.monotonic() > deadline:
+            raise BusyError(f"{what} is held by {holder() or 'another process'}")
+        time.sleep(_POLL_S)
+
+
 class RingLock:
     """One end of the ring that is open as `fd`: a lock on the first byte of the text that names the holder."""
 
@@ -94,11 +104,7 @@ class RingLock:
 
     def acquire(self, what: str, holder: str) -> None:
         """Take the lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming `holder`."""
-        deadline = time.monotonic() + OWNER_WAIT_S
-        while not self.try_acquire():
-            if time.monotonic() > deadline:
-                raise BusyError(f"{what} is held by {holder or 'another process'}")
-            time.sleep(_POLL_S)
+        _acquire(self.try_acquire, what, lambda: holder)
 
     def is_held(self) -> bool:
         """Return True if another process holds the lock now."""
@@ -139,11 +145,7 @@ class FileLock:
 
     def acquire(self, what: str, who: str) -> None:
         """Take the lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming the holder."""
-        deadline = time.monotonic() + OWNER_WAIT_S
-        while not self.try_acquire(who):
-            if time.monotonic() > deadline:
-                raise BusyError(f"{what} is held by {self.holder() or 'another process'}")
-            time.sleep(_POLL_S)
+        _acquire(lambda: self.try_acquire(who), what, self.holder)
 
     def holder(self) -> str:
         """Return what the last holder wrote about itself; "" if there is no file."""

@@ -257,7 +257,7 @@ class Handover:
         self._piece = 0, 0
 
     def say(self, line: bytes) -> None:
-        """Write a control line that speaks of no bytes, behind everything that was put."""
+        """Write a control line that speaks of no bytes, after everything that was put."""
         if self._waiting:
             self._waiting.append((line, None, _CONTROL_LINE))
         else:

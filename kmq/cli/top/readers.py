@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kmq.broker import stats
 from kmq.broker import status as statuses
-from kmq.broker.status import Status
+from kmq.broker.status import BrokerStatus
 from kmq.cli.top.overview import Asker, Gateway
 from kmq.cli.top.snapshot import Document, Snapshot, parse
 from kmq.cli.top.topic_rates import TopicRates
@@ -76,7 +76,7 @@ class LocalReader:
         has_gateway = found.gateway is not None and found.gateway.state not in ("down", "stopped", "dead")
         return document | self._from_gateway(has_gateway)
 
-    def _rates(self, at: float, found: Status) -> Document:
+    def _rates(self, at: float, found: BrokerStatus) -> Document:
         counts = {
             (stage.name, counter, stage.begun): int(getattr(stage, counter))
             for stage in found.processes
@@ -251,7 +251,7 @@ class Latencies:
     """p50 and p99 of the last _LATENCY_S seconds."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, dict[str, stats.Snapshot]]] = deque(maxlen=_LATENCY_S + 1)
+        self._samples: deque[tuple[float, dict[str, stats.HistogramSnapshot]]] = deque(maxlen=_LATENCY_S + 1)
 
     def feed(self, at: float, page: stats.StatsPage) -> Document:
         """Look at the page at `at` (monotonic seconds); return what /api/overview has as `latency`."""
@@ -262,7 +262,7 @@ class Latencies:
         return {what: _quantiles(stats.difference(now[what], before[what])) for what in now}
 
 
-def _quantiles(times: stats.Snapshot) -> Document | None:
+def _quantiles(times: stats.HistogramSnapshot) -> Document | None:
     if not times.count:
         return None
     return {"p50": stats.quantile(times, 0.5), "p99": stats.quantile(times, 0.99), "count": times.count}

@@ -32,7 +32,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from kmq.broker import status
-from kmq.broker.stats import PROCESSES, TIMED, Snapshot, StatsPage, difference, quantile
+from kmq.broker.stats import PROCESSES, TIMED, HistogramSnapshot, StatsPage, difference, quantile
 from kmq.config.settings import STAGES
 from kmq.gateway.console.topic_rates import TopicRates
 from kmq.gateway.core.broker import RequestRefused
@@ -390,7 +390,7 @@ _EVENTS = 50
 class _Sample(NamedTuple):
     at: float  # CLOCK_MONOTONIC
     moved: dict[str, tuple[int, int]]  # stage → messages, bytes
-    times: dict[str, Snapshot]  # by name of TIMED
+    times: dict[str, HistogramSnapshot]  # by name of TIMED
 
 
 class Overview:
@@ -510,7 +510,7 @@ def _sample(page: StatsPage) -> _Sample:
     return _Sample(time.monotonic(), moved, {name: page.histogram(name).snapshot() for name in TIMED.values()})
 
 
-def _quantiles(found: Snapshot) -> dict[str, Any] | None:
+def _quantiles(found: HistogramSnapshot) -> dict[str, Any] | None:
     if not found.count:
         return None
     return {"p50": quantile(found, 0.5), "p99": quantile(found, 0.99), "count": found.count}

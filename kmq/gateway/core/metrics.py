@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, state_of
-from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, Row, Snapshot
+from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot, Row
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.topic_rates import TopicRates
@@ -509,7 +509,7 @@ class _Scrape(Collector):
         return []  # otherwise registering would read every metric
 
 
-def _family(timed: Timed, seen: Snapshot) -> Family:
+def _family(timed: Timed, seen: HistogramSnapshot) -> Family:
     """Return a histogram of the stats page as Prometheus has it: each bucket with all times below its bound."""
     bounds = [*(f"{bound:.6f}".rstrip("0") for bound in BOUNDS_S), "+Inf"]
     counts = list(accumulate(seen.counts))
