@@ -39,6 +39,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_table import Partition
 from kmq.log import reader
 from kmq.log.damage import DamageError
 from kmq.message.message import Message
@@ -249,7 +250,6 @@ class Transitions:
 
 _LAGS_AT_ONCE, _PLACES = 200, 2000
 _SHOWN = 20
-PartitionKey = tuple[str, int]  # topic, partition
 
 
 class Asked(NamedTuple):
@@ -258,7 +258,7 @@ class Asked(NamedTuple):
     group: str
     state: str
     members: int
-    committed: Mapping[PartitionKey, int | None]
+    committed: Mapping[Partition, int | None]
 
 
 class _Lag(NamedTuple):
@@ -308,7 +308,7 @@ class GroupLags:
         for name in islice((*self._names[first:], *self._names[:first]), _LAGS_AT_ONCE):
             view = self._groups.describe(name)
             if view is not None:
-                committed: dict[PartitionKey, int | None] = {
+                committed: dict[Partition, int | None] = {
                     (place.topic, place.partition): None for member in view.members for place in member.partitions
                 }
                 committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
@@ -322,7 +322,7 @@ class GroupLags:
 
     def look(self, asked: list[Asked]) -> None:
         """Find the lags of these groups."""
-        bounds: dict[PartitionKey, tuple[int, int] | None] = {}  # many groups read the same partitions
+        bounds: dict[Partition, tuple[int, int] | None] = {}  # many groups read the same partitions
         for topic, number in {partition for row in asked for partition in row.committed}:
             try:
                 bounds[topic, number] = self._partitions.bounds(topic, number)
@@ -363,7 +363,7 @@ class GroupLags:
         return Message(topic, number, begin, line).recv_timestamp
 
 
-def _lag_of(asked: Asked, bounds: Mapping[PartitionKey, tuple[int, int] | None]) -> _Lag:
+def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) -> _Lag:
     total, largest, oldest = 0, 0, None
     for place, offset in asked.committed.items():
         found = bounds[place]

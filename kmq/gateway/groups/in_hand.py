@@ -22,10 +22,8 @@ Memory      An entry for each message in hand, at most as many as the store has 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from kmq.gateway.groups.offset_table import MAX_NACKS, Nack
-
-Partition = tuple[str, int]
-NEVER = float("inf")
+from kmq.gateway.groups.group import NEVER
+from kmq.gateway.groups.offset_table import MAX_NACKS, Nack, Partition
 
 
 class Hand(NamedTuple):

@@ -41,8 +41,9 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.in_hand import Answer, InHand
-from kmq.gateway.groups.offset_table import MAX_OFFSET, Committed, Nack
+from kmq.gateway.groups.offset_table import MAX_OFFSET, Committed, Nack, Partition
 from kmq.gateway.groups.offsets import GRACE_S, Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
 from kmq.log import topics
@@ -167,7 +168,6 @@ _LOOK_S = 1.0  # between two looks whether topics came or went
 _LOAD_S = 0.05  # between two looks whether the offsets are loaded
 _COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
 
-Partition = tuple[str, int]
 Listener = Callable[[Event], None]
 
 
@@ -317,7 +317,7 @@ class Groups:
                 self._listeners.pop((event.group, event.member), None)
             if listener is not None:
                 listener(event)
-        if due != float("inf"):
+        if due != NEVER:
             self._arm(max(0.0, due - time.monotonic()))
 
     def _forget(self, group: str) -> None:

@@ -39,9 +39,10 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.topics import UNLIMITED
 from kmq.gateway.groups.events import State
-from kmq.gateway.groups.in_hand import NEVER, Hand, Partition, given_back, is_paused, is_spent
+from kmq.gateway.groups.group import NEVER
+from kmq.gateway.groups.in_hand import Hand, given_back, is_paused, is_spent
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import DONE, Nack
+from kmq.gateway.groups.offset_table import DONE, Nack, Partition
 from kmq.message.letters import Failure
 from kmq.message.message import Message
 from kmq.message.text import make_routing_key

@@ -33,7 +33,7 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
-from kmq.gateway.groups.in_hand import NEVER
+from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery, Turn

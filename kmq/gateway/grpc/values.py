@@ -13,6 +13,7 @@ from kmq.config.values import MIB
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
+from kmq.gateway.groups.offset_table import MAX_OFFSET
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN
 from kmq.message.message import Message
@@ -24,7 +25,6 @@ _MOST_HEADERS = 1_000
 _MOST_RECORDS = 10_000
 _RECORDS = 500
 _MOST_TIMESTAMP = 999_999_999_999_999  # ms
-_MOST_OFFSET = (1 << 63) - 1
 _Error, _Result, _Partitions = (KMQ.messages[name] for name in ("Error", "Result", "Partitions"))
 _LATEST = KMQ.messages["Position"].LATEST
 
@@ -80,8 +80,8 @@ def position(given: Any, field: str) -> Position:
     """Return a Position. `field`: its name, for the refusal."""
     kind = given.WhichOneof("at")
     if kind == "offset":
-        if given.offset > _MOST_OFFSET:
-            raise bad_field(f"{field}.offset", f"must be at most {_MOST_OFFSET}")
+        if given.offset > MAX_OFFSET:
+            raise bad_field(f"{field}.offset", f"must be at most {MAX_OFFSET}")
         return Position("offset", given.offset)
     if kind == "timestamp":
         if given.timestamp > _MOST_TIMESTAMP:

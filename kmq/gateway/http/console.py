@@ -23,7 +23,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.http.exchange import exchange
+from kmq.gateway.http.exchange import exchange, time_limit
 from kmq.gateway.http.messages import micros
 from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller
 from kmq.gateway.http.schema import read_body
@@ -162,7 +162,7 @@ class ConsoleMessages:
                 written = time.monotonic()
 
     async def _write(self, response: web.StreamResponse, line: bytes) -> None:
-        async with asyncio.timeout(self._deadline_s if self._deadline_s != float("inf") else None):
+        async with time_limit(self._deadline_s):
             await response.write(line)
 
     # --- changing ----------------------------------------------------------------------------------------------------

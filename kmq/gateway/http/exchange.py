@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kmq.config.values import KIB
+from kmq.config.values import FOREVER, KIB
 from kmq.gateway.core.answers import READER, Budget, BudgetHolder
 
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
@@ -156,6 +156,11 @@ class Exchange(BudgetHolder):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
                     await is_known.wait()
+
+
+def time_limit(seconds: float) -> asyncio.Timeout:
+    """Return a context that raises TimeoutError after `seconds`, such as KMQ_LINE_DEADLINE, which may be never."""
+    return asyncio.timeout(None if seconds == FOREVER else seconds)
 
 
 def exchange() -> Exchange:

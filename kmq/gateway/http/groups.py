@@ -8,7 +8,6 @@ Lost        An answer that breaks off, or that the client does not read within K
             What was not committed comes again when the member's session has ended.
 """
 
-import asyncio
 import json
 import time
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from kmq.gateway.groups.polling import Move, Poller, Pollers
 from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.console import where_to
-from kmq.gateway.http.exchange import exchange
+from kmq.gateway.http.exchange import exchange, time_limit
 from kmq.gateway.http.messages import response
 from kmq.gateway.http.request import Bodies, Call
 from kmq.gateway.http.schema import read_body
@@ -176,11 +175,10 @@ class GroupCalls:
 
         They count as delivered only when they have arrived: a call beside this one would commit them unread.
         """
-        deadline_s = self._deadline_s if self._deadline_s != float("inf") else None
         sent = Answer(given.new, ((each.place, each.message.offset) for each in given.again))
         outcome = poller.sent(given.moves, sent, bool(call.query["autoCommit"]))
         try:
-            async with asyncio.timeout(deadline_s):
+            async with time_limit(self._deadline_s):
                 await exchange().send(call.request, answer, outcome)
         except (ConnectionError, TimeoutError):
             outcome(False)

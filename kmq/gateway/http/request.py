@@ -22,13 +22,14 @@ from kmq.access.roles import ADMIN, CONSUME, PRODUCE
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.groups.offset_table import MAX_OFFSET
+from kmq.gateway.http.exchange import time_limit
 from kmq.log.damage import DamageError
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 # Short words for JSON schemas: what operations.py and schema.py are written in.
 
 Schema = Mapping[str, Any]
-MOST_OFFSET = (1 << 63) - 1
 REF = "#/components/schemas/"
 
 
@@ -50,7 +51,7 @@ def text(help: str, **more: Any) -> Schema:
     return {"type": "string", "description": help, **more}
 
 
-def number(help: str, least: int = 0, most: int = MOST_OFFSET, **more: Any) -> Schema:
+def number(help: str, least: int = 0, most: int = MAX_OFFSET, **more: Any) -> Schema:
     return {"type": "integer", "minimum": least, "maximum": most, "description": help, **more}
 
 
@@ -168,7 +169,7 @@ class Bodies:
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._deadline_s if self._deadline_s != float("inf") else None):
+            async with time_limit(self._deadline_s):
                 async for chunk in request.content.iter_any():
                     size += len(chunk)
                     if size > self.most_bytes:

@@ -28,7 +28,7 @@ from kmq.gateway.core.fetching import Damage, Limit, Waiter
 from kmq.gateway.core.partitions import END, Partition, Signature, moment
 from kmq.gateway.groups import events
 from kmq.gateway.groups.events import Ended, Event, Partitions, Revoke
-from kmq.gateway.groups.in_hand import NEVER
+from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery, Turn
