@@ -41,10 +41,10 @@ def sql(
     """
     where = origin.options()
     with running("sql", on) as job:
-        from kmq.spark.sql import results, shell
+        from kmq.spark.sql import shell
 
         job.progress.stop()  # each query shows progress of its own
-        show = results.as_csv if as_csv else results.as_json if as_json else results.as_table(rows)
+        show = shell.as_csv if as_csv else shell.as_json if as_json else shell.as_table(rows)
         topics = shell.Shell(job.spark, where, show)
         if not query and sys.stdin.isatty():
             raise typer.Exit(shell.prompt(topics))

@@ -8,8 +8,7 @@ import pytest
 from made_data import append, write_data
 
 from kmq.errors import ConfigError
-from kmq.spark.sql import results
-from kmq.spark.sql import shell as shells
+from kmq.spark.sql import shell
 
 ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
 LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
@@ -30,10 +29,10 @@ def ask(spark, data, capsys):
     """A function that runs a query and returns what is printed."""
 
     def run(text, show=None):
-        shell = shells.Shell(spark, {"path": data[0]}, show or results.as_table(100))
+        topics = shell.Shell(spark, {"path": data[0]}, show or shell.as_table(100))
         capsys.readouterr()
-        for statement in shells.statements(text):
-            shell.run(statement)
+        for statement in shell.statements(text):
+            topics.run(statement)
         return capsys.readouterr().out
 
     yield run
@@ -69,18 +68,18 @@ def test_each_query_sees_what_is_there_when_it_begins(ask, data):
 
 def test_csv_and_json_have_values_in_full_and_times_to_the_microsecond(ask):
     text = "select id, headers, value, value_text, recv_ts from `jobs.eu` order by offset"
-    rows = list(csv.reader(io.StringIO(ask(text, results.as_csv))))
+    rows = list(csv.reader(io.StringIO(ask(text, shell.as_csv))))
     assert rows[0] == ["id", "headers", "value", "value_text", "recv_ts"]
     assert rows[2][0] == "2" and rows[2][2] == "tab\there, and a comma"
     assert rows[2][4].endswith("12")
-    first, second = map(json.loads, ask(text, results.as_json).splitlines())
+    first, second = map(json.loads, ask(text, shell.as_json).splitlines())
     assert (first["value"], second["headers"]) == ("/wA=", {"a": "1"})
     assert second["recv_ts"].endswith("12Z")
 
 
 def test_two_columns_of_one_name_and_a_table_cut_at_its_rows_are_shown(ask, capsys):
     assert (
-        ask("select a.id, b.id from orders a join orders b using (seq) order by seq", results.as_table(3)).count("\n")
+        ask("select a.id, b.id from orders a join orders b using (seq) order by seq", shell.as_table(3)).count("\n")
         == 5
     )
     assert cells(ask("select 1 as n where false")) == []
@@ -110,7 +109,7 @@ def test_consumer_groups_are_a_table_with_their_lag(ask, data):
     commit = b"__consumer_offsets.@.bill%%2Eeu.orders.%d|0||offset=%d ts=1700000000.125 member=m generation=3 metadata="
     append(data[1], [commit % (0, 1), commit % (1, 2), commit % (0, 2)])
     text = "select group, topic, partition, committed, end, lag, member, generation, metadata, time, broker"
-    row, other = ask(f"{text} from __consumer_offsets order by partition", results.as_csv).splitlines()[1:]
+    row, other = ask(f"{text} from __consumer_offsets order by partition", shell.as_csv).splitlines()[1:]
     assert row == f"bill.eu,orders,0,2,2,0,m,3,,2023-11-14 22:13:20.125,{data[0]}"
     assert other.startswith("bill.eu,orders,1,2,8,6,m,")
     both = "select max(g.lag) - count(*) from orders o join __consumer_offsets g using (topic, partition)"

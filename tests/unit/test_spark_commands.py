@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
-from kmq.spark.sql import results, shell
+from kmq.spark.sql import shell
 from kmq.spark.streaming import checkpoint, streams
 
 
@@ -260,9 +260,9 @@ def test_a_statement_ends_with_a_semicolon_that_is_not_quoted():
 
 
 def test_long_and_unprintable_values_are_cut_and_escaped_in_a_table():
-    assert results.cell_text(None) == "NULL"
-    assert results.cell_text("a\tb\n") == "a\\tb\\n"
-    assert results.cell_text("x" * 100) == "x" * 59 + "…"
+    assert shell.cell_text(None) == "NULL"
+    assert shell.cell_text("a\tb\n") == "a\\tb\\n"
+    assert shell.cell_text("x" * 100) == "x" * 59 + "…"
 
 
 # --- progress ------------------------------------------------------------------------------------------------------

@@ -38,20 +38,20 @@ EXPECTED = [
 @pytest.fixture
 def made(tmp_path):
     topics_of = write_data(tmp_path / "data", ORDERS, {"orders": 2}, closed=False)
-    topics.declare(str(tmp_path / "data"), shell.VIEW, 1, own=True)
+    topics.declare(str(tmp_path / "data"), shell.GROUPS_VIEW, 1, own=True)
     append(topics_of, COMMITS)
     return str(tmp_path / "data"), topics_of
 
 
 def rows(source):
-    return [tuple(row[:-1]) for row in shell.rows(source)]
+    return [tuple(row[:-1]) for row in shell.group_rows(source)]
 
 
 def test_each_partition_has_its_last_commit_and_what_is_gone_has_none(made):
     data, topics_of = made
     assert rows({"path": data}) == EXPECTED
     append(topics_of, ORDERS)
-    found = [(row.group, row.committed, row.end, row.lag) for row in shell.rows({"path": data})]
+    found = [(row.group, row.committed, row.end, row.lag) for row in shell.group_rows({"path": data})]
     assert found == [("a", 2, 4, 2), ("billing.eu", 8, 16, 8)]
 
 
@@ -59,13 +59,13 @@ def test_what_retention_took_is_not_behind(tmp_path):
     data = str(tmp_path / "data")
     made = write_data(data, [], {"orders": 1}, segment_bytes=100, closed=False)
     append(made, [b"orders|0|%d|x" % n for n in range(9)], group=3)
-    topics.declare(data, shell.VIEW, 1, own=True)
+    topics.declare(data, shell.GROUPS_VIEW, 1, own=True)
     append(made, [line(Committed(1, 1.0), "a", "orders", 0)])
-    assert [row.lag for row in shell.rows({"path": data})] == [8]
+    assert [row.lag for row in shell.group_rows({"path": data})] == [8]
     first, second, *_ = sorted((tmp_path / "data/topics/orders/0").glob("*.log"))
     first.unlink()
     first.with_suffix(".idx").unlink()
-    assert [row.lag for row in shell.rows({"path": data})] == [9 - int(second.stem)]
+    assert [row.lag for row in shell.group_rows({"path": data})] == [9 - int(second.stem)]
 
 
 def test_the_same_table_comes_over_http(made):

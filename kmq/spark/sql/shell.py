@@ -1,48 +1,126 @@
-"""`kmq sql`: topics as views, for one query or at a prompt.
+"""`kmq sql`: topics as views, for one query or at a prompt, and its results as a table, CSV or JSON.
 
-Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`.
-`__consumer_offsets` is a table of the consumer groups (shell.py). A query sees the records that are durable when it
-begins. Only topics that it names are read. Only columns that it names are read, if the text shows for certain which
-these are; otherwise all columns.
+Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`. A query
+sees the records that are durable when it begins. Only topics that it names are read. Only columns that it names are
+read, if the text shows for certain which these are; otherwise all columns.
+
+`__consumer_offsets` is a table: how far each consumer group is, a row for each partition. The records of that topic are
+read here, not by tasks of Spark: only the last one of each key counts, and few bytes are left of it. Partitions that do
+not exist any more are left out, as `kmq groups describe` does.
 """
 
 import contextlib
+import csv
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kmq.config.terminal import while_read
 from kmq.errors import EXIT_OK, ConfigError
 from kmq.gateway.groups.offset_table import TOPIC, Committed, RowKey, decode_key, decode_payload, scan
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.sql.results import Show
 from kmq.spark.streaming.streams import Progress
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
-# `__consumer_offsets` as a table of `kmq sql`: how far each consumer group is, a row for each partition.
-#
-# The records of that topic are read here, not by tasks of Spark: only the last one of each key counts, and few bytes are
-# left of it. Partitions that do not exist any more are left out, as `kmq groups describe` does.
+# --- results ---------------------------------------------------------------------------------------------------------
 
-VIEW = TOPIC
+_MAX_CHARS = 60  # of a value in a table; CSV and JSON print all of it
+_WIDE = 1 << 16  # columns of a terminal: more than a table of shortened values can have
+_ISO = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
+_NUMBERS = ("byte", "short", "integer", "long", "float", "double", "tinyint", "smallint", "int", "bigint")
+
+Show = Callable[["DataFrame", Progress], None]
+
+
+def as_table(max_rows: int) -> Show:
+    """Return a function that prints an aligned table of at most `max_rows` rows (0: all), with long values shortened.
+
+    It prints the number of rows and the seconds taken on stderr.
+    """
+
+    def show(frame: "DataFrame", progress: Progress) -> None:
+        begin = time.monotonic()
+        texts = _texts(frame)
+        rows = texts.take(max_rows + 1) if max_rows else texts.collect()
+        progress.stop()
+        if not frame.columns:
+            return  # the statement has no result
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+        for field in frame.schema.fields:
+            is_number = field.dataType.typeName() in _NUMBERS or field.dataType.typeName().startswith("decimal")
+            table.add_column(field.name, justify="right" if is_number else "left", no_wrap=True)
+        shown = rows[:max_rows] if max_rows else rows
+        for row in shown:
+            table.add_row(*(cell_text(value) for value in row))
+        width = Console(width=_WIDE).measure(table).maximum  # long lines wrap in the terminal, so that nothing is lost
+        Console(width=width, highlight=False, markup=False).print(table)
+        more = f"; there are more: --rows {10 * max_rows}, or --csv" if len(rows) > len(shown) else ""
+        print(f"{len(shown)} row(s) in {time.monotonic() - begin:.1f} s{more}", file=sys.stderr)
+
+    return show
+
+
+def as_csv(frame: "DataFrame", progress: Progress) -> None:
+    """Print CSV with a header; values are printed in full."""
+    rows = _texts(frame).toLocalIterator(prefetchPartitions=True)
+    progress.stop()
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(frame.columns)
+    writer.writerows(while_read(rows))
+
+
+def as_json(frame: "DataFrame", progress: Progress) -> None:
+    """Print one JSON object per row, with binary columns in base64."""
+    from pyspark.sql.functions import struct, to_json
+
+    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false", "timestampFormat": _ISO}))
+    rows = lines.toLocalIterator(prefetchPartitions=True)
+    progress.stop()
+    for (line,) in while_read(rows):
+        print(line)
+
+
+def _texts(frame: "DataFrame") -> "DataFrame":
+    """Return every column as text: times in the session's zone, bytes as UTF-8. Two columns may have the same name."""
+    from pyspark.sql.functions import col
+
+    names = [f"c{number}" for number in range(len(frame.columns))]
+    return frame.toDF(*names).select(*(col(name).cast("string") for name in names))
+
+
+def cell_text(value: str | None) -> str:
+    """Return a value as a cell of a table shows it: printable, and at most _MAX_CHARS characters."""
+    if value is None:
+        return "NULL"
+    text = value if value.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 1] + "…"
+
+
+# --- consumer groups -------------------------------------------------------------------------------------------------
+
 SCHEMA = (
     "`group` string, topic string, `partition` int, committed bigint, `end` bigint, lag bigint, member string,"
     " generation int, metadata string, time timestamp, broker string"
 )
 
 
-class Row(NamedTuple):
+class GroupRow(NamedTuple):
     """One partition of one group, in the order of SCHEMA. `end`: the partition's next offset. `lag`: in messages."""
 
     group: str
@@ -58,28 +136,28 @@ class Row(NamedTuple):
     broker: str
 
 
-def table(spark: "SparkSession", source: Mapping[str, str]) -> "DataFrame":
+def groups_table(spark: "SparkSession", source: Mapping[str, str]) -> "DataFrame":
     """Return the table as it is now. `source`: the options that name brokers."""
-    return spark.createDataFrame(list(rows(source)), SCHEMA)
+    return spark.createDataFrame(list(group_rows(source)), SCHEMA)
 
 
-def rows(source: Mapping[str, str]) -> Iterator[Row]:
+def group_rows(source: Mapping[str, str]) -> Iterator[GroupRow]:
     """Yield the rows of all brokers, by group, topic and partition."""
     options = ReadOptions({**source, "subscribe": WAL})
     for name in options.brokers:
         yield from _rows_of(open_broker(name, bool(options.paths), options.access))
 
 
-def _rows_of(broker: Broker) -> Iterator[Row]:
+def _rows_of(broker: Broker) -> Iterator[GroupRow]:
     committed = _committed(broker)
     bounds = broker.bounds(sorted({place.topic for place in committed}))
     for place, last in sorted(committed.items()):
         first, end = bounds.get((place.topic, place.partition), (0, None))
         if end is None:
             continue
-        time = datetime.fromtimestamp(last.ts, UTC)
+        at = datetime.fromtimestamp(last.ts, UTC)
         lag = max(0, end - max(first, last.offset))
-        yield Row(*place[:3], last.offset, end, lag, *last[2:5], time, broker.name)
+        yield GroupRow(*place[:3], last.offset, end, lag, *last[2:5], at, broker.name)
 
 
 def _committed(broker: Broker) -> dict[RowKey, Committed]:
@@ -99,9 +177,9 @@ def _committed(broker: Broker) -> dict[RowKey, Committed]:
     return found
 
 
-# --- shell -----------------------------------------------------------------------------------------------------------
+# --- statements ------------------------------------------------------------------------------------------------------
 
-WAL_VIEW, ALL_VIEW, GROUPS_VIEW = OWN_VIEWS = "append", "all_topics", VIEW
+WAL_VIEW, ALL_VIEW, GROUPS_VIEW = OWN_VIEWS = "append", "all_topics", TOPIC
 _WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
 # Syntax that uses columns without naming them: a star, a natural join, a pipe, a statement other than a plain SELECT.
 _UNNAMED = re.compile(
@@ -121,9 +199,6 @@ class Shell:
 
     def topics(self) -> list[str]:
         """Return the names of the topics that exist now."""
-        from kmq.spark.source.brokers import open_broker
-        from kmq.spark.source.options import ReadOptions
-
         options = ReadOptions({**self.source, "subscribe": WAL})
         opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
@@ -150,7 +225,7 @@ class Shell:
             reader = self.spark.read.format("kmq").options(**self.source, **subscription)
             (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
         if GROUPS_VIEW in named:
-            table(self.spark, self.source).createOrReplaceTempView(f"`{GROUPS_VIEW}`")
+            groups_table(self.spark, self.source).createOrReplaceTempView(f"`{GROUPS_VIEW}`")
         try:
             return self.spark.sql(text)
         except Exception as error:
@@ -195,7 +270,7 @@ def statements(text: str) -> Iterator[str]:
             yield part.strip()
 
 
-# --- the prompt ----------------------------------------------------------------------------------------------------
+# --- prompt ----------------------------------------------------------------------------------------------------------
 
 
 def prompt(shell: Shell) -> int:
