@@ -267,9 +267,9 @@ def metrics(
             if output.to:
                 print(f"added {rows:,} rows to {output.to} ({output.format})")
         elif output.as_json:
-            from kmq.spark.sql import results
+            from kmq.spark.sql import shell
 
-            results.as_json(metrics.summary(job.spark, where, windows.window), job.progress)
+            shell.as_json(metrics.summary(job.spark, where, windows.window), job.progress)
         else:
             table = metrics.as_table(metrics.summary(job.spark, where, windows.window))
             job.progress.stop()
@@ -387,9 +387,8 @@ def redrive(*, letters: Letters, sending: RedriveOptions, target: Target, origin
         from kmq.spark.sink.targets import Destination
 
         which = letters.topic, expression, letters.where, letters.dropped, letters.name, letters.max_replays
-        how = redrive.Sending(sending.rate, sending.dry_run)
-        destination = Destination(sending.producers, target.options(origin))
-        found = redrive.start(job.spark, redrive.Redrive(source, *which), how, destination, job.progress)
+        how = sending.rate, sending.dry_run, Destination(sending.producers, target.options(origin))
+        found = redrive.start(job.spark, redrive.Redrive(source, *which, *how), job.progress)
         job.progress.stop()
         print(redrive.text(found, letters.topic, letters.dropped, sending.dry_run))
 

@@ -10,8 +10,12 @@ then its good records are added to the table.
 Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason
             (bad="keep": in the table with the reason; bad="drop": only counted). No field of a record is ever dropped
             unasked: fields that an inferred schema lacks, at any depth, are in column `rest`.
-Crash       before the table's commit   the batch is repeated; dead letters already sent are not stored again;
-            after it, before Spark's    the table has the batch: skipped (kmq/spark/tables).
+            A dead letter is always stored once, however often its batch is run: the broker knows it by producer (the
+            archive and the record's partition) and id (offset + 1).
+Crash       before the table's commit   the batch is repeated; dead letters already sent are not stored again
+            after it, before Spark's    the table has the batch: skipped (kmq/spark/tables)
+            The dead letters of a batch are sent before its commit. If the broker is down, the archive stops before the
+            commit, so that no record counts as archived that is not.
 Bad         See payloads.py. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
 """
 
@@ -19,7 +23,6 @@ import importlib
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -36,26 +39,29 @@ from kmq.message.letters import DLQ
 from kmq.spark import failures
 from kmq.spark.connections import nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
-from kmq.spark.pipelines import payloads as schemas
-from kmq.spark.pipelines.payloads import INFER, NONE, infer, parse
-from kmq.spark.pipelines.table import BATCH_BYTES, Keywords, follow, starting
+from kmq.spark.pipelines.payloads import INFER, NONE, decide_schema, infer, keep_schema, parse
+from kmq.spark.pipelines.table import ADOPT_S, BATCH_BYTES, Keywords, follow, is_adopted, starting
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming.streams import EVERY, Trigger
 from kmq.spark.tables import PARQUET, Table, TableSpec
 
+__all__ = ["BAD", "EVERY", "INFER", "NONE", "READ", "Archive", "Archived", "Payloads"]
+__all__ += ["dead_letters", "enrich", "infer", "parse", "run", "start", "with_text"]
+
+# The columns that are read. The key as bytes, so that a dead letter keeps it exactly.
+READ = (
+    "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
+    " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
+)
+PARTITION_BY = ("topic", "date", "hour")
+BAD = ("dlq", "keep", "drop")
+
 # --- dead letters ----------------------------------------------------------------------------------------------------
-# Dead letters: records that do not match an archive's schema go back to `<topic>.dlq` of their broker.
-#
-# Invariant   A dead letter is always stored once, however often its batch is run: the broker knows it by producer (the
-#             archive and the record's partition) and id (offset + 1).
-# Crash       The dead letters of a batch are sent before its commit. If the broker is down, the archive stops before the
-#             commit, so that no record counts as archived that is not.
 
 MAX_LINE = 1 << 20  # bytes, if the broker does not tell
 _BESIDE = ("routing_key", "producer_ts", "id", "reason")  # parts of a dead letter's line besides headers and payload
-_ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> DataFrame:
@@ -70,14 +76,12 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> Data
     text, size = F.col("value").cast("string"), F.octet_length("value")
     beside = (F.octet_length(F.coalesce(each, F.lit(""))) for each in (*map(F.col, _BESIDE), F.to_json("headers")))
     room = F.lit(max_line - 1024) - 3 * reduce(add, beside)  # percent-encoded: three bytes for one
-    plain = F.is_valid_utf8(text) & ~text.rlike(
-        r"[\x00-\x08\x0a-\x1f\x7f]"
-    )  # other payloads are sent as base64: four bytes for three
+    # Payloads that are not plain are sent as base64: four bytes for three.
+    plain = F.is_valid_utf8(text) & ~text.rlike(r"[\x00-\x08\x0a-\x1f\x7f]")
     short = F.greatest((room * 3 / 4).cast("int"), F.lit(0))
     cut = size > F.when(plain, room).otherwise(short)
-    odd = F.map_filter(
-        "headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc")
-    )  # headers that tell how it was stored
+    # p, w and enc tell how the record was stored.
+    odd = F.map_filter("headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc"))
     ours = {
         "reason": F.col("reason"),
         "from": F.concat_ws("-", "topic", "partition", "offset"),
@@ -122,7 +126,9 @@ class DeadLetters:
         hint = "give --producers host:port for each, or --bad keep or drop"
         if given and len(given) != len(options.brokers):
             raise ConfigError(f"--producers {to.producers!r}: there are {len(options.brokers)} brokers; {hint}")
-        if not given and not (options.paths and list(map(os.path.realpath, options.paths)) == [_own_data()]):
+        if not given and not (
+            options.paths and list(map(os.path.realpath, options.paths)) == [os.path.realpath(load().data)]
+        ):
             raise ConfigError(
                 f"bad records go to <topic>{DLQ} at the broker they are from, but where it listens is unknown; {hint}"
             )
@@ -137,7 +143,7 @@ class DeadLetters:
             try:
                 target.check()
                 with producer(target.address, target.access) as probe:
-                    self._max_line = min(self._max_line, probe.connect(timeout=_ADOPT_S))
+                    self._max_line = min(self._max_line, probe.connect(timeout=ADOPT_S))
             except (KmqError, TimeoutError, ValueError) as err:
                 raise ConfigError(
                     f"bad records could not be sent to {target.address}: {err}; start the broker, {hint}"
@@ -173,35 +179,14 @@ class DeadLetters:
         if isinstance(at, Directory):
             if name not in at.topics():
                 topics.declare(at.path, name, 1)
-            deadline = time.monotonic() + _ADOPT_S
-            while topics.load(at.path, name)[1] is None:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"topic {name!r}: the router of {broker} has not adopted it; is the broker up?")
-                time.sleep(0.05)
+            if not is_adopted(at.path, name):
+                raise ConfigError(f"topic {name!r}: the router of {broker} has not adopted it; is the broker up?")
         elif name not in at.topics():
             raise ConfigError(f"topic {name!r} is needed at {broker} for bad records: kmq topics create {name}, there")
         self._declared.add((broker, name))
 
 
-def _own_data() -> str:
-    return os.path.realpath(load().data)
-
-
-# --- archive ---------------------------------------------------------------------------------------------------------
-
-__all__ = ["BAD", "EVERY", "INFER", "NONE", "READ", "Archive", "Archived", "Payloads"]
-__all__ += ["dead_letters", "enrich", "infer", "parse", "run", "start", "with_text"]
-
-# The columns that are read. The key as bytes, so that a dead letter keeps it exactly.
-READ = (
-    "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
-    " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
-)
-PARTITION_BY = ("topic", "date", "hour")
-BAD = ("dlq", "keep", "drop")
-
-
-# --- functions on DataFrames ----------------------------------------------------------------------------------------
+# --- functions on DataFrames -----------------------------------------------------------------------------------------
 
 
 def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> DataFrame:
@@ -231,7 +216,7 @@ def with_text(rows: DataFrame) -> DataFrame:
     return rows.withColumns({"value_text": F.when(good, text), "value": F.when(~good, F.col("value"))})
 
 
-# --- what is requested ----------------------------------------------------------------------------------------------
+# --- what is requested -----------------------------------------------------------------------------------------------
 
 
 class Payloads(NamedTuple):
@@ -294,7 +279,7 @@ class Archived(NamedTuple):
     merged: int  # small files that were merged
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -338,10 +323,10 @@ def start(spark: SparkSession, asked: Archive, progress: Any = None) -> Archived
     with asked.table.open(asked.trigger.checkpoint) as table:
         fields = None
         if asked.payloads.schema != NONE:
-            fields = schemas.decide(spark, table, asked.where, asked.payloads.schema)
+            fields = decide_schema(spark, table, asked.where, asked.payloads.schema)
         batches = _Batches(asked, table, fields, enrich_more, letters)
         batches.check(spark)
-        schemas.keep(table, fields)
+        keep_schema(table, fields)
         if progress is not None:
             progress.describe(f"archive to {asked.table.to}")
         stream = spark.readStream.format("kmq").schema(READ)

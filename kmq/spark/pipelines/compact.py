@@ -1,8 +1,8 @@
 """Compact topics declared `cleanup = "compact"`: keep the latest record of each key, in place, with the same offset.
 
     from kmq.spark.pipelines.compact import latest
-    latest(spark.read.format("kmq").option("path", "data").option("subscribe", "users").load()).show()    # a topic as a
-                                                                                                          table
+    users = spark.read.format("kmq").option("path", "data").option("subscribe", "users").load()
+    latest(users).show()    # a topic as a table
 
 Spark finds the records that have been replaced; it reads as far as router.ckpt says the logs are on disk. Tasks rewrite
 each sealed segment that has such records, and the owner of topics/ swaps the segments. kmq/log/compaction.py explains
@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,7 +65,7 @@ class Compacted(NamedTuple):
         return self.bytes / self.of_bytes if self.of_bytes else 0.0
 
 
-# --- functions on DataFrames ----------------------------------------------------------------------------------------
+# --- functions on DataFrames -----------------------------------------------------------------------------------------
 
 
 def latest(rows: DataFrame) -> DataFrame:
@@ -94,7 +95,7 @@ def replaced(rows: DataFrame, deleted_before: datetime | Column, wal_first: int)
     return counted.where(gone).select("topic", "partition", "offset", "bytes")
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -165,7 +166,8 @@ def _compact(
         chosen = [n for n in stats if (segments[n].topic, segments[n].partition) in worth]
         if place and chosen:
             lists = _lists(gone.where(F.col("segment").isin(chosen)), len(chosen))
-            lists.rdd.mapPartitions(_Rewriter(data, place, segments)).count()
+            ranges = [(each.topic, each.partition, each.first, each.end) for each in segments]
+            lists.rdd.mapPartitions(partial(_rewrite, data=data, place=place, segments=ranges)).count()
         return found
     finally:
         gone.unpersist()
@@ -234,14 +236,10 @@ def _assess(
     return Compacted(*at, len(counted), records, nbytes, of_bytes, worth)
 
 
-class _Rewriter:
-    """A task: prepares the new segments from sorted lists of the records to remove."""
-
-    def __init__(self, data: str, place: str, segments: Sequence[Sealed]) -> None:
-        self.data, self.place = data, place
-        self.segments = [(each.topic, each.partition, each.first, each.end) for each in segments]
-
-    def __call__(self, rows: Iterable[Row]) -> Iterator[int]:
-        for number, lists in groupby(rows, itemgetter("segment")):
-            gone = [offset for row in lists for offset in row["offsets"]]
-            yield compaction.lay_out(self.data, Sealed(*self.segments[number]), gone, self.place)
+def _rewrite(
+    rows: Iterable[Row], data: str, place: str, segments: Sequence[tuple[str, int, int, int]]
+) -> Iterator[int]:
+    """Prepare the new segments from sorted lists of the records to remove: what a task does."""
+    for number, lists in groupby(rows, itemgetter("segment")):
+        gone = [offset for row in lists for offset in row["offsets"]]
+        yield compaction.lay_out(data, Sealed(*segments[number]), gone, place)

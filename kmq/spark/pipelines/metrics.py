@@ -5,8 +5,8 @@
 
 `measure` works on a DataFrame of a batch or of a stream. In a stream a window is written once, when records of
 WATERMARK later have arrived; records that arrive even later are counted in no window. `run` then ends with an error
-(streaming/checkpoint.py), or drops such records if requested. It shows a table, or adds rows to a Parquet, Delta or Iceberg
-table (exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once per query and batch,
+(streaming/checkpoint.py), or drops such records if requested. It shows a table, or adds rows to a Parquet, Delta or
+Iceberg table (exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once per query and batch,
 kmq/spark/sink/sink.py).
 """
 
@@ -23,8 +23,8 @@ from kmq.errors import ConfigError
 from kmq.spark.pinned import IN_UTC, utc_date
 from kmq.spark.pipelines.table import Keywords, follow, starting
 from kmq.spark.sink.targets import Destination, Target
-from kmq.spark.streaming import checkpoint as late
 from kmq.spark.streaming import streams
+from kmq.spark.streaming.checkpoint import FAIL, LateError, check_mode, dropped_so_far
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import PARQUET, TableSpec
 
@@ -97,7 +97,7 @@ def _seconds(window: str, option: str = "--window") -> int:
     return int(match[1]) * {"second": 1, "minute": 60, "hour": 3600, "day": _DAY_S}[match[2]]
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- on a terminal ---------------------------------------------------------------------------------------------------
 
 
 def summary(spark: SparkSession, where: Mapping[str, str], window: str = WINDOW) -> DataFrame:
@@ -134,7 +134,7 @@ def as_table(figures: DataFrame) -> Table:
     return shown
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 class Windows(NamedTuple):
@@ -142,7 +142,7 @@ class Windows(NamedTuple):
 
     window: str = WINDOW
     watermark: str = WATERMARK  # how long a window stays open for late records
-    on_late: str = late.FAIL  # what happens to a batch with later records: see `run`
+    on_late: str = FAIL  # what happens to a batch with later records: see `run`
 
 
 class Metrics(NamedTuple):
@@ -202,7 +202,7 @@ def run(
 def start(spark: SparkSession, asked: Metrics) -> int:
     """Run metrics of a stream; return the rows added to the table."""
     windows, to = asked.windows, asked.table.to
-    late.check_mode(windows.on_late)
+    check_mode(windows.on_late)
     _seconds(windows.watermark, "--watermark")
     if bool(to) == bool(asked.topic):
         raise ConfigError("give --to or --into, one of them")
@@ -225,10 +225,10 @@ def _to_table(measured: DataFrame, asked: Metrics) -> int:
         def prepare(batch: DataFrame, query: str) -> None:
             table.stage(batch.coalesce(1).withColumn("date", day))
             spark = measured.sparkSession
-            missing = late.dropped_so_far(spark, query) if asked.windows.on_late == late.FAIL else 0
+            missing = dropped_so_far(spark, query) if asked.windows.on_late == FAIL else 0
             if missing:
                 batch_id = int(spark.sparkContext.getLocalProperty("streaming.sql.batchId") or 0)
-                raise late.LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
+                raise LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
 
         return follow(table, measured, prepare, "metrics", asked.trigger).rows
 

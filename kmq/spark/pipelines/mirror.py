@@ -9,9 +9,8 @@ Routing key, producer_ts, payload and headers are copied unchanged, except heade
 with a mark. Headers of the copy tell where the record is in the source:
 
     mirror              id of the source's data directory (its file `id`)
-    mirror_partition    its partition, offset and seq there
-    mirror_offset
-    mirror_seq
+    mirror_partition, mirror_offset, mirror_seq
+                        its partition, offset and seq there
     mirror_id           its id there, if it had one: producers with a name number their messages
     mirror_<letter>     a header of one letter, which only KMQ may set; any other name that no client may set:
                         mirror_0x<hex>
@@ -22,21 +21,19 @@ Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<
             mirror each other without a loop. (Of three brokers each must mirror from both others.)
 Partitions  A key keeps its partition number only if both topics have as many partitions, and the same partitioner. So a
             topic that the target lacks is declared there alike (`--to-path`), or the error shows the command that does
-            (`--to-brokers`); a different number or partitioner is refused. Without either option nothing is known of the target:
-            topics with several partitions or a dot in their name, which a message alone does not create, are refused.
-            Messages without a key are spread anew.
+            (`--to-brokers`); a different number or partitioner is refused. Without either option nothing is known of
+            the target: topics with several partitions or a dot in their name, which a message alone does not create,
+            are refused. Messages without a key are spread anew.
 Again       A record that the target has already is compared with its copy, if the target's logs can be read
             (`--to-path`, `--to-brokers`). A different record (a source restored from an older copy), or a copy removed
             by retention, stops the mirror; `--replay trust` skips the record. Without these options producer and id
             decide.
 Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). If a mirror idles longer and
-loses its
-            checkpoint, it copies everything again. A message that exceeds the target's KMQ_MAX_LINE with these headers
-            stops the mirror, and the error names it: allow the target some 300 bytes more.
+            loses its checkpoint, it copies everything again. A message that exceeds the target's KMQ_MAX_LINE with
+            these headers stops the mirror, and the error names it: allow the target some 300 bytes more.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
@@ -46,7 +43,7 @@ from pyspark.sql import functions as F
 from kmq.errors import ConfigError
 from kmq.log import topics
 from kmq.message.text import percent_encode
-from kmq.spark.pipelines.table import BATCH_BYTES, Keywords
+from kmq.spark.pipelines.table import BATCH_BYTES, Keywords, is_adopted
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import STOP, TRUST, Target
 from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
@@ -71,7 +68,6 @@ _NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may set
 EVERY = "1 second"  # between two batches
 _LONGEST_NAME = 39  # characters of a topic in a producer's name, which has at most 64
 _ID = 12  # digits of a source's id in a producer's name
-_ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
@@ -117,7 +113,7 @@ def producer_of(source: str, topic: str, partition: int) -> str:
     return f"mirror-{source[:_ID]}-{name}-{partition}"
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 class Mirrored(NamedTuple):
@@ -183,8 +179,23 @@ def start(
         raise ConfigError(f"{to.logs.name} is the source: a broker is not mirrored into itself")
     lines_to = Target.of(to.lines, to.connection or {}, "--to")
     lines_to.check()
-    mirror = _Mirror(_comparing(lines_to, to.logs, to.replay), identities, lambda: _agree(sources, options, to.logs))
-    mirror.agree()
+    sink = _comparing(lines_to, to.logs, to.replay)
+    sent = skipped = batches = 0
+
+    def copy(batch: DataFrame, batch_id: int) -> None:
+        """Copy a micro-batch. Spark calls this for each batch, and again for a batch whose end it did not see."""
+        nonlocal sent, skipped, batches
+        _agree(sources, options, to.logs)  # for new topics, which this batch may have
+        seen = Observation()
+        is_copy = F.map_contains_key("headers", ORIGIN)
+        counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
+        writer = messages(counted, identities).write.format("kmq").mode("append").options(**sink)
+        writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a target that is down
+        sent += seen.get["rows"] - seen.get["copies"]
+        skipped += seen.get["copies"]
+        batches += 1
+
+    _agree(sources, options, to.logs)
     given = {name.lower() for name in where}
     more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
     more |= {} if given & {"maxbytespertrigger", "maxoffsetspertrigger"} else {"maxBytesPerTrigger": BATCH_BYTES}
@@ -192,8 +203,8 @@ def start(
     if progress:
         progress.describe(f"mirror to {to.lines}")
     here = f"kmq-mirror-{to.lines.rpartition('/')[2].replace(':', '-')}"
-    streams.follow(rows, mirror.copy, "mirror", trigger.at(here))
-    return Mirrored(mirror.rows, mirror.skipped, mirror.batches)
+    streams.follow(rows, copy, "mirror", trigger.at(here))
+    return Mirrored(sent, skipped, batches)
 
 
 def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
@@ -202,27 +213,6 @@ def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
         return {**to.options, "kmq.replay": TRUST}
     where = "path" if isinstance(logs, Directory) else "kmq.bootstrap.servers"
     return {**to.options, "kmq.replay": replay, where: logs.name}
-
-
-class _Mirror:
-    """Copies each micro-batch, and counts the results."""
-
-    def __init__(self, to: Mapping[str, str], identities: Mapping[str, str], agree: Callable[[], None]) -> None:
-        """`to`: the sink's options."""
-        self.to, self.identities, self.agree = to, identities, agree
-        self.rows = self.skipped = self.batches = 0
-
-    def copy(self, batch: DataFrame, batch_id: int) -> None:
-        """Copy a micro-batch. Spark calls this for each batch, and again for a batch whose end it did not see."""
-        self.agree()  # for new topics, which this batch may have
-        seen = Observation()
-        is_copy = F.map_contains_key("headers", ORIGIN)
-        counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
-        writer = messages(counted, self.identities).write.format("kmq").mode("append").options(**self.to)
-        writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a target that is down
-        self.rows += seen.get["rows"] - seen.get["copies"]
-        self.skipped += seen.get["copies"]
-        self.batches += 1
 
 
 def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker | None) -> None:
@@ -266,8 +256,5 @@ def _declare(target: Broker, topic: str, layout: Layout) -> None:
             f" there: kmq topics create {topic} -p {layout.partitions} --partitioner {layout.partitioner}"
         )
     topics.declare(target.path, topic, layout.partitions, partitioner=layout.partitioner)
-    deadline = time.monotonic() + _ADOPT_S
-    while topics.load(target.path, topic)[1] is None:
-        if time.monotonic() > deadline:
-            raise ConfigError(f"topic {topic}: the router of {target.name} has not adopted it; is the broker up?")
-        time.sleep(0.05)
+    if not is_adopted(target.path, topic):
+        raise ConfigError(f"topic {topic}: the router of {target.name} has not adopted it; is the broker up?")

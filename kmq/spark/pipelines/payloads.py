@@ -155,7 +155,7 @@ def with_corrupt(fields: StructType) -> StructType:
     return StructType([*fields, StructField(_CORRUPT, StringType())])
 
 
-# --- most payloads: checked by counting -----------------------------------------------------------------------------
+# --- most payloads: checked by counting ------------------------------------------------------------------------------
 
 
 def accounted(text: Column, document: Column, kind: StructType) -> Column:
@@ -273,7 +273,7 @@ def _has(kind: DataType, *kinds: type[DataType]) -> bool:
     return isinstance(kind, kinds)
 
 
-# --- the other payloads: parsed a second time -----------------------------------------------------------------------
+# --- the other payloads: parsed a second time ------------------------------------------------------------------------
 
 
 def _verdict(text: Column, document: Column, fields: StructType, rest: bool) -> Column:
@@ -401,14 +401,14 @@ def _listing(what: str, names: Iterable[Column]) -> Column:
     return F.concat_ws(": ", F.lit(what), F.nullif(F.concat_ws(",", *names), F.lit("")))
 
 
-# --- schemas ---------------------------------------------------------------------------------------------------------
-# The schema of an archive's payloads: given as DDL, or inferred from a sample at the first start and then fixed.
+# --- the schema ------------------------------------------------------------------------------------------------------
 
+# Given as DDL, or inferred from a sample at the first start; then fixed.
 INFER, NONE = "infer", "none"  # values in place of DDL
 SAMPLE = 10_000  # records that a schema is inferred from
 
 
-def decide(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
+def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
     """Return the schema of this table, as decided at its first start: a repeated batch must give the same rows."""
     path = _schema_file(table)
     known = None
@@ -425,7 +425,7 @@ def decide(spark: SparkSession, table: Table, where: Mapping[str, str], schema: 
     return found
 
 
-def keep(table: Table, fields: StructType | None) -> None:
+def keep_schema(table: Table, fields: StructType | None) -> None:
     """Keep the schema for all later starts."""
     if fields is not None and not os.path.exists(_schema_file(table)):
         replace_file(_schema_file(table), json.dumps(fields.jsonValue(), indent=1).encode())

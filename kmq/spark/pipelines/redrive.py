@@ -16,8 +16,8 @@ Invariant   A record is always stored once, however often the same redrive is ru
 Before      anything is sent, the new keys of exactly the rows to send are checked. These rows are kept (on disk, if
             memory is too small), so that an expression like uuid() is not evaluated twice. Later records are not
             redriven.
-Why no sink format("kmq") would encode the values anew. Here the lines are sent byte by byte, and duplicates are
-counted.
+No sink     format("kmq") would encode the values anew. Here the lines are sent byte by byte, and duplicates are
+            counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,8 +38,8 @@ from kmq.log import topic_changes
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.letters import parse_letter
-from kmq.spark.pipelines.route import Pods, among, route
-from kmq.spark.pipelines.table import Keywords, map_in_arrow
+from kmq.spark.pipelines.route import Pods, among, map_in_arrow, route
+from kmq.spark.pipelines.table import Keywords
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
@@ -54,7 +54,7 @@ _KEPT = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
 SHOWN = 20  # new keys in a summary
 
 
-class Key(NamedTuple):
+class NewKey(NamedTuple):
     """A new routing key, how many records get it, and the old key of one of these records."""
 
     new: bytes
@@ -67,7 +67,7 @@ class Summary(NamedTuple):
 
     records: int
     keys: int  # different new keys
-    most: list[Key]  # the keys with most records
+    most: list[NewKey]  # the keys with most records
     never_stored: int  # dropped by ring framed, before the WAL
     retired: int  # no longer in the WAL
     before: int = 0  # how many of `records` had been stored before
@@ -119,7 +119,7 @@ def _sql(option: str, text: str, make: Callable[[], DataFrame]) -> DataFrame:
         raise ConfigError(f"{option} {text!r}: {str(err).strip().splitlines()[0]}") from None
 
 
-# --- selection ------------------------------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
@@ -152,7 +152,7 @@ def _read(spark: SparkSession, where: Mapping[str, str], topic: str) -> DataFram
     return rows.withColumns({"log": F.col("topic"), "number": F.col("partition")})
 
 
-# --- summary --------------------------------------------------------------------------------------------------------
+# --- summary ---------------------------------------------------------------------------------------------------------
 
 
 def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
@@ -167,12 +167,12 @@ def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
     total = keys.agg(F.sum("records").alias("records"), F.count("*").alias("keys")).first()
     assert total is not None
     most = keys.orderBy(F.desc("records"), "new_key").limit(SHOWN)
-    shown = [Key(bytes(row.new_key), row.records, bytes(row.old)) for row in most.collect()]
+    shown = [NewKey(bytes(row.new_key), row.records, bytes(row.old)) for row in most.collect()]
     keys.unpersist()
     return Summary(total.records or 0, total.keys, shown, source.never_stored, source.retired)
 
 
-# --- in a task ------------------------------------------------------------------------------------------------------
+# --- in a task -------------------------------------------------------------------------------------------------------
 
 
 def _send(
@@ -213,7 +213,7 @@ def _send(
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 class Redrive(NamedTuple):
@@ -226,6 +226,9 @@ class Redrive(NamedTuple):
     dropped: bool = False  # redrive what dropped.log names, not what the topic holds
     name: str = ""  # of the redrive; under another name the same records are redriven again
     max_replays: int = letters.MAX_REPLAYS  # dead letters that came back so often stay
+    rate: float = 0  # maximum messages per second; 0: no limit
+    dry_run: bool = False  # send nothing
+    destination: Destination = Destination()
 
     @property
     def is_back(self) -> bool:
@@ -233,15 +236,8 @@ class Redrive(NamedTuple):
         return self.to == redrive.to_sql(redrive.ORIGIN) and not self.name
 
 
-class Sending(NamedTuple):
-    """How the redriven records are sent."""
-
-    rate: float = 0  # maximum messages per second; 0: no limit
-    dry_run: bool = False  # send nothing
-
-
 class RedriveOptions(TypedDict, total=False):
-    """The keyword arguments of `run`: fields of Redrive, Sending and Destination."""
+    """The keyword arguments of `run`: fields of Redrive and Destination."""
 
     dropped: bool
     name: str
@@ -266,24 +262,22 @@ def run(
 
     `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the
     redrive; under another name the same records are redriven again. `max_replays`: dead letters that came back so often
-    stay. `producers`: host:port of the target; default: the
-    broker of our settings. `connection`: the sink's options for its token, TLS and timeout; None: the token of `where`.
+    stay. `producers`: host:port of the target; default: the broker of our settings. `connection`: the sink's options
+    for its token, TLS and timeout; None: the token of `where`.
     """
     given = Keywords("run", options)
-    asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition)
-    sending, destination = given.value(Sending), given.value(Destination)
+    destination = given.value(Destination)
+    asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition, destination=destination)
     given.check_all_taken()
-    return start(spark, asked, sending, destination, progress)
+    return start(spark, asked, progress)
 
 
-def start(
-    spark: SparkSession, asked: Redrive, sending: Sending, destination: Destination, progress: Any = None
-) -> Summary:
+def start(spark: SparkSession, asked: Redrive, progress: Any = None) -> Summary:
     """Run a redrive."""
     describe = progress.describe if progress is not None else lambda what: None
     pods = Pods(asked.where)
-    connection = destination.connection_like(pods.options.token)
-    target = None if sending.dry_run else Target.of(destination.producers, connection)
+    connection = asked.destination.connection_like(pods.options.token)
+    target = None if asked.dry_run else Target.of(asked.destination.producers, connection)
     source = (_dropped if asked.dropped else _queue)(spark, asked.where, pods, asked.topic)
     all_rows = rewritten(source.rows, asked.to, asked.condition).select(*_KEPT)
     judged = _judged(all_rows, asked).persist(StorageLevel.MEMORY_AND_DISK)
@@ -297,10 +291,10 @@ def start(
         describe(f"sending {found.records:,} records")
         place = ("broker", "log", "number")
         rows = chosen.drop("routing_key")
-        parted = rows.repartition(1) if sending.rate else rows.repartition(*place)
+        parted = rows.repartition(1) if asked.rate else rows.repartition(*place)
         which = (asked.name, asked.to, asked.condition, asked.topic if asked.dropped else "")
         numbering = None if asked.is_back else which
-        send = partial(_send, identities=pods.identities(), which=numbering, target=target, rate=sending.rate)
+        send = partial(_send, identities=pods.identities(), which=numbering, target=target, rate=asked.rate)
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
         return found._replace(before=sum(row.before for row in sent))
     finally:

@@ -5,37 +5,38 @@
                 the pod's id. Uses: queues from a WAL that was shipped elsewhere; a pod that lost its queues and whose
                 WAL takes one router too long; a second opinion. `kmq log`, `kmq verify` and format("kmq") read it, and
                 a pod may continue with it.
-    parquet,    the queues of many pods as one table, partitioned by topic and partition, each file in the order of
-    delta,      (broker, seq). Uses: to query all pods at once, even for records that no queue has any more; with
-                `--table` to try
-    iceberg     another routing table: how would records spread over 64 partitions?
+    parquet, delta, iceberg
+                the queues of many pods as one table, partitioned by topic and partition, each file in the order of
+                (broker, seq). Uses: to query all pods at once, even for records that no queue has any more; with
+                `--table` to try another routing table: how would records spread over 64 partitions?
 
-Invariant   A record is in the output once, where kmq.message.routing puts it by the table in force at its seq. As in the pod,
-            records that dropped.log names for ring `durable` are left out. The stream's checkpoint tells the seq
-            reached.
+Invariant   A record is in the output once, where kmq.message.routing puts it by the table in force at its seq. As in
+            the pod, records that dropped.log names for ring `durable` are left out. The stream's checkpoint tells the
+            seq reached.
 Crash       Spark repeats a batch whose end it has not seen.
             log             each log skips the records it has, as its last line tells. A torn end is cut first, as by
                             the router. Files are synced before the batch ends; then router.ckpt records their lengths.
             tables          see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
 Not covered A stream that runs ahead of a pod's router cannot know what the router will drop, nor the seq from which a
-topic
-            that is being declared, or named by a mark, will be in force. Segments cut by age: these cuts depend on when
-            the router appended. A table is ordered only within a file; files are numbered by batch.
+            topic that is being declared, or named by a mark, will be in force. Segments cut by age: these cuts depend
+            on when the router appended. A table is ordered only within a file; files are numbered by batch.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.udf import UserDefinedFunction
+from pyspark.util import PythonEvalType
 
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError, RetryError
@@ -48,18 +49,23 @@ from kmq.log.partition_recovery import WalRange, fits, recover
 from kmq.log.reader import WAL
 from kmq.log.segment import Limits
 from kmq.message.routing import Table, Topic, lives, table
-from kmq.repair import ledger as ledgers
-from kmq.spark.pipelines.table import Keywords, map_in_arrow
+from kmq.repair import ledger
+from kmq.spark.pipelines.table import Keywords
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import FORMATS, TableSpec, base
-from kmq.spark.tables import Table as Files
+
+LOG = "log"
+PARTITION_BY = ("topic", "partition")  # of the table
+SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # the columns read from WALs
+EVERY = "1 second"
+BATCH_BYTES = "1g"  # of WAL in a batch, which is sorted on disk if memory is too small
+_BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
 
 # --- pods ------------------------------------------------------------------------------------------------------------
-# What pods know of themselves: their routing tables, and what drop_oldest removed from their queues.
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → (first, last) seqs
 
@@ -78,30 +84,29 @@ class Pods:
 
     def look(self) -> tuple[Routing, Ranges]:
         """Return the current routing table, and what drop_oldest removed from the queues."""
-        stated = {name: broker.ledger() for name, broker in self.brokers.items()}
-        dropped = {name: ledger["dropped"]["durable"] for name, ledger in stated.items()}
+        ledgers = {name: broker.ledger() for name, broker in self.brokers.items()}
+        dropped = {name: stated["dropped"]["durable"] for name, stated in ledgers.items()}
         if self._table:  # seqs of another broker mean nothing here: all of it is in force from the start
             rows = [topics.read(self._table, name).topic(name, 0) for name in topics.names(self._table)]
             given = [(row.name.encode(), Topic(row.name, row.partitions, 0, (), (), row.partitioner)) for row in rows]
-            return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in stated.items()}), dropped
-        return Routing({name: in_force(ledger) for name, ledger in stated.items()}), dropped
+            return Routing({name: Table(given, _marks_from(stated)) for name, stated in ledgers.items()}), dropped
+        return Routing({name: in_force(stated) for name, stated in ledgers.items()}), dropped
 
     def identities(self) -> dict[str, str]:
         """Return broker → id of its data directory."""
         return {name: broker.identity() for name, broker in self.brokers.items()}
 
 
-def in_force(ledger: Mapping[str, Any]) -> Table:
-    """Return the routing table in a ledger."""
-    return table(ledgers.in_force(ledger), lives(each[:3] for each in ledger.get("deleted", ())), _marks_from(ledger))
+def in_force(stated: Mapping[str, Any]) -> Table:
+    """Return the routing table in a broker's ledger."""
+    return table(ledger.in_force(stated), lives(each[:3] for each in stated.get("deleted", ())), _marks_from(stated))
 
 
-def _marks_from(ledger: Mapping[str, Any]) -> int:
-    return int(ledger.get("marks_from", identity.NEVER))  # an older gateway does not send it
+def _marks_from(stated: Mapping[str, Any]) -> int:
+    return int(stated.get("marks_from", identity.NEVER))  # an older gateway does not send it
 
 
 # --- queue files -----------------------------------------------------------------------------------------------------
-# The queues of one pod, in the same files and bytes that its router writes. Promises: see route.py, target `log`.
 
 _STATES = "topic string, partition int, end_offset bigint, last_seq bigint, size bigint, start bigint, records bigint"
 _ANY_SEQ = 1 << 62
@@ -172,10 +177,6 @@ class QueueFiles:
         replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
         return sum(row.records for row in states)
 
-    def check_checkpoint(self, path: str) -> None:
-        if "://" not in path:
-            base.usable("--checkpoint", path)
-
     def _topic(self, name: str) -> Topic:
         return self._table.get(name.encode()) or Topic(name, 1, self._first_seq(name))
 
@@ -205,7 +206,7 @@ class QueueFiles:
         return topics.Declaration(1, self._first_seq(name))
 
 
-# --- in a task: lines to logs ---------------------------------------------------------------------------------------
+# --- in a task: lines to logs ----------------------------------------------------------------------------------------
 
 
 class _Run(NamedTuple):
@@ -291,15 +292,6 @@ def _sync(paths: Sequence[str]) -> None:
         sync_directory(each)
 
 
-# --- route -----------------------------------------------------------------------------------------------------------
-
-LOG = "log"
-PARTITION_BY = ("topic", "partition")  # of the table
-SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # the columns read from WALs
-EVERY = "1 second"
-BATCH_BYTES = "1g"  # of WAL in a batch, which is sorted on disk if memory is too small
-_BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
-
 # --- functions on DataFrames -----------------------------------------------------------------------------------------
 
 
@@ -327,49 +319,7 @@ def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
     return rows.join(F.broadcast(table), lies_in, "left_semi" if inside else "left_anti")
 
 
-# --- targets --------------------------------------------------------------------------------------------------------
-
-
-class Target(Protocol):
-    """Where routed rows go, batch by batch."""
-
-    def __enter__(self) -> "Target": ...
-    def __exit__(self, *error: object) -> None: ...
-    def add(self, rows: DataFrame, batch_id: int) -> int:
-        """Add a batch unless it was added before; return how many records were added."""
-        ...
-
-    def check_checkpoint(self, path: str) -> None:
-        """Raise ConfigError if a stream cannot resume from this checkpoint."""
-        ...
-
-
-class Tables:
-    """A table: broker, seq, recv_ts, key and line of each record, partitioned by topic and partition."""
-
-    def __init__(self, output: TableSpec, checkpoint: str = "") -> None:
-        self._files: Files = output.open(checkpoint)
-
-    def __enter__(self) -> "Tables":
-        self._files.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.__exit__(*error)
-
-    def add(self, rows: DataFrame, batch_id: int) -> int:
-        return self._files.add(rows, batch_id, self._stage) or 0
-
-    def check_checkpoint(self, path: str) -> None:
-        self._files.stream.check_checkpoint(path)
-
-    def _stage(self, rows: DataFrame, query: str) -> None:
-        order = ("topic", "partition", "broker", "seq")
-        in_order = rows.repartition("topic", "partition").sortWithinPartitions(*order)
-        self._files.stage(in_order.select("topic", "partition", "broker", "seq", "recv_ts", "key", "line"))
-
-
-# --- the pipeline ---------------------------------------------------------------------------------------------------
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 class Route(NamedTuple):
@@ -420,20 +370,49 @@ def start(spark: SparkSession, asked: Route, progress: Any = None) -> int:
     if asked.table and output.format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
     pods = Pods(asked.where, asked.table)
-    target: Target = QueueFiles(output.to, pods) if output.format == LOG else Tables(output, asked.trigger.checkpoint)
     records = 0
 
     def add(batch: DataFrame, batch_id: int) -> None:
         nonlocal records
         routing, dropped = pods.look()
-        records += target.add(route(among(batch, dropped, inside=False), routing), batch_id)
+        routed = route(among(batch, dropped, inside=False), routing)
+        if isinstance(target, QueueFiles):
+            records += target.add(routed, batch_id)
+        else:
+            records += target.add(routed, batch_id, partial(_stage, target)) or 0
 
     trigger = asked.trigger.at(f"{os.path.abspath(output.to)}/.kmq/checkpoint")
-    with target:
-        target.check_checkpoint(trigger.checkpoint)
+    with QueueFiles(output.to, pods) if output.format == LOG else output.open(asked.trigger.checkpoint) as target:
+        if not isinstance(target, QueueFiles):
+            target.stream.check_checkpoint(trigger.checkpoint)
+        elif "://" not in trigger.checkpoint:
+            base.usable("--checkpoint", trigger.checkpoint)
         if progress is not None:
             progress.describe(f"route to {output.to}")
         options = {"subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": asked.batch_bytes}
         rows = spark.readStream.format("kmq").schema(SCHEMA).options(**{**asked.where, **options}).load()
         streams.follow(rows, add, "route", trigger)
     return records
+
+
+def _stage(files: base.Table, rows: DataFrame, query: str) -> None:
+    """Stage broker, seq, recv_ts, key and line of each record, partitioned by topic and partition."""
+    order = ("topic", "partition", "broker", "seq")
+    in_order = rows.repartition("topic", "partition").sortWithinPartitions(*order)
+    files.stage(in_order.select("topic", "partition", "broker", "seq", "recv_ts", "key", "line"))
+
+
+# --- mapInArrow without pandas ---------------------------------------------------------------------------------------
+
+Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+
+def map_in_arrow(rows: DataFrame, work: Work, schema: str) -> DataFrame:
+    """Return what `rows.mapInArrow(work, schema)` returns, without its need for pandas.
+
+    Does the same as Spark's own method (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3), which requires pandas although
+    no part of it uses pandas.
+    """
+    udf = UserDefinedFunction(work, returnType=schema, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
+    columns = udf(*(rows[name] for name in rows.columns))
+    return DataFrame(rows._jdf.mapInArrow(columns._jc, False, None), rows.sparkSession)

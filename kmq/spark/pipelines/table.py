@@ -1,14 +1,11 @@
-"""Add a stream to a table, batch by batch."""
+"""What pipelines that follow topics share: a stream into a table, its options, and the keyword arguments of `run`."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import pyarrow as pa
-from pyspark.sql import DataFrame
-from pyspark.sql.udf import UserDefinedFunction
-from pyspark.util import PythonEvalType
-
+from kmq.log import topics
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.checkpoint import Checkpoint
 from kmq.spark.streaming.streams import ONCE, Trigger
@@ -57,10 +54,10 @@ def follow(
     return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
 
 
-# --- following -------------------------------------------------------------------------------------------------------
-# The options of a stream that follows topics into a table or a topic.
+# --- options of the stream -------------------------------------------------------------------------------------------
 
 BATCH_BYTES = "64m"  # of lines in a micro-batch
+ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES) -> dict[str, str]:
@@ -80,20 +77,30 @@ def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES) -> dict[s
     return options
 
 
+def is_adopted(data: str, topic: str) -> bool:
+    """Wait until the router of a data directory has adopted a declared topic. Return False if it has not in ADOPT_S."""
+    deadline = time.monotonic() + ADOPT_S
+    while topics.load(data, topic)[1] is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 # --- keywords --------------------------------------------------------------------------------------------------------
-# The keyword arguments of a pipeline's `run`, made into the values that travel through it.
-#
-# def run(spark, where, to, **options: Unpack[Options]) -> Done:
-#     keywords = Keywords("run", options)
-#     trigger = keywords.value(Trigger, every="1 second")     # a default for this pipeline
-#     …
-#     keywords.check_all_taken()
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class Keywords:
-    """Keyword arguments, taken one value at a time."""
+    """The keyword arguments of a pipeline's `run`, made into the values that travel through it.
+
+    def run(spark, where, to, **options: Unpack[PipelineOptions]) -> Done:
+        keywords = Keywords("run", options)
+        trigger = keywords.value(Trigger, every="1 second")     # a default for this pipeline
+        …
+        keywords.check_all_taken()
+    """
 
     def __init__(self, function: str, given: Mapping[str, Any]) -> None:
         self._function, self._given = function, dict(given)
@@ -108,20 +115,3 @@ class Keywords:
         """Raise TypeError, as Python does, if an argument is unknown."""
         for name in self._given:
             raise TypeError(f"{self._function}() got an unexpected keyword argument {name!r}")
-
-
-# --- arrow -----------------------------------------------------------------------------------------------------------
-# `DataFrame.mapInArrow` where pandas is not installed.
-
-Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
-
-
-def map_in_arrow(rows: DataFrame, work: Work, schema: str) -> DataFrame:
-    """Return what `rows.mapInArrow(work, schema)` returns, without its need for pandas.
-
-    Does the same as Spark's own method (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3), which requires pandas although
-    no part of it uses pandas.
-    """
-    udf = UserDefinedFunction(work, returnType=schema, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
-    columns = udf(*(rows[name] for name in rows.columns))
-    return DataFrame(rows._jdf.mapInArrow(columns._jc, False, None), rows.sparkSession)
