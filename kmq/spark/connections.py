@@ -119,8 +119,8 @@ def duration(options: Mapping[str, str], name: str, default: float) -> float:
     return seconds
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-# Checks names that a user types: an unknown name is an error with its value and the nearest known name.
+# --- names of options ------------------------------------------------------------------------------------------------
+# An unknown name is an error with its value and the nearest known name.
 
 _ALIKE = 0.05  # names that differ by less from the best match are offered too
 _SHOWN = 80  # characters of a value: a token or an offsets table is long

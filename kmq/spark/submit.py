@@ -8,7 +8,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Python searches the script's directory first: `import names` or `import sql` would find modules of this package.
+    # Python searches the script's directory first: `import format` or `import sql` would find modules of this package.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     from kmq.cli.app import main
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from kmq.spark.sink.lines import RowError
-from kmq.spark.sink.sink import Counted, Given, Origins, fitting_name
+from kmq.spark.sink.sink import CountedIds, GivenIds, OriginIds, fitting_name
 
 JOB = "s-0b9c2f4e-3f5e-4b61-9f6a-1f2f3a4b5c6d"
 
@@ -27,7 +27,7 @@ def named(numbering, batch, first_row=0):
 
 def test_an_origin_gives_its_offset_and_a_producer_of_its_own():
     origins = [("t", 0, 3), ("t", 1, 3), ("u", 0, 0), ("t", 0, 4), ("t.0", 0, 9), ("t", 1, 7)]
-    found = named(Origins(JOB, 12), rows(*origins))
+    found = named(OriginIds(JOB, 12), rows(*origins))
     assert [id for _, id in found] == [offset + 1 for *_, offset in origins]
     assert len({name for name, _ in found}) == len({origin[:2] for origin in origins})
     assert all(name.startswith(f"{JOB}-") and name.endswith("-12") and len(name) <= 64 for name, _ in found)
@@ -35,7 +35,7 @@ def test_an_origin_gives_its_offset_and_a_producer_of_its_own():
 
 def test_brokers_slices_jobs_and_topics_never_share_a_producer():
     names = {
-        named(Origins(job, slice_), rows((topic, partition, 0), broker=broker))[0][0]
+        named(OriginIds(job, slice_), rows((topic, partition, 0), broker=broker))[0][0]
         for job in (JOB, "x" * 64, "y" * 64, "backfill")
         for slice_ in (0, 1, 11, 99_999)
         for topic, partition in (("t", 1), ("t", 11), ("t1", 1), ("t" * 200, 1))
@@ -57,11 +57,11 @@ def test_brokers_slices_jobs_and_topics_never_share_a_producer():
 )
 def test_rows_that_are_not_one_a_record_in_order_are_an_error(second, says):
     with pytest.raises(RowError, match=says):
-        named(Origins(JOB, 0), rows(("t", 0, 5), second), first_row=10)
+        named(OriginIds(JOB, 0), rows(("t", 0, 5), second), first_row=10)
 
 
 def test_an_origin_that_comes_again_in_the_next_arrow_batch_is_an_error():
-    numbering = Origins(JOB, 0)
+    numbering = OriginIds(JOB, 0)
     named(numbering, rows(("t", 0, 5), ("u", 0, 9)))
     named(numbering, rows(("t", 0, 6)), 2)
     with pytest.raises(RowError, match=r"row 3 .*: 9 comes after 9"):
@@ -69,7 +69,7 @@ def test_an_origin_that_comes_again_in_the_next_arrow_batch_is_an_error():
 
 
 def test_numbers_of_a_place_rise_over_arrow_batches():
-    numbering = Counted("s-q-0", 2 * 10**9)
+    numbering = CountedIds("s-q-0", 2 * 10**9)
     batch = pa.RecordBatch.from_pydict({"value": ["a", "b"]})
     assert named(numbering, batch) == [("s-q-0", 2 * 10**9), ("s-q-0", 2 * 10**9 + 1)]
     assert named(numbering, batch, 2) == [("s-q-0", 2 * 10**9 + 2), ("s-q-0", 2 * 10**9 + 3)]
@@ -77,7 +77,7 @@ def test_numbers_of_a_place_rise_over_arrow_batches():
 
 
 def test_given_numbers_must_rise_within_their_producer():
-    numbering = Given()
+    numbering = GivenIds()
     assert named(numbering, pa.RecordBatch.from_pydict({"producer": ["a", "b", "a"], "id": [5, 1, 6]})) == [
         ("a", 5),
         ("b", 1),

@@ -3,9 +3,9 @@
     kmq pipeline run audit --path data                               a data directory, of a broker that may be running
     kmq pipeline run audit --brokers a:8082,b:8082                   or over HTTP, each broker by itself
 
-Steps       snapshot.py (the brokers at one moment, cut into tasks by seqs), auditor.py with comparison.py (within a task),
-            this module (Spark adds up), report.py and page.py (the result). auditor.py says what is audited, what
-            cannot be, and why.
+Steps       snapshot.py (the brokers at one moment, cut into tasks by seqs), auditor.py with comparison.py (within a
+            task), this module (Spark adds up), report.py and page.py (the result). auditor.py says what is audited,
+            what cannot be, and why.
 Speed       Nothing is shuffled. The WAL and each queue are in order of seq, so a task reads a range of the WAL and the
             part of each queue that belongs to it. Only rows about topics, moments and findings leave the task. They are
             combined with DataFrames, as users can do: `evidence`, `findings`, `by_hour`.

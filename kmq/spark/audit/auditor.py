@@ -2,7 +2,8 @@
 
 Exact       In a task without errors, the bytes of a queue are the lines of the WAL that route there, one after another.
             They are compared as bytes, block by block, without Python code per record. Only for queues that differ are
-            lines compared one by one (QueueAuditor): missing, duplicate, out of order, altered, in a wrong queue, foreign.
+            lines compared one by one (QueueAuditor): missing, duplicate, out of order, altered, in a wrong queue,
+            foreign.
 Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, format and order
             are checked. WAL records below the first record that a queue still has. All of these are counted as notes.
             In a compacted queue there must be as many bare newlines between two records as records are missing there;

@@ -108,7 +108,7 @@ _MAX_KEYS = 1 << 18  # routing keys remembered
 
 
 class Routes:
-    """Number the queues (`places[number]`), and find for each record the number of its queue, by the table at its seq."""
+    """Number the queues (`places[number]`), and find the queue of each record by the routing table at its seq."""
 
     def __init__(self, snapshot: BrokerSnapshot) -> None:
         self.places: list[TopicPartition] = []

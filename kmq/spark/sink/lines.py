@@ -132,7 +132,7 @@ def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
     return ids
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partition: bool) -> list[object]:
@@ -304,7 +304,7 @@ def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:
     return _replaced(value, encoded, b64encode), encoded
 
 
-# --- arrays ---------------------------------------------------------------------------------------------------------
+# --- arrays ----------------------------------------------------------------------------------------------------------
 
 
 def _view(array: pa.BinaryArray) -> tuple[Ints, npt.NDArray[np.uint8]]:

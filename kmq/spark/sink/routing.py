@@ -1,4 +1,4 @@
-"""The routing table as columns: what kmq.message.routing decides for one line, as expressions over all rows of a DataFrame.
+"""The routing table as columns: what kmq.message.routing decides for a line, as expressions over rows of a DataFrame.
 
     routing = Routing({"data": topics.table("data")})               # broker → its table, from kmq.log.topics
     frame.select("line", routing.topic("routing_key", "seq"), routing.partition("routing_key", "seq"))

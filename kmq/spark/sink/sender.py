@@ -1,17 +1,17 @@
 """The connections of a writing task: they send whole lines that carry their ids, and the broker stores each line once.
 
 The broker replies `!dup <n> <seq>` to an id that it has already. The task finds the stored record and compares it with
-the row: in the WAL at that seq. Of an old id the broker no longer knows the seq. Then the record is searched by producer
-and id, backwards from the end of the WAL, because a producer's ids rise. A record that retention has removed from the
-WAL is searched in the same way in its topic's partitions. With several brokers each is searched, first the broker that
-had the previous record: producer and id are unique.
+the row: in the WAL at that seq. Of an old id the broker no longer knows the seq. Then the record is searched by
+producer and id, backwards from the end of the WAL, because a producer's ids rise. A record that retention has removed
+from the WAL is searched in the same way in its topic's partitions. With several brokers each is searched, first the
+broker that had the previous record: producer and id are unique.
 
 Invariant   A row counts as stored only when the broker has acknowledged it (`!ack`), or when the record stored under
             the row's producer and id has the same content: topic, key, user's headers and payload, as in
-            record.fingerprint. The task compares it in the broker's logs, byte by byte, or the broker compares it, which
-            remembers checksums of a producer's last 4,096 ids. An id whose content differs, or that no log holds any
-            more, never counts as the row's. `kmq.replay` decides what happens to such a row: stop ends the task, again
-            stores the row under the producer's next name, trust counts the row as stored.
+            record.fingerprint. The task compares it in the broker's logs, byte by byte, or the broker compares it,
+            which remembers checksums of a producer's last 4,096 ids. An id whose content differs, or that no log holds
+            any more, never counts as the row's. `kmq.replay` decides what happens to such a row: stop ends the task,
+            again stores the row under the producer's next name, trust counts the row as stored.
 Again       The names of a producer are name, name:1, name:2 … A row belongs to the first name under which its id is
             free or has the same content. So a replay of a replay finds each row where the previous replay put it.
             Nothing is lost, whatever has changed in between.

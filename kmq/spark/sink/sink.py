@@ -117,7 +117,7 @@ Identity = tuple[Ints, list[tuple[str, Ints | None]]]  # the ids, and each produ
 Numbering = Callable[[pa.RecordBatch, int], Identity]
 
 
-class Counted:
+class CountedIds:
     """Make ids from the place of a row in its Spark partition."""
 
     def __init__(self, name: str, first: int) -> None:
@@ -134,7 +134,7 @@ class Counted:
         return id - self._first
 
 
-class Given:
+class GivenIds:
     """Take ids from columns `producer` and `id`.
 
     An id must be above the previous one: the broker would count it as stored already, and the row would be lost.
@@ -163,7 +163,7 @@ class Given:
             raise RowError(int(rows[at]), "id", why)
 
 
-class Origins:
+class OriginIds:
     """Make ids from the record that a row was made of."""
 
     def __init__(self, job: str, slice_: int) -> None:
@@ -220,7 +220,7 @@ class Origins:
 def numbering(task: TaskContext, producer: str, is_stream: bool, has_ids: bool, has_origin: bool) -> Numbering:
     """Return what gives this task's rows their producers and ids. `producer`: option kmq.producer."""
     if has_ids:
-        return Given()
+        return GivenIds()
     query, batch = task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
     job, first = producer or "s", 0
     if query and batch:
@@ -228,10 +228,10 @@ def numbering(task: TaskContext, producer: str, is_stream: bool, has_ids: bool, 
     elif is_stream:
         raise KmqError(f"Spark does not say which query and batch this is: no {QUERY_ID} or no {BATCH_ID}")
     if has_origin:
-        return Origins(job, task.partitionId())
+        return OriginIds(job, task.partitionId())
     if first >= BATCHES * BATCH_ROWS:
         raise ConfigError(f"batch {batch}: a query has at most {BATCHES:,}; go on with a new checkpoint")
-    return Counted(fitting_name(job, f"-{task.partitionId()}"), first)
+    return CountedIds(fitting_name(job, f"-{task.partitionId()}"), first)
 
 
 def fitting_name(job: str, rest: str) -> str:
@@ -353,7 +353,7 @@ class _Writer:
                         rows += batch.num_rows
                 return Written(rows, senders.finish())
         except (NoPartition, ReplayError) as err:
-            if not isinstance(number, Counted):
+            if not isinstance(number, CountedIds):
                 raise
             row = number.row(err.id)
             if isinstance(err, NoPartition):

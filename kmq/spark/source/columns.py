@@ -452,7 +452,7 @@ def _text_of(stored: pa.Array) -> pa.Array:
     return decoded(text(stored)) if len(stored) else pa.array([], pa.string())
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def text(array: pa.Array, ascii: bool = False) -> pa.Array:
@@ -493,7 +493,7 @@ def _same(value: str, count: int) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------------------
 
 
 class Where(NamedTuple):

@@ -57,7 +57,7 @@ class End:
         return f"{self.option}={self.value(key)}"
 
 
-# --- options --------------------------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------------------
 
 
 def parse(options: Mapping[str, str], side: str, brokers: Sequence[str]) -> End:
@@ -140,7 +140,7 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
     return table
 
 
-# --- offsets --------------------------------------------------------------------------------------------------------
+# --- offsets ---------------------------------------------------------------------------------------------------------
 
 
 def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Key, int], int]) -> dict[Key, int]:

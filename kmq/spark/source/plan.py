@@ -23,7 +23,22 @@ __cuts      where the batch that ends here is cut into tasks, so that a replay h
 __from      where the batch begins in a new partition, which has no offset in the batch's start. The first batch has it
             for all partitions, because its start is not in the checkpoint.
 
-Invariant   `partitions` of a batch depends only on its two offsets, never on options, cores, retention or compaction.
+Invariant   The tasks of a stream's batch depend only on its two offsets, never on options, cores, retention or
+            compaction. A batch that a limit cuts off always ends at one recv_ts over all partitions of all brokers: no
+            partition is read beyond a time that another partition has not reached. So a watermark on an event time that
+            follows recv_ts never runs ahead of a slower partition, however different the partitions are in size. The
+            records received at exactly that time fill the batch partition by partition, because equal times are never
+            late.
+Tasks       The size of a task gives every core _TASKS_A_CORE tasks, with at least LEAST_BYTES and at most SPLIT_BYTES
+            each. Very much data is cut into MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
+            the index is read: twice for a range of many records, not at all for a range of few.
+            minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
+            range. maxRecordsPerPartition: no task has more records.
+Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count. About
+            maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
+            The search reads the time of a record in the largest partition, near the expected end, and asks each
+            partition for the offset of that time. It usually takes two to four rounds, with two requests to each
+            partition.
 """
 
 from bisect import bisect_right
@@ -72,7 +87,7 @@ class Range:
         return max(0, self.end - self.start)
 
 
-# --- JSON -----------------------------------------------------------------------------------------------------------
+# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -158,7 +173,7 @@ def from_json(table: dict[str, Any]) -> tuple[Offsets, dict[str, str]]:
     return offsets, {broker: topics[IDENTITY] for broker, topics in table.items() if IDENTITY in topics}
 
 
-# --- ranges ---------------------------------------------------------------------------------------------------------
+# --- ranges ----------------------------------------------------------------------------------------------------------
 
 
 def least(topic: str) -> int:
@@ -213,14 +228,7 @@ def cut_up(span: Range, at: Iterable[int]) -> list[Range]:
     return [Range(span.key, low, high) for low, high in pairwise(edges)]
 
 
-# --- cutting ---------------------------------------------------------------------------------------------------------
-# How ranges are cut into tasks: by bytes, so that all cores work, and by minPartitions and maxRecordsPerPartition.
-#
-# Bytes       The size of a task gives every core _TASKS_A_CORE tasks, with at least LEAST_BYTES and at most SPLIT_BYTES
-#             each. Very much data is cut into MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
-#             the index is read: twice for a range of many records, not at all for a range of few.
-# Options     minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
-#             range. maxRecordsPerPartition: no task has more records.
+# --- tasks -----------------------------------------------------------------------------------------------------------
 
 SPLIT_BYTES = 64 << 20  # of lines in one task, at most
 LEAST_BYTES = 4 << 20  # a task costs some 10 ms, as much as reading this
@@ -292,18 +300,7 @@ def cut_as_format_1(spans: Iterable[Range], cuts: Cuts, min_partitions: int) -> 
     return [part for piece, share in zip(pieces, shares, strict=True) for part in evenly(piece, share)]
 
 
-# --- limits ----------------------------------------------------------------------------------------------------------
-# Where a micro-batch ends: the limits maxOffsetsPerTrigger and maxBytesPerTrigger, and the time at which they cut.
-#
-# Invariant   A batch that a limit cuts off always ends at one recv_ts over all partitions of all brokers: no partition is
-#             read beyond a time that another partition has not reached. So a watermark on an event time that follows
-#             recv_ts never runs ahead of a slower partition, however different the partitions are in size. The records
-#             received at exactly that time fill the batch partition by partition, because equal times are never late.
-# Offsets     Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count.
-# Bytes       About maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
-# Cost        The search reads the time of a record in the largest partition, near the expected end, and asks each
-#             partition for the offset of that time. It usually takes two to four rounds, with two requests to each
-#             partition.
+# --- the end of a micro-batch ----------------------------------------------------------------------------------------
 
 _LEAST_LINE = 24  # bytes; each stored line is longer
 _LINE_BYTES = 512  # assumed where the index does not tell

@@ -11,10 +11,10 @@ Reads Spark's checkpoint as plain files, and the JSON of its StreamingQueryProgr
 Beside them are the files of kmq/spark/streaming/listener.py. A batch with a file in offsets/ and none in commits/ is
 run again at the next start.
 
-Late        Spark drops rows that came later than the watermark, counts them per operator (numRowsDroppedByWatermark) and
-            continues, so that the result is silently wrong. In a pipeline that is an error. Of the counters that Spark
-            4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts rows that the
-            query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
+Late        Spark drops rows that came later than the watermark, counts them per operator (numRowsDroppedByWatermark)
+            and continues, so that the result is silently wrong. In a pipeline that is an error. Of the counters that
+            Spark 4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts rows
+            that the query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
             Rows may be aggregates of several records (of one task, topic and window). The number is Spark's count of
             rows, so at least so many records were dropped.
 """

@@ -3,9 +3,9 @@
 Restart     A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10
             seconds for a new Python interpreter. No setting changes that, and on a busy machine it is not enough.
             Nothing is lost: the batch runs again, as after a kill.
-Progress    A bar on a terminal, else a logfmt line every few seconds, on stderr. A thread asks Spark a few times a second
-            which stages run, how many of their tasks are done, and what each streaming query did in its last batch. The
-            job itself is not involved and not slowed down.
+Progress    A bar on a terminal, else a logfmt line every few seconds, on stderr. A thread asks Spark a few times a
+            second which stages run, how many of their tasks are done, and what each streaming query did in its last
+            batch. The job itself is not involved and not slowed down.
 Owner       of the handlers of both signals, while the command runs: Stop.
 Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
             doing. What was begun is done again at the next start, as after a kill.
@@ -231,7 +231,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    # --- the watching thread -------------------------------------------------------------------------------------
+    # --- the watching thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         logged = time.monotonic()

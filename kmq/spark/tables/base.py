@@ -5,9 +5,9 @@ create), and how small files are merged (merge). The promises of tables are in t
 
 Before      a stream starts, its table and its checkpoint are checked: a wrong directory gives an error of one line, not
             a stack trace in a batch.
-Batches     are known by number and offsets: a checkpoint that was restored from an older copy uses the numbers again for
-            other records. Batches that a release before the offsets has committed are known by number: only the last
-            can come again.
+Batches     are known by number and offsets: a checkpoint that was restored from an older copy uses the numbers again
+            for other records. Batches that a release before the offsets has committed are known by number: only the
+            last can come again.
 Invariant   A batch is never skipped unless the table has a batch with this number and these offsets. A batch is sealed
             by one rename, and never before all its files and the manifest are synced. Readers of the table never see
             a batch that is made or sealed.
@@ -353,7 +353,7 @@ class Table:
     def _release(self) -> None:
         self._lock.release()
 
-    # --- one batch -----------------------------------------------------------------------------------------------
+    # --- one batch ---------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -474,7 +474,7 @@ class Table:
     def _settle(self) -> None:
         """Finish what a writer that died after its commit has left undone."""
 
-    # --- small files ---------------------------------------------------------------------------------------------
+    # --- small files -------------------------------------------------------------------------------------------------
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         """Merge small files; return how many were replaced. `all`: also in directories that the last batch wrote to."""

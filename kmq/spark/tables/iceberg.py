@@ -7,10 +7,10 @@ Catalog     Without a name: SQLite in `.kmq/catalog.db` beside the table, and me
             that accept a directory (pyiceberg's StaticTable, DuckDB). With a name: the catalog that pyiceberg finds
             under it in ~/.pyiceberg.yaml or in PYICEBERG_CATALOG__<NAME>__… (REST, SQL, Hive, Glue).
             name.namespace.table also names the table.
-Invariant   The snapshot of a batch and the properties kmq.<query>.batch and .offsets, the number and the end of the last
-            batch, always come in the same commit. A batch whose number is not above the property is never committed
-            again, even after its snapshot has expired. The snapshot's summary holds kmq.query and kmq.batch too, for
-            people.
+Invariant   The snapshot of a batch and the properties kmq.<query>.batch and .offsets, the number and the end of the
+            last batch, always come in the same commit. A batch whose number is not above the property is never
+            committed again, even after its snapshot has expired. The snapshot's summary holds kmq.query and kmq.batch
+            too, for people.
 Crash       before the commit    no snapshot names the files in data/; the next start finds the sealed batch
             during the commit    the catalog changes one pointer (SQLite: one row, in a transaction), so the crash
                                  is one of the other two cases
@@ -75,7 +75,7 @@ class Iceberg(Table):
             self._opened = None
         super()._release()
 
-    # --- the catalog ---------------------------------------------------------------------------------------------
+    # --- the catalog -------------------------------------------------------------------------------------------------
 
     @property
     def catalog(self) -> "Catalog":
@@ -121,7 +121,7 @@ class Iceberg(Table):
                 {"commit.manifest-merge.enabled": "true", "write.metadata.delete-after-commit.enabled": "true"}
             )
 
-    # --- one batch -----------------------------------------------------------------------------------------------
+    # --- one batch ---------------------------------------------------------------------------------------------------
 
     def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
         table = self.table()
@@ -229,7 +229,7 @@ class Iceberg(Table):
             version = os.path.basename(table.metadata_location).removesuffix(".metadata.json")
             self.store.replace("metadata/version-hint.text", version.encode())
 
-    # --- upkeep --------------------------------------------------------------------------------------------------
+    # --- upkeep ------------------------------------------------------------------------------------------------------
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         """Expire the oldest snapshots if there are too many. Files stay as they are; returns 0."""

@@ -1,9 +1,9 @@
-"""Where the files of a table are: a directory, or a prefix in an S3 object store; and how files and columns are described.
+"""Where the files of a table are: a directory, or a prefix in an S3 object store; and what files and columns are there.
 
 Invariant   The files of a sealed batch can be adopted again until that succeeds, with the same result: each file is
             there once, complete, under its name in the manifest. A directory renames the file. S3 stores the same bytes
-            under the same key again, and an object becomes visible only when all of it is stored. The sealed batch stays
-            on disk, in the stream's checkpoint, until the table has all of it.
+            under the same key again, and an object becomes visible only when all of it is stored. The sealed batch
+            stays on disk, in the stream's checkpoint, until the table has all of it.
 S3          Keys and endpoint come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN (or
             a role of the machine), AWS_REGION, AWS_ENDPOINT_URL. They are passed to the libraries and never written.
 Price       The bytes pass through the driver's machine, WORKERS files at a time, and use its disk until they are
