@@ -27,7 +27,7 @@ from kmq.config.settings import STAGES, load
 from kmq.errors import ConfigError
 from kmq.files import replace_file
 from kmq.gateway import ports as listeners
-from kmq.gateway.core import feed, metrics, topic_rates
+from kmq.gateway.core import busiest_topics, feed, metrics
 from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
@@ -568,7 +568,7 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
 
 def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch):
     monkeypatch.setattr(metrics, "_rates", lambda data, most: rates)
-    rates = topic_rates.TopicRates(broker.settings.data, 3)
+    rates = busiest_topics.BusiestTopics(broker.settings.data, 3)
     for number in range(9):
         os.makedirs(f"{broker.settings.data}/topics/t{number}/0")
     text = metrics.page(broker, metrics.Requests()).decode()

@@ -32,7 +32,7 @@ from kmq.broker.health import ALL_WARNINGS, REASONS, state_of
 from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot, Row
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
-from kmq.gateway.core.topic_rates import TopicRates
+from kmq.gateway.core.busiest_topics import BusiestTopics
 from kmq.links import fifo, layout, received
 from kmq.log import compaction, passes, segment, topics
 from kmq.log.passes import Pass, Table, Tables
@@ -325,11 +325,11 @@ def _topics(broker: Broker) -> Samples:
 
 
 @lru_cache(maxsize=1)
-def _rates(data: str, most: int) -> TopicRates:
-    return TopicRates(data, most)
+def _rates(data: str, most: int) -> BusiestTopics:
+    return BusiestTopics(data, most)
 
 
-def _of(broker: Broker) -> TopicRates:
+def _of(broker: Broker) -> BusiestTopics:
     return _rates(broker.settings.data, broker.settings.metrics_topics)
 
 

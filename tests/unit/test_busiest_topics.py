@@ -2,8 +2,8 @@
 
 import pytest
 
-from kmq.gateway.core import topic_rates
-from kmq.gateway.core.topic_rates import OTHER, TopicRates
+from kmq.gateway.core import busiest_topics
+from kmq.gateway.core.busiest_topics import OTHER, BusiestTopics
 
 
 class Offsets:
@@ -26,15 +26,15 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
-    monkeypatch.setattr(topic_rates.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(busiest_topics.time, "monotonic", lambda: Clock.now)
     return Clock
 
 
 @pytest.fixture
 def rates(monkeypatch, clock):
     offsets = Offsets(a=100, b=50, c=10, d=0)
-    monkeypatch.setattr(topic_rates.topics, "names", lambda data: sorted(offsets.totals))
-    made = TopicRates("nowhere", 2)
+    monkeypatch.setattr(busiest_topics.topics, "names", lambda data: sorted(offsets.totals))
+    made = BusiestTopics("nowhere", 2)
     made.bounds = offsets  # type: ignore[assignment]
     return made, offsets.totals
 

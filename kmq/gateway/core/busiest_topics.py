@@ -22,7 +22,7 @@ _HOUR_S, _TIMES = 3600.0, 12
 _INCUMBENT = 1.25
 
 
-class TopicRates:
+class BusiestTopics:
     """The topics of one data directory."""
 
     def __init__(self, data: str, most: int) -> None:
