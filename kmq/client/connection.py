@@ -19,7 +19,6 @@ from kmq.errors import KmqError, RetryError
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
-_RECEIVE_BYTES = 16 * KIB  # replies are short; a buffer that malloc has to map anew each time costs 20 µs
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Address = Callable[[], tuple[str, int, str]]  # host, port, token
@@ -115,17 +114,24 @@ def dial(address: Address, core: Core) -> Greeted:
 
 
 class Channel:
-    """The socket between a core and the broker, while there is one. Callers hold the producer's lock.
+    """The socket between a blocking client and the broker, while there is one. Callers hold the client's lock.
 
-    `poll` waits without the lock; everything else returns at once.
+    `poll` waits without the lock. Everything else returns at once, except `linger`.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(
+        self, receive: Callable[[bytes], None], take: Callable[[float], bytes], read_bytes: int = 16 * KIB
+    ) -> None:
+        """`receive` processes bytes, or raises Refused. `take` returns what to write now, given the time.
+
+        Replies to a producer are short, and a buffer that malloc has to map anew each time costs 20 µs. So `read_bytes`
+        is small unless batches come.
+        """
+        self._receive, self._take, self._read_bytes = receive, take, read_bytes
         self.attempts = 0  # to connect, since the broker last replied
         self._sock: socket.socket | None = None
         self._epoll = select.epoll()
-        self._out = memoryview(b"")  # taken from the core, not yet accepted by the kernel
+        self._out = memoryview(b"")  # taken, not yet accepted by the kernel
         self._wants_room = False
 
     @property
@@ -143,17 +149,17 @@ class Channel:
         return bool(self._epoll.poll(timeout_s))
 
     def read(self) -> str:
-        """Give the core all replies received. Returns why the connection must be replaced, "" if it is fine."""
-        sock = self._sock
+        """Process all replies received. Returns why the connection must be replaced, "" if it is fine."""
+        sock, most = self._sock, self._read_bytes
         assert sock is not None
         try:
             while True:
-                data = sock.recv(_RECEIVE_BYTES)
+                data = sock.recv(most)
                 if not data:
                     raise ConnectionResetError("the broker closed the connection")
-                self._core.receive(data)
+                self._receive(data)
                 self.attempts = 0
-                if len(data) < _RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
+                if len(data) < most and not isinstance(sock, ssl.SSLSocket):
                     return ""
         except _WOULD_BLOCK:
             return ""
@@ -161,12 +167,12 @@ class Channel:
             return str(err)
 
     def write(self) -> str:
-        """Write the messages that should go, as far as the kernel accepts them. Returns the same as `read`."""
+        """Write what should go now, as far as the kernel accepts it. Returns the same as `read`."""
         sock = self._sock
         if sock is None:
             return ""
         try:
-            while self._out or (taken := self._core.take(time.monotonic())):
+            while self._out or (taken := self._take(time.monotonic())):
                 if not self._out:
                     self._out = memoryview(taken)
                 self._out = self._out[sock.send(self._out) :]
@@ -181,8 +187,8 @@ class Channel:
 
     @property
     def has_output(self) -> bool:
-        """Return True if messages wait to be written."""
-        return bool(self._out) or bool(self._core.window.queue)
+        """Return True if the kernel has not accepted all that was taken."""
+        return bool(self._out)
 
     def drop(self) -> None:
         """Close the connection."""
@@ -192,6 +198,18 @@ class Channel:
             self._sock.close()
             self._sock = None
         self._out, self._wants_room = memoryview(b""), False
+
+    def linger(self, timeout_s: float) -> None:
+        """Wait until the broker has taken what was written: a connection cut off at once might lose it."""
+        sock = self._sock
+        if sock is None:
+            return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline and sock.recv(self._read_bytes):
+                pass
 
     def close(self) -> None:
         """Release all resources. No thread may poll any more."""

@@ -21,15 +21,13 @@ Locking     One lock guards the core and the socket. No thread waits while holdi
 
 import atexit
 import contextlib
-import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
-from kmq.client.connection import CONNECT_S, Address, address_of, backoff, local_consumer_address, open_socket
+from kmq.client.connection import CONNECT_S, Address, Channel, address_of, backoff, local_consumer_address, open_socket
 from kmq.client.consumer_calls import DISCOVER_S, FOR_EVER_S, LAST_COMMIT_S, ConsumerCalls, Offsets, discover
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import Core, Phase
@@ -317,7 +315,6 @@ _RECEIVE_BYTES = 256 * KIB
 _SLICE_S = 1.0  # longest wait without a look around
 _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
 _JOIN_S = 5.0
-_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Driver:
@@ -332,12 +329,8 @@ class Driver:
         self.discovers: tuple[str, ...] = ()  # topics whose partitions are all to be read, without a group
         self._discover_at = 0.0
         self._is_resting = False  # the application has not come back for too long: no member until it does
-        self._sock: socket.socket | None = None
-        self._epoll = select.epoll()
-        self._out = memoryview(b"")
-        self._wants_room = False
+        self._channel = Channel(core.receive, lambda _: core.requests.take(), _RECEIVE_BYTES)
         self._dialing = threading.Lock()
-        self._attempts = 0
         self._dial_at = 0.0  # not before, because an attempt has just failed
         self._waiting = 0  # threads of the application that attend to the socket
         self._wake = threading.Event()
@@ -366,7 +359,7 @@ class Driver:
 
     def _turn(self, is_ready: Callable[[], bool], left_s: float, fetches: bool) -> bool:
         """Do what can be done now. Returns True if there is more to wait for."""
-        if self._sock is None:
+        if not self._channel.is_open:
             self._connect(max(left_s, 0.1))
         with self.lock:
             self._is_resting = False
@@ -383,69 +376,33 @@ class Driver:
 
     def _pause(self, timeout_s: float) -> None:
         """Wait for the socket, or until another attempt to connect."""
-        if self._sock is None:
+        if not self._channel.is_open:
             time.sleep(min(timeout_s, max(0.001, self._dial_at - time.monotonic())))
         else:
             with contextlib.suppress(OSError, ValueError):  # closed by another thread
-                self._epoll.poll(timeout_s)
+                self._channel.poll(timeout_s)
 
     # --- with the lock held ------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """Read what has come, beat if that is due, and write."""
-        if self._sock is not None:
-            self._read()
-        if self._sock is not None:
+        if self._channel.is_open and (why := self._channel.read()):
+            self.drop(why)
+        if self._channel.is_open:
             if why := self.core.overdue(now):
                 self.drop(why)
             self.core.beat(now)
             self.write()
 
-    def _read(self) -> None:
-        sock = self._sock
-        assert sock is not None
-        try:
-            while True:
-                data = sock.recv(_RECEIVE_BYTES)
-                if not data:
-                    raise ConnectionResetError("the broker closed the connection")
-                self.core.receive(data)
-                self._attempts = 0
-                if len(data) < _RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
-                    return
-        except _WOULD_BLOCK:
-            return
-        except (OSError, Refused) as err:
-            self.drop(str(err))
-
     def write(self) -> None:
         """Write the requests, as far as the kernel accepts them."""
-        sock = self._sock
-        if sock is None:
-            return
-        try:
-            while self._out or (taken := self.core.requests.take()):
-                if not self._out:
-                    self._out = memoryview(taken)
-                self._out = self._out[sock.send(self._out) :]
-        except _WOULD_BLOCK:
-            pass
-        except OSError as err:
-            self.drop(str(err))
-            return
-        if bool(self._out) != self._wants_room:
-            self._wants_room = not self._wants_room
-            self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if self._wants_room else 0))
+        if why := self._channel.write():
+            self.drop(why)
 
     def drop(self, reason: str) -> None:
         """Close the connection; the next turn makes another one."""
         self.core.lost(reason)
-        if self._sock is not None:
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(self._sock)
-            self._sock.close()
-            self._sock = None
-        self._out, self._wants_room = memoryview(b""), False
+        self._channel.drop()
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -479,8 +436,8 @@ class Driver:
             reason = str(err) if isinstance(err, KmqError) else no_connection(where, err)
         with self.lock:
             self.core.lost(reason)
-        self._dial_at = time.monotonic() + backoff(self._attempts)
-        self._attempts += 1
+        self._dial_at = time.monotonic() + backoff(self._channel.attempts)
+        self._channel.attempts += 1
 
     def _open(self, sock: socket.socket, token: str) -> None:
         with self.lock:
@@ -489,9 +446,7 @@ class Driver:
             except OSError:
                 sock.close()
                 raise
-            sock.setblocking(False)
-            self._epoll.register(sock, select.EPOLLIN)
-            self._sock = sock
+            self._channel.open(sock)
             self.core.connected()
 
     def _discover(self, host: str, port: int, token: str) -> bool:
@@ -524,11 +479,11 @@ class Driver:
     def _watch(self) -> None:
         """Look for new partitions, and keep the member alive while the application works."""
         now = time.monotonic()
-        if self.discovers and now >= self._discover_at and self._sock is not None:
+        if self.discovers and now >= self._discover_at and self._channel.is_open:
             self._look_for_partitions()
         if self._waiting:
             return
-        if self._sock is None and not self._is_resting and self.core.connections:
+        if not self._channel.is_open and not self._is_resting and self.core.connections:
             self._connect(CONNECT_S)
         now = time.monotonic()
         with self.lock:
@@ -545,7 +500,7 @@ class Driver:
 
     def _rest(self, now: float) -> None:
         """Leave the group until the application comes back: others may be quicker."""
-        if self._sock is not None:
+        if self._channel.is_open:
             logger().warning("left the group: no poll for %g s", self.core.options.max_poll_interval_s)
             self.core.leave(now)
             self.write()
@@ -561,29 +516,17 @@ class Driver:
             if self.closed:
                 return
             self.closed = True
-            if self._sock is not None:
+            if self._channel.is_open:
                 self.core.leave(time.monotonic())
                 self.write()
                 if self.core.is_managed:
-                    self._linger()
+                    self._channel.linger(_LEAVE_S)
             self.core.fail(NotAnswered("this consumer is closed"))
             self.drop("this consumer is closed")
         self._wake.set()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
-        self._epoll.close()
-
-    def _linger(self) -> None:
-        """Wait until the broker has taken the last request: a connection cut off at once might lose it."""
-        sock = self._sock
-        if sock is None:
-            return
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(_LEAVE_S)
-            deadline = time.monotonic() + _LEAVE_S
-            while time.monotonic() < deadline and sock.recv(_RECEIVE_BYTES):
-                pass
+        self._channel.close()
 
 
 __all__ = ["Consumer"]

@@ -293,7 +293,7 @@ class Driver:
         self._attending = 0  # ident of the thread that attends to the socket; 0: none
         self._turns = 0  # how often callers have attended
         self._busy = False  # callers have attended lately
-        self._channel = Channel(core)
+        self._channel = Channel(core.receive, core.take)
         self._overdue = Overdue(core, logger().warning)
         self._thread = threading.Thread(target=self._run, name="kmq-producer", daemon=True)
         self._thread.start()
@@ -373,7 +373,7 @@ class Driver:
             if has_events and channel.is_open:
                 if why := channel.read():
                     self._lose(why)
-                elif channel.has_output:
+                elif channel.has_output or self.core.window.queue:
                     self._write()
             if self.core.outcomes.done:
                 with self._unlocked:
