@@ -124,11 +124,11 @@ def receive(command: Annotated[str, _EXEC] = "") -> None:
 def _follow(
     queue: "BroadcastQueue", command: str, as_json: bool, start: int | None = None, given: "list[Entry] | None" = None
 ) -> None:
-    from kmq.cli.bq_items import Printer, Runner
+    from kmq.cli.bq_items import CommandRunner, Printer
     from kmq.cluster import following
 
     stop = threading.Event()
-    printer, runner = Printer(stop, as_json), Runner(stop, command)
+    printer, runner = Printer(stop, as_json), CommandRunner(stop, command)
 
     def handle(item: "Item") -> None:
         if command:

@@ -73,7 +73,7 @@ class Printer:
             raise self.failed or KmqError("nobody reads stdout any more")
 
 
-class Runner:
+class CommandRunner:
     """Runs a shell command for each item, with its payload on stdin."""
 
     def __init__(self, stop: threading.Event, command: str) -> None:

@@ -46,7 +46,7 @@ _JSON = Annotated[
 ]
 
 
-class Reading(NamedTuple):
+class ReadingOptions(NamedTuple):
     """What is read, and until when."""
 
     group: Annotated[
@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 @grouped
-def consume(topic: _TOPIC, reading: Reading, as_json: _JSON = False) -> None:
+def consume(topic: _TOPIC, reading: ReadingOptions, as_json: _JSON = False) -> None:
     """Print the values of a topic's messages, one a line.
 
     Without --follow the command ends where the topic ended when it began.
@@ -89,7 +89,7 @@ def tail(
     with _open(topic, printer, start="latest") as consumer:
         if places:
             _rewind(consumer, count)
-        printer.print(consumer, Reading(follow=True))
+        printer.print(consumer, ReadingOptions(follow=True))
 
 
 def parse_start(text: str) -> "Start":
@@ -191,7 +191,7 @@ def _row(message: "Message") -> bytes:
 class _Session:
     """Reads until the end, the count, or the reader of stdout has left."""
 
-    def __init__(self, consumer: "Consumer", reading: Reading) -> None:
+    def __init__(self, consumer: "Consumer", reading: ReadingOptions) -> None:
         self._consumer, self._reading = consumer, reading
         self._left = reading.most
         self._ends: dict[TopicPartition, int] = {}
@@ -282,7 +282,7 @@ class _Printer:
         self._again: list[Message] = []  # written, and came again: each is committed by itself
         self._consumer: Consumer | None = None
 
-    def print(self, consumer: "Consumer", reading: Reading) -> None:
+    def print(self, consumer: "Consumer", reading: ReadingOptions) -> None:
         self._consumer, out, committed_at = consumer, sys.stdout.buffer, time.monotonic()
         interrupts = _Interrupts()
         try:

@@ -318,7 +318,7 @@ class Selection(NamedTuple):
     ] = 3
 
 
-class RedriveOptions(NamedTuple):
+class SendOptions(NamedTuple):
     """How the selected records are sent."""
 
     idempotent: Annotated[
@@ -348,7 +348,7 @@ def redrive(
         ),
     ] = None,
     selection: Selection,
-    sending: RedriveOptions,
+    sending: SendOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
     """Send the records of a queue through the broker again, under new routing keys, as new messages.
@@ -405,7 +405,7 @@ def _print_change(found: "rules.Record", new_key: bytes) -> None:
     print(f"{old_key.decode(errors='replace')} -> {new_key.decode(errors='replace')}")
 
 
-def _send_once(settings: Settings, chosen: "rules.Selected", sending: RedriveOptions) -> int:
+def _send_once(settings: Settings, chosen: "rules.Selected", sending: SendOptions) -> int:
     """Send the records under producer names, and return how many of them were stored before."""
     from kmq.deadletters import letters
     from kmq.deadletters import redrive as rules

@@ -22,7 +22,7 @@ from kmq.log.topics import MAX_PARTITIONS
 from kmq.message import record
 
 if TYPE_CHECKING:
-    from kmq.cluster.fleet import Report, Result
+    from kmq.cluster.fleet import BrokerReport, CommandResult
     from kmq.cluster.queue import BroadcastQueue
     from kmq.cluster.subscriber import Node
 
@@ -225,7 +225,7 @@ def run(
     )
 
 
-def _print_results(results: "dict[str, Result]") -> None:
+def _print_results(results: "dict[str, CommandResult]") -> None:
     """Print what each broker made of a command."""
     for broker, result in results.items():
         print(f"{broker}: {result.outcome}")
@@ -233,13 +233,13 @@ def _print_results(results: "dict[str, Result]") -> None:
             print(f"    {finding}")
 
 
-def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, Result]":
+def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, CommandResult]":
     """Return the result of each broker; wait for those that are there. A Consul that does not answer is asked again."""
     from kmq.cluster.consul import Unanswered
-    from kmq.cluster.fleet import Result, watch_results
+    from kmq.cluster.fleet import CommandResult, watch_results
     from kmq.cluster.subscriber import Node
 
-    position, found, nodes = 0, dict[str, Result](), list[Node]()
+    position, found, nodes = 0, dict[str, CommandResult](), list[Node]()
     were_here = set[str]()
     while time.monotonic() < until:
         try:
@@ -255,7 +255,7 @@ def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, Resul
     missing |= {
         node.broker: "went away before" if node.broker in were_here else _AWAY for node in nodes if not node.holder
     }
-    absent = {name: Result("", why, [], 0.0) for name, why in missing.items() if name not in found}
+    absent = {name: CommandResult("", why, [], 0.0) for name, why in missing.items() if name not in found}
     return dict(sorted({**found, **absent}.items()))
 
 
@@ -326,7 +326,7 @@ def read(queue: "BroadcastQueue") -> dict[str, Any]:
     }
 
 
-def _row(node: "Node", report: "Report | None", results: "dict[str, Result]") -> dict[str, Any]:
+def _row(node: "Node", report: "BrokerReport | None", results: "dict[str, CommandResult]") -> dict[str, Any]:
     return {
         "broker": node.broker,
         "read": node.read,
@@ -344,7 +344,7 @@ def _row(node: "Node", report: "Report | None", results: "dict[str, Result]") ->
     }
 
 
-def _health(node: "Node", report: "Report | None") -> str:
+def _health(node: "Node", report: "BrokerReport | None") -> str:
     if not node.holder:
         return "away"
     if node.error or report is None or not report.ready:

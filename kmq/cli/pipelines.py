@@ -20,7 +20,18 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kmq.cli.output import examples, grouped
-from kmq.cli.spark_options import Catalog, Checkpoint, Follow, From, On, Once, Target, Topics, running, seconds
+from kmq.cli.spark_options import (
+    Catalog,
+    Checkpoint,
+    Follow,
+    From,
+    On,
+    Once,
+    TargetOptions,
+    TopicOptions,
+    running,
+    seconds,
+)
 from kmq.errors import ConfigError
 
 pipeline_app = typer.Typer(
@@ -88,13 +99,13 @@ def archive(
     *,
     table: ArchiveTable,
     origin: From,
-    topics: Topics,
+    topics: TopicOptions,
     payload: Payload,
     producers: Annotated[
         str,
         typer.Option("--producers", help="For dlq: host:port of each broker's ingress, in order; default: this one."),
     ] = "",
-    target: Target,
+    target: TargetOptions,
     follow: Follow,
     on: On,
 ) -> None:
@@ -161,7 +172,7 @@ def audit(
 def compact(
     *,
     origin: From,
-    topics: Topics,
+    topics: TopicOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; change nothing.")] = False,
     min_dirty: Annotated[
         float,
@@ -205,7 +216,7 @@ def compact(
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-class Windows(NamedTuple):
+class WindowOptions(NamedTuple):
     """How records are assigned to time windows."""
 
     window: Annotated[str, typer.Option("--window", help="Length of a window: '10 seconds', '1 hour', …")] = "1 minute"
@@ -244,7 +255,14 @@ class MetricsTo(NamedTuple):
 )
 @grouped
 def metrics(
-    *, origin: From, topics: Topics, windows: Windows, output: MetricsTo, target: Target, follow: Follow, on: On
+    *,
+    origin: From,
+    topics: TopicOptions,
+    windows: WindowOptions,
+    output: MetricsTo,
+    target: TargetOptions,
+    follow: Follow,
+    on: On,
 ) -> None:
     """Compute rates, sizes, keys and delays per topic and time window. Print them, or add them to a table or topic."""
     where = origin.options() | topics.options(".*")
@@ -304,9 +322,9 @@ class MirrorTo(NamedTuple):
 def mirror(
     *,
     copies: MirrorTo,
-    target: Target,
+    target: TargetOptions,
     origin: From,
-    topics: Topics,
+    topics: TopicOptions,
     follow: Follow = _EVERY_SECOND,
     on: On,
 ) -> None:
@@ -359,7 +377,7 @@ class Letters(NamedTuple):
         return self.to_sql or rules.to_sql("{routing_key}" if self.to is None else self.to)
 
 
-class RedriveOptions(NamedTuple):
+class RedriveSpeed(NamedTuple):
     """How the redriven records are sent."""
 
     rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
@@ -378,7 +396,7 @@ class RedriveOptions(NamedTuple):
     )
 )
 @grouped
-def redrive(*, letters: Letters, sending: RedriveOptions, target: Target, origin: From, on: On) -> None:
+def redrive(*, letters: Letters, sending: RedriveSpeed, target: TargetOptions, origin: From, on: On) -> None:
     """Send dead letters again under new keys, selected and renamed by SQL. A repeated redrive stores nothing twice."""
     expression = letters.expression()
     source = origin.options()

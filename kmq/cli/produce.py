@@ -163,7 +163,7 @@ def _send(blocks: Iterable[list[bytes]], sender: LineSender, max_line: int) -> s
     return f"sent {sender.sent}"
 
 
-class Stored:
+class StoredTotals:
     """The sum of all replies."""
 
     def __init__(self, patience: Patience) -> None:
@@ -189,12 +189,12 @@ class Stored:
 
 def _store(
     blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None
-) -> Stored:
+) -> StoredTotals:
     """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
     from kmq.client.failures import NotAnswered
     from kmq.client.producer import Producer
 
-    stored = Stored(patience)
+    stored = StoredTotals(patience)
     sender = Producer.local(
         producer=producer,
         first_id=1 if producer else None,

@@ -49,7 +49,7 @@ class From(NamedTuple):
         return _connection(self.token_file, self.ca, self.cert, self.key)
 
 
-class Target(NamedTuple):
+class TargetOptions(NamedTuple):
     """How to connect to the target: the broker that a pipeline writes to."""
 
     to_token_file: Annotated[
@@ -74,7 +74,7 @@ class Target(NamedTuple):
         return (own or (like.connection() if like else {})) | timeout
 
 
-class Topics(NamedTuple):
+class TopicOptions(NamedTuple):
     """The topics that a pipeline reads."""
 
     topics: Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")] = ""

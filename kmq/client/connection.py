@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
-from kmq.client.producer_core import Core
+from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import KmqError, RetryError
@@ -91,7 +91,7 @@ class Greeted(NamedTuple):
     greeting: bytes
 
 
-def dial(address: Address, core: Core) -> Greeted:
+def dial(address: Address, core: ProducerCore) -> Greeted:
     """Connect and say hello. Raises RetryError that says why there is no connection."""
     options = core.options
     where = "the broker"

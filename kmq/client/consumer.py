@@ -30,8 +30,8 @@ from typing import Unpack
 from kmq.client.connection import CONNECT_S, Address, Channel, address_of, backoff, local_consumer_address, open_socket
 from kmq.client.consumer_calls import DISCOVER_S, FOR_EVER_S, LAST_COMMIT_S, ConsumerCalls, Offsets, discover
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
-from kmq.client.consumer_protocol import Core, Phase
-from kmq.client.consumer_state import Event, Kind
+from kmq.client.consumer_protocol import ConsumerCore, Phase
+from kmq.client.consumer_state import Kind, PartitionEvent
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.lines import no_connection
@@ -50,7 +50,7 @@ OnPlaces = Callable[[list[TopicPartition]], object]
 class Consumer(ConsumerCalls):
     """Reads topics. `options` are the fields of ConsumerOptions (kmq/client/consumer_options.py)."""
 
-    _driver: "Driver"
+    _driver: "ConsumerDriver"
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Consumer(ConsumerCalls):
         on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
-        core = Core(ConsumerOptions(**options))
-        driver = Driver(core, address_of(host, port))
+        core = ConsumerCore(ConsumerOptions(**options))
+        driver = ConsumerDriver(core, address_of(host, port))
         super().__init__(core, driver, driver.lock)
         self._make_producer = makes_producers(host, port, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
@@ -260,7 +260,7 @@ class Consumer(ConsumerCalls):
         if core.errors:
             raise core.errors.popleft()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: PartitionEvent) -> None:
         """Tell the application what has happened to partitions."""
         callback = self._callbacks[event.kind]
         try:
@@ -317,10 +317,10 @@ _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
 _JOIN_S = 5.0
 
 
-class Driver:
+class ConsumerDriver:
     """Moves a core's bytes."""
 
-    def __init__(self, core: Core, address: Address) -> None:
+    def __init__(self, core: ConsumerCore, address: Address) -> None:
         self.core, self.address = core, address
         self.lock = threading.RLock()
         self.closed = False

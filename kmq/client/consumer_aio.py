@@ -21,8 +21,8 @@ from typing import Unpack
 from kmq.client.connection import CONNECT_S, Address, address_of, backoff, keep_alive, local_consumer_address
 from kmq.client.consumer_calls import DISCOVER_S, FOR_EVER_S, LAST_COMMIT_S, ConsumerCalls, Offsets, discover
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
-from kmq.client.consumer_protocol import Core, Phase
-from kmq.client.consumer_state import Event, Kind
+from kmq.client.consumer_protocol import ConsumerCore, Phase
+from kmq.client.consumer_state import Kind, PartitionEvent
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.lines import no_connection
@@ -40,7 +40,7 @@ OnPlaces = Callable[[list[TopicPartition]], Awaitable[object] | object]
 class AsyncConsumer(ConsumerCalls):
     """Reads topics. `options` are the fields of ConsumerOptions (kmq/client/consumer_options.py)."""
 
-    _driver: "Link"
+    _driver: "ConsumerLink"
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class AsyncConsumer(ConsumerCalls):
         **options: Unpack[ConsumerChoices],
     ) -> None:
         """The arguments are those of kmq.Consumer."""
-        core = Core(ConsumerOptions(**options))
-        super().__init__(core, Link(core, address_of(host, port)), contextlib.nullcontext())
+        core = ConsumerCore(ConsumerOptions(**options))
+        super().__init__(core, ConsumerLink(core, address_of(host, port)), contextlib.nullcontext())
         self._make_producer = makes_producers(host, port, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
         if topics:
@@ -229,7 +229,7 @@ class AsyncConsumer(ConsumerCalls):
         if core.errors:
             raise core.errors.popleft()
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: PartitionEvent) -> None:
         """Tell the application what has happened to partitions."""
         try:
             if event.places:
@@ -280,10 +280,10 @@ _SLICE_S = 1.0  # longest wait without a look around
 _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
 
 
-class Link(asyncio.Protocol):
+class ConsumerLink(asyncio.Protocol):
     """Moves a core's bytes."""
 
-    def __init__(self, core: Core, address: Address) -> None:
+    def __init__(self, core: ConsumerCore, address: Address) -> None:
         self.core, self.address = core, address
         self.closed = False
         self.discovers: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kmq.client.connection import CONNECT_S, open_socket
 from kmq.client.consumer_options import Start, logger, to_place, to_position, to_topic
-from kmq.client.consumer_protocol import Core, Phase
+from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Owned, Pending
 from kmq.client.failures import Fenced, Refused
 from kmq.config.values import KIB
@@ -55,7 +55,7 @@ class Mover(Protocol):
 class ConsumerCalls:
     """The calls of a consumer that do not wait. A partition is given as (topic, number)."""
 
-    def __init__(self, core: Core, driver: Mover, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, core: ConsumerCore, driver: Mover, lock: AbstractContextManager[object]) -> None:
         self.options = core.options
         self._core, self._driver, self._lock = core, driver, lock
         self._given: Message | list[Message] | None = None  # what the application works on

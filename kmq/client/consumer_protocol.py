@@ -35,11 +35,11 @@ from functools import partial
 from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
 from kmq.client.consumer_state import (
     Decoder,
-    Event,
     Holdings,
     Owned,
+    PartitionEvent,
     Pending,
-    Requests,
+    PendingRequests,
     commit_parts,
     joined,
     nameable,
@@ -72,7 +72,7 @@ class Phase(Enum):
     READING = "reading"
 
 
-class Core:
+class ConsumerCore:
     """What one consumer reads, and what is known of it."""
 
     def __init__(self, options: ConsumerOptions) -> None:
@@ -84,7 +84,7 @@ class Core:
         self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
         self.subscribed_us = 0  # since the epoch, by the clock of this machine
         self.holdings = Holdings(options.fetch_max_bytes)
-        self.requests = Requests(options.session_s)
+        self.requests = PendingRequests(options.session_s)
         self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
         self.generation = self.connections = 0
         self.phase = Phase.AWAY
@@ -332,7 +332,7 @@ class Core:
         if is_due and self.is_managed and self.phase is not Phase.AWAY:
             self.requests.write(lines.BEAT.encode(), now)
 
-    def revoked(self, event: Event, now: float) -> None:
+    def revoked(self, event: PartitionEvent, now: float) -> None:
         """Give these partitions up, as the broker has asked."""
         self.holdings.surrender(event.places)
         if self.phase is Phase.READING and event.connection == self.connections:
@@ -554,4 +554,4 @@ class Core:
         raise refused
 
 
-__all__ = ["ANSWER_S", "REJOIN", "Core", "Phase"]
+__all__ = ["ANSWER_S", "REJOIN", "ConsumerCore", "Phase"]

@@ -196,7 +196,7 @@ class Kind(Enum):
     LOST = "lost"  # they are another's already, or may be
 
 
-class Event(NamedTuple):
+class PartitionEvent(NamedTuple):
     """Something for the application's thread. `connection`: the number of the connection that it belongs to."""
 
     kind: Kind
@@ -210,21 +210,21 @@ class Holdings:
     def __init__(self, most_bytes: int) -> None:
         self.owned: dict[TopicPartition, Owned] = {}
         self.buffer = Buffer(most_bytes)
-        self.events: deque[Event] = deque()
+        self.events: deque[PartitionEvent] = deque()
 
     def grant(self, offsets: dict[TopicPartition, int]) -> None:
         """Read these partitions too."""
         for place, offset in offsets.items():
             self.owned[place] = Owned(place, offset)
         if offsets:
-            self.events.append(Event(Kind.ASSIGNED, tuple(offsets)))
+            self.events.append(PartitionEvent(Kind.ASSIGNED, tuple(offsets)))
 
     def lose(self, places: Iterable[TopicPartition]) -> None:
         """Stop reading these partitions at once: they are no longer this consumer's."""
         gone = tuple(places)
         self._forget(gone)
         if gone:
-            self.events.append(Event(Kind.LOST, gone))
+            self.events.append(PartitionEvent(Kind.LOST, gone))
 
     def have_left(self, places: Iterable[TopicPartition]) -> bool:
         """Return True if the application has not heard yet that one of these was lost, or was revoked and came back."""
@@ -243,7 +243,7 @@ class Holdings:
         for place in mine:
             self.owned[place].revoked = True
         self.buffer.drop(lambda chunk: chunk.owned.revoked)
-        self.events.append(Event(Kind.REVOKED, mine, connection))
+        self.events.append(PartitionEvent(Kind.REVOKED, mine, connection))
 
     def surrender(self, places: Iterable[TopicPartition]) -> None:
         """The application has given revoked partitions up."""
@@ -398,7 +398,7 @@ def _commit_of(pairs: tuple[tuple[TopicPartition, int], ...], now: float) -> Pen
     return Pending(Commit(pairs).encode(), now, pairs)
 
 
-class Requests:
+class PendingRequests:
     """What is written, and what is still to be answered: `seek`, `offsets`, `commit` and `nack`, each in order."""
 
     def __init__(self, session_s: float) -> None:

@@ -28,7 +28,7 @@ from kmq.client.connection import Address, Channel, Greeted, address_of, backoff
 from kmq.client.delivery import Choices, Options, in_parts
 from kmq.client.delivery import Delivery as CoreDelivery
 from kmq.client.failures import NotAnswered
-from kmq.client.producer_core import Core, Overdue, as_list
+from kmq.client.producer_core import Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
 from kmq.message.text import Headers, as_bytes, make_routing_key
 
@@ -37,7 +37,7 @@ class Delivery(CoreDelivery):
     """A message, or a list, that a Producer has queued."""
 
     __slots__ = ("_driver",)
-    _driver: "Driver"
+    _driver: "ProducerDriver"
 
     def results(self, timeout: float | None = None) -> list[int]:
         """Wait until all messages are on disk. Returns their seqs; 0: stored too long ago for the seq to be known."""
@@ -72,9 +72,9 @@ class Producer:
 
     def _start(self, address: Address, options: Options) -> None:
         self.options = options
-        self._core = Core(options)
+        self._core = ProducerCore(options)
         self._window, self._pacing = self._core.window, self._core.pacing
-        self._driver = Driver(self._core, address)
+        self._driver = ProducerDriver(self._core, address)
         self._lock = self._driver.lock
         atexit.register(self._at_exit)
 
@@ -277,10 +277,10 @@ class Unlocked:
         self._lock.acquire()
 
 
-class Driver:
+class ProducerDriver:
     """Moves a core's bytes. `lock` must be held for everything except wait, end and the constructor."""
 
-    def __init__(self, core: Core, address: Address) -> None:
+    def __init__(self, core: ProducerCore, address: Address) -> None:
         self.core, self.address = core, address
         self.lock = threading.Lock()
         self.closed = False

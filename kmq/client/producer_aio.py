@@ -21,7 +21,7 @@ from kmq.client.connection import CONNECT_S, Address, address_of, backoff, keep_
 from kmq.client.delivery import Choices, Delivery, Options, in_parts
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
-from kmq.client.producer_core import Core, Outgoing, Overdue, as_list
+from kmq.client.producer_core import Outgoing, Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
 from kmq.message.text import Headers, make_routing_key
 
@@ -34,8 +34,8 @@ class AsyncProducer:
     ) -> None:
         """`port`: a number, or a function that is called before each connection."""
         self.options = Options(**options)
-        self._core = Core(self.options)
-        self._link = Link(self._core, address_of(host, port))
+        self._core = ProducerCore(self.options)
+        self._link = ProducerLink(self._core, address_of(host, port))
         self._order = asyncio.Lock()  # so that senders waiting for room proceed in order
 
     @classmethod
@@ -248,10 +248,10 @@ class _Timeout:
 # --- the connection --------------------------------------------------------------------------------------------------
 
 
-class Link(asyncio.Protocol):
+class ProducerLink(asyncio.Protocol):
     """Moves a core's bytes."""
 
-    def __init__(self, core: Core, address: Address) -> None:
+    def __init__(self, core: ProducerCore, address: Address) -> None:
         self.core, self.address = core, address
         self.closed = False
         self.changed = asyncio.Event()  # set, and replaced, whenever there may be room or an end

@@ -67,7 +67,7 @@ class Outage:
         self.reason, self.since = reason, time.monotonic()
 
 
-class Core:
+class ProducerCore:
     """The messages of one producer, and what is known of them."""
 
     def __init__(self, options: Options) -> None:
@@ -81,7 +81,7 @@ class Core:
         self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended
         self._outage: Outage | None = Outage("not connected yet")
-        self._replies = Replies()  # of this connection
+        self._replies = ConnectionReplies()  # of this connection
 
     @property
     def connected(self) -> bool:
@@ -164,7 +164,7 @@ class Core:
             last = greeting.read_last(self.ids.name)
             self.window.raise_ids(last)
             self.ids.resume(last)
-        self._outage, self._replies = None, Replies()
+        self._outage, self._replies = None, ConnectionReplies()
         self.connections += 1
         self.max_line = greeting.max_line or self.max_line
 
@@ -275,7 +275,7 @@ class Core:
 class Overdue:
     """Fails messages whose time is up, and reports when no reply has come for a long time."""
 
-    def __init__(self, core: Core, report: Callable[[str], None]) -> None:
+    def __init__(self, core: ProducerCore, report: Callable[[str], None]) -> None:
         """`report` is called with a text on a stall, unless the options name on_stall."""
         options = core.options
         self.period_s = min(1.0, options.stall_s / 4, (options.delivery_timeout_s or 1.0) / 4)  # between two checks
@@ -420,7 +420,7 @@ class Greeting:
         return int(id)
 
 
-class Replies:
+class ConnectionReplies:
     """The replies on one connection."""
 
     __slots__ = ("_unfinished", "answered", "refusing")

@@ -33,7 +33,7 @@ from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
 
 
-class Calls(Protocol):
+class AnyConsumer(Protocol):
     """What both runners need of a consumer."""
 
     options: ConsumerOptions
@@ -52,7 +52,7 @@ class Calls(Protocol):
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
 
 
-class Source(Calls, Protocol):
+class BlockingConsumer(AnyConsumer, Protocol):
     """A kmq.Consumer."""
 
     def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
@@ -62,7 +62,7 @@ class Source(Calls, Protocol):
     def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked: ...
 
 
-class AsyncSource(Calls, Protocol):
+class AsyncioConsumer(AnyConsumer, Protocol):
     """A kmq.AsyncConsumer."""
 
     async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
@@ -105,7 +105,7 @@ def stopping(stop: Stop | None) -> Iterator[Stop]:
 class Runner:
     """Hands the messages of a consumer to a handler."""
 
-    def __init__(self, consumer: Source, rules: Rules, producer: Callable[[str], Producer]) -> None:
+    def __init__(self, consumer: BlockingConsumer, rules: Rules, producer: Callable[[str], Producer]) -> None:
         self._consumer, self._rules = consumer, rules
         self._attempts = Attempts(consumer.options, rules)
         self._letters = Letterbox(consumer.options.group_id, producer)
@@ -165,7 +165,7 @@ class Runner:
 class AsyncRunner:
     """Hands the messages of an asyncio consumer to a handler."""
 
-    def __init__(self, consumer: AsyncSource, rules: Rules, producer: Callable[[str], Producer]) -> None:
+    def __init__(self, consumer: AsyncioConsumer, rules: Rules, producer: Callable[[str], Producer]) -> None:
         self._consumer, self._rules = consumer, rules
         self._attempts = Attempts(consumer.options, rules)
         self._letters = Letterbox(consumer.options.group_id, producer)
@@ -228,7 +228,7 @@ class AsyncRunner:
 # --- what both runners do --------------------------------------------------------------------------------------------
 
 
-def hold(consumer: Calls, message: Message, held: Held, error: Exception) -> None:
+def hold(consumer: AnyConsumer, message: Message, held: Held, error: Exception) -> None:
     """Let a partition wait at this message."""
     place = TopicPartition(message.topic, message.partition)
     logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
@@ -246,7 +246,7 @@ def not_given_back(message: Message) -> Iterator[None]:
         logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
 
 
-def put_back(consumer: Calls, messages: Sequence[Message]) -> None:
+def put_back(consumer: AnyConsumer, messages: Sequence[Message]) -> None:
     """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
     first: dict[TopicPartition, int] = {}
     for message in messages:
@@ -257,7 +257,7 @@ def put_back(consumer: Calls, messages: Sequence[Message]) -> None:
             consumer.seek(place, offset)
 
 
-def go_on(consumer: Calls, attempts: Attempts) -> None:
+def go_on(consumer: AnyConsumer, attempts: Attempts) -> None:
     """Commit what was handled, and let partitions go on that have waited long enough."""
     if handled := attempts.take_handled():
         consumer.commit_async(handled, report)

@@ -281,7 +281,7 @@ _CONNECT_S = 2.0
 _WATCH_SLACK = 17 / 16  # Consul adds up to a sixteenth to the time of a watch
 
 
-class Address(NamedTuple):
+class ConsulAddress(NamedTuple):
     """Where Consul is, and how to get in."""
 
     urls: Sequence[str]
@@ -289,7 +289,7 @@ class Address(NamedTuple):
     ca: str = ""  # file of a certificate authority; "": those of the system
 
     @classmethod
-    def of(cls, text: str, token: str = "", ca: str = "") -> "Address":
+    def of(cls, text: str, token: str = "", ca: str = "") -> "ConsulAddress":
         """Return the address that KMQ_CONSUL holds: `host:port` or a URL, several with commas."""
         urls = []
         for part in filter(None, map(str.strip, text.split(","))):
@@ -309,7 +309,7 @@ class Address(NamedTuple):
 class _Wire:
     """What both transports share: how a request is written, and which address is asked."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ConsulAddress) -> None:
         self._address, self._at = address, 0
         try:
             self._verify = ssl.create_default_context(cafile=address.ca or None)
@@ -348,7 +348,7 @@ def _answer(response: httpx.Response) -> Response:
 class Transport(_Wire):
     """For threads: several may use one."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ConsulAddress) -> None:
         super().__init__(address)
         self._client = httpx.Client(**self._options())  # type: ignore[arg-type]
 
@@ -389,7 +389,7 @@ class Transport(_Wire):
 class AsyncTransport(_Wire):
     """For asyncio."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ConsulAddress) -> None:
         super().__init__(address)
         self._client = httpx.AsyncClient(**self._options())  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ RESULT_S = 86_400.0  # after so long a result may be deleted
 _TRIES = 20  # to change a state that others change too
 
 
-class Result(NamedTuple):
+class CommandResult(NamedTuple):
     """What came of a command. `outcome`: ok, or why not; `findings`: what it has found, the first MAX_FINDINGS."""
 
     type: str
@@ -56,7 +56,7 @@ class Result(NamedTuple):
         return text
 
     @classmethod
-    def decode(cls, value: bytes) -> "Result":
+    def decode(cls, value: bytes) -> "CommandResult":
         """Return the result; one that says so if the text is none."""
         try:
             found = json.loads(value)
@@ -165,22 +165,24 @@ def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def write_result(keys: Keys, id: str, broker: str, result: Result) -> Steps[None]:
+def write_result(keys: Keys, id: str, broker: str, result: CommandResult) -> Steps[None]:
     """Say what came of a command here."""
     yield from consul.txn([Operation("set", f"{keys.results}{id}/{broker}", result.encode())])
 
 
-def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tuple[dict[str, Result], int]]:
+def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tuple[dict[str, CommandResult], int]]:
     """Return the results of a command by broker when there is a new one, and where to watch on (consul.watch)."""
     prefix = f"{keys.results}{id}/"
     found: Watched = yield from consul.watch(prefix, position, wait_s)
-    return {entry.key.removeprefix(prefix): Result.decode(entry.value) for entry in found.entries}, found.position
+    return {
+        entry.key.removeprefix(prefix): CommandResult.decode(entry.value) for entry in found.entries
+    }, found.position
 
 
 def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
     """Delete results older than RESULT_S; return how many. `lock`: the publisher's."""
     found = yield from consul.watch(keys.results, 0, 0)
-    old = [entry.key for entry in found.entries if now - Result.decode(entry.value).ts > RESULT_S]
+    old = [entry.key for entry in found.entries if now - CommandResult.decode(entry.value).ts > RESULT_S]
     room = MAX_OPERATIONS - GUARDS
     for at in range(0, len(old), room):
         deletions = [Operation("delete", key) for key in old[at : at + room]]
@@ -194,7 +196,7 @@ def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
 # --- brokers ----------------------------------------------------------------------------------------------------------
 
 
-class Report(NamedTuple):
+class BrokerReport(NamedTuple):
     """What a broker says of itself under `brokers/<broker>`; the key goes with its session."""
 
     holder: str  # host and pid of the agent
@@ -214,7 +216,7 @@ class Report(NamedTuple):
         return text
 
     @classmethod
-    def decode(cls, value: bytes) -> "Report | None":
+    def decode(cls, value: bytes) -> "BrokerReport | None":
         """Return the report; None if the text is none."""
         try:
             found: dict[str, Any] = json.loads(value)
@@ -225,10 +227,10 @@ class Report(NamedTuple):
             return None
 
 
-def read_reports(keys: Keys) -> Steps[dict[str, Report]]:
+def read_reports(keys: Keys) -> Steps[dict[str, BrokerReport]]:
     """Return what each broker that is there says of itself."""
     found = yield from consul.watch(keys.brokers, 0, 0)
-    reports = {entry.key.removeprefix(keys.brokers): Report.decode(entry.value) for entry in found.entries}
+    reports = {entry.key.removeprefix(keys.brokers): BrokerReport.decode(entry.value) for entry in found.entries}
     return {broker: report for broker, report in reports.items() if report is not None}
 
 
@@ -238,12 +240,12 @@ def read_states(keys: Keys) -> Steps[dict[str, str]]:
     return {entry.key.removeprefix(keys.root): entry.value.decode(errors="replace") for entry in entries}
 
 
-def read_results(keys: Keys) -> Steps[dict[str, dict[str, Result]]]:
+def read_results(keys: Keys) -> Steps[dict[str, dict[str, CommandResult]]]:
     """Return broker → type of command → its last result there, as far as results are still kept."""
     found = yield from consul.watch(keys.results, 0, 0)
-    last: dict[str, dict[str, Result]] = {}
+    last: dict[str, dict[str, CommandResult]] = {}
     for entry in found.entries:
-        broker, result = entry.key.rpartition("/")[2], Result.decode(entry.value)
+        broker, result = entry.key.rpartition("/")[2], CommandResult.decode(entry.value)
         of_broker = last.setdefault(broker, {})
         if result.ts >= of_broker.get(result.type, result).ts:
             of_broker[result.type] = result

@@ -104,7 +104,7 @@ class _Following:
     # --- with a place ------------------------------------------------------------------------------------------------
 
     def _receive(self, subscriber: Subscriber, heart: Heart) -> None:
-        reader = _Reader(self._queue, subscriber, heart, self._stop)
+        reader = _Fetcher(self._queue, subscriber, heart, self._stop)
         try:
             while not self._stop.is_set():
                 try:
@@ -123,7 +123,7 @@ class _Following:
         finally:
             reader.end()
 
-    def _next(self, subscriber: Subscriber, reader: "_Reader") -> list[Item]:
+    def _next(self, subscriber: Subscriber, reader: "_Fetcher") -> list[Item]:
         if self._given is not None:
             given, self._given = self._given, None
             return self._queue.run(subscriber.choose(given))
@@ -168,7 +168,7 @@ def _name(item: Item) -> str:
     return f"snapshot {item.epoch}" if isinstance(item, Snapshot) else f"message {item.epoch} ({item.type})"
 
 
-class _Reader:
+class _Fetcher:
     """Fetches in a thread of its own, because nothing else can end the wait for Consul's answer to a watch."""
 
     def __init__(self, queue: BroadcastQueue, subscriber: Subscriber, heart: Heart, stop: threading.Event) -> None:

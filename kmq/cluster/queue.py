@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import NamedTuple
 
-from kmq.cluster.consul import Address, AsyncTransport, ConsulError, Steps, T, Transport
+from kmq.cluster.consul import AsyncTransport, ConsulAddress, ConsulError, Steps, T, Transport
 from kmq.cluster.presence import Keys, Lock, Presence, SessionLost, check_broker
 from kmq.cluster.publisher import Mark, Message, Publisher
 from kmq.cluster.subscriber import Item, Status, Subscriber, read_status
@@ -42,7 +42,7 @@ BEATS = 3  # within the life of a session
 class Place(NamedTuple):
     """Which queue, and as whom."""
 
-    address: Address
+    address: ConsulAddress
     cluster: str
     broker: str
     ttl_s: float
@@ -58,7 +58,7 @@ class Place(NamedTuple):
                 f"{' and '.join(missing)} not set; for development: consul agent -dev, then"
                 " export KMQ_CONSUL=127.0.0.1:8500 KMQ_CLUSTER=dev"
             )
-        address = Address.of(settings.consul, settings.consul_token, settings.consul_ca)
+        address = ConsulAddress.of(settings.consul, settings.consul_token, settings.consul_ca)
         broker = check_broker(settings.broker or socket.gethostname())
         return cls(address, settings.cluster, broker, settings.session_ttl)
 

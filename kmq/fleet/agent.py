@@ -23,7 +23,7 @@ from kmq.broker.health import is_process, judge
 from kmq.broker.stats import AGENT, STATES
 from kmq.cluster import consul
 from kmq.cluster.consul import ConsulError, Operation
-from kmq.cluster.fleet import COMMANDS, Report, Result, write_result
+from kmq.cluster.fleet import COMMANDS, BrokerReport, CommandResult, write_result
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import holder_of
 from kmq.cluster.publisher import Mark
@@ -203,7 +203,7 @@ class Agent:
 
     # --- what others are told -----------------------------------------------------------------------------------------
 
-    def _write_result(self, id: str, result: Result) -> None:
+    def _write_result(self, id: str, result: CommandResult) -> None:
         self._queue.run(write_result(self._queue.keys, id, self._queue.place.broker, result))
 
     def _keep_reporting(self) -> None:
@@ -231,11 +231,11 @@ class Agent:
                     self.log.error("report_failed", reason=reason, effect="the fleet sees an older report; tried again")
                 failed = reason
 
-    def _report(self, findings: list[str]) -> Report:
+    def _report(self, findings: list[str]) -> BrokerReport:
         verdict = judge(self._page.copy(), self.settings)
         own = {name: self.settings.texts[row.env] for name, row in SHARED.items() if name in self.settings.given}
         reasons = [
             self._condition.failing or self._applier.unreadable or str(reason) if reason.about == AGENT else str(reason)
             for reason in verdict.reasons
         ]
-        return Report(who_we_are(), verdict.ready, reasons, findings, own)
+        return BrokerReport(who_we_are(), verdict.ready, reasons, findings, own)

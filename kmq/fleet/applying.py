@@ -29,7 +29,7 @@ from typing import Any
 
 from kmq.cluster import fleet
 from kmq.cluster.consul import ConsulError
-from kmq.cluster.fleet import COMMANDS, MAX_FINDINGS, Result
+from kmq.cluster.fleet import COMMANDS, MAX_FINDINGS, CommandResult
 from kmq.cluster.presence import decode_fields
 from kmq.cluster.publisher import Message
 from kmq.cluster.subscriber import Item, Snapshot
@@ -245,7 +245,7 @@ _LOW = 10  # niceness of what a command runs: messages come first
 class Commands:
     """The commands of one broker."""
 
-    def __init__(self, settings: Settings, log: Logger, write: Callable[[str, Result], None]) -> None:
+    def __init__(self, settings: Settings, log: Logger, write: Callable[[str, CommandResult], None]) -> None:
         """`write`: tells the fleet what came of the command with this id."""
         self._settings, self._log, self._write = settings, log, write
         self._path = f"{settings.data}/cluster/commands"
@@ -327,7 +327,7 @@ class Commands:
                     row["result"] = result._asdict()
                     self._save()
                 self._log.info("command_done", command=row["type"], epoch=row["epoch"], outcome=result.outcome)
-            self._write(id, Result(**row["result"]))
+            self._write(id, CommandResult(**row["result"]))
             with self._lock:
                 row["told"] = True
                 self._save()
@@ -335,14 +335,14 @@ class Commands:
             return False
         return True
 
-    def _attempt(self, row: dict[str, Any]) -> Result:
+    def _attempt(self, row: dict[str, Any]) -> CommandResult:
         """Do a command. What the system does not allow is its outcome; else it would be tried for ever, unseen."""
         try:
             return self._do(row)
         except OSError as error:
-            return Result(row["type"], str(error), [], time.time())
+            return CommandResult(row["type"], str(error), [], time.time())
 
-    def _do(self, row: dict[str, Any]) -> Result:
+    def _do(self, row: dict[str, Any]) -> CommandResult:
         type, findings = row["type"], list[str]()
         if row["expires"] and time.time() > row["expires"]:
             outcome = "expired before this broker could begin"
@@ -356,7 +356,7 @@ class Commands:
         else:
             code, findings, why = self._kmq(str, "pipeline", "run", "compact")
             outcome = "ok" if code == 0 else why
-        return Result(type, outcome, findings, time.time())
+        return CommandResult(type, outcome, findings, time.time())
 
     def _retain(self) -> str:
         request = topic_changes.submit(self._settings.data, topic_changes.RETAIN, "", {})

@@ -13,7 +13,7 @@ from bench.gauges import cpu_seconds
 from bench.pod import wait_until
 from bench.report import Figure, say
 from bench_bq.servers import Servers
-from kmq.cluster.consul import Address, Transport
+from kmq.cluster.consul import ConsulAddress, Transport
 from kmq.cluster.presence import Keys, Lock, Presence
 from kmq.cluster.publisher import KEPT, Message, Publisher
 from kmq.cluster.queue import BroadcastQueue, Heart, Place
@@ -72,7 +72,7 @@ class Bench:
     def place(self, broker: str = "bench") -> Place:
         """Return a place in a cluster of its own."""
         self._clusters += 1
-        return Place(Address.of(self.servers.addresses), f"bench-{self._clusters}", broker, TTL_S)
+        return Place(ConsulAddress.of(self.servers.addresses), f"bench-{self._clusters}", broker, TTL_S)
 
     @contextmanager
     def running(self, place: Place, role: str, brokers: int, processes: int) -> Iterator[Nodes]:

@@ -19,7 +19,7 @@ from waiting import wait_until
 import kmq
 from kmq.cluster import consul as requests
 from kmq.cluster import following
-from kmq.cluster.consul import Address, ConsulError, Unanswered
+from kmq.cluster.consul import ConsulAddress, ConsulError, Unanswered
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import Lock, Presence
 from kmq.cluster.publisher import KEPT, MAX_BYTES, Message
@@ -37,7 +37,7 @@ class Cluster:
         self.agent, self.name, self.queues = agent, f"test-{uuid.uuid4()}", []
 
     def place(self, broker="a", token=""):
-        return Place(Address.of(self.agent.address, token), self.name, broker, TTL_S)
+        return Place(ConsulAddress.of(self.agent.address, token), self.name, broker, TTL_S)
 
     def queue(self, broker="a"):
         self.queues.append(kmq.BroadcastQueue(self.place(broker)))
@@ -244,8 +244,8 @@ KILLED = """
 import os, signal, sys
 import kmq
 from kmq.cluster.queue import Place
-from kmq.cluster.consul import Address
-for item in kmq.BroadcastQueue(Place(Address.of(sys.argv[1]), sys.argv[2], "a", 1.0)).receive():
+from kmq.cluster.consul import ConsulAddress
+for item in kmq.BroadcastQueue(Place(ConsulAddress.of(sys.argv[1]), sys.argv[2], "a", 1.0)).receive():
     print(item.epoch, flush=True)
     if item.epoch == 3:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ def secure(broker, authority, tmp_path, gateway):
     made = Secured(broker, authority, tmp_path, gateway)
     (tmp_path / "token").write_text(made.token)
     files = {"token_file": str(tmp_path / "token"), "ca": made.ca, "cert": made.cert, "key": made.key}
-    made.target = spark_options.Target(**{f"to_{name}": path for name, path in files.items()}, timeout="60s")
+    made.target = spark_options.TargetOptions(**{f"to_{name}": path for name, path in files.items()}, timeout="60s")
     if gateway:
         broker.wait(lambda: (broker.pipes / "https.port").exists(), "a gateway")
         made.origin = spark_options.From(brokers=f"https://localhost:{made.port('https')}", patience="60s", **files)
@@ -37,7 +37,7 @@ def test_dead_letters_metrics_and_redrives_go_over_tls_as_the_command_says(spark
     assert secured.broker.kmq("topics", "create", "orders.dlq").returncode == 0
     send(spark, secured, "orders", '{"n": 1}', "bad", '{"n": 2}')
     where = secured.origin.options() | {"subscribe": "orders"}
-    connection = spark_options.Target(timeout="60s").options(
+    connection = spark_options.TargetOptions(timeout="60s").options(
         secured.origin
     )  # what was given for reading holds for writing too
     written = {"producers": secured.producers, "connection": connection}

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from kmq.cli.bq_items import Runner, as_fields
-from kmq.cluster.consul import Address, Entry, Request, Response, given_entries
+from kmq.cli.bq_items import CommandRunner, as_fields
+from kmq.cluster.consul import ConsulAddress, Entry, Request, Response, given_entries
 from kmq.cluster.presence import Keys, Presence, check_broker, decode_fields, encode_fields
 from kmq.cluster.publisher import KEPT, KEPT_BYTES, MAX_BYTES, Mark, Message, check_size, superfluous
 from kmq.cluster.queue import Place
@@ -256,13 +256,13 @@ def test_a_command_need_not_read_its_input_and_its_failure_says_how_it_ended(tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")  # as in a container with a read-only root
     stop = threading.Event()
-    Runner(stop, "true")(message(1, b"x" * 370_000))
-    Runner(stop, 'printf "%s %s %s\\n" $BQ_EPOCH $BQ_TYPE $BQ_ID >env; cat >got')(message(7, b"\x00\xff"))
+    CommandRunner(stop, "true")(message(1, b"x" * 370_000))
+    CommandRunner(stop, 'printf "%s %s %s\\n" $BQ_EPOCH $BQ_TYPE $BQ_ID >env; cat >got')(message(7, b"\x00\xff"))
     assert (tmp_path / "env").read_text() == f"7 a {'ab' * 16}\n" and (tmp_path / "got").read_bytes() == b"\x00\xff"
     with pytest.raises(KmqError, match="exit code 3 of: exit 3"):
-        Runner(stop, "exit 3")(message(1))
+        CommandRunner(stop, "exit 3")(message(1))
     with pytest.raises(KmqError, match="end by SIGKILL of: "):
-        Runner(stop, "kill -9 $$")(message(1))
+        CommandRunner(stop, "kill -9 $$")(message(1))
 
 
 # --- where -----------------------------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ def test_a_command_need_not_read_its_input_and_its_failure_says_how_it_ended(tmp
     ],
 )
 def test_addresses_of_consul_are_read(text, urls):
-    assert Address.of(text).urls == urls
+    assert ConsulAddress.of(text).urls == urls
 
 
 @pytest.mark.parametrize("text", ["", ",", "ftp://a", "http://", "a:b"])
 def test_an_address_that_is_none_is_named(text):
     with pytest.raises(ConfigError, match="KMQ_CONSUL"):
-        Address.of(text)
+        ConsulAddress.of(text)
 
 
 def test_what_is_not_set_is_named_with_how_to_start():

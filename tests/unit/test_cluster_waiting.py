@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kmq.cluster.consul import Address, Request, Transport, Unanswered, read
+from kmq.cluster.consul import ConsulAddress, Request, Transport, Unanswered, read
 from kmq.cluster.presence import Lock, Presence
 from kmq.cluster.queue import Heart
 
@@ -14,7 +14,7 @@ class Forgetful:
     """Carries out the steps, and loses the answers of the first requests, or the requests."""
 
     def __init__(self, consul, lost, are_sent):
-        self.transport = Transport(Address.of(consul.address))
+        self.transport = Transport(ConsulAddress.of(consul.address))
         self.lost, self.are_sent = lost, are_sent
 
     def run(self, steps):
@@ -53,7 +53,7 @@ def test_lock_is_asked_for_again_when_no_answer_came(consul, are_sent):
 def test_two_threads_that_leave_a_silent_address_both_reach_the_next(consul, monkeypatch):
     monkeypatch.setattr("kmq.cluster.consul._ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        transport = Transport(Address.of(f"127.0.0.1:{silent.getsockname()[1]},{consul.address}"))
+        transport = Transport(ConsulAddress.of(f"127.0.0.1:{silent.getsockname()[1]},{consul.address}"))
         with ThreadPoolExecutor(2) as pool:
             reading = [pool.submit(lambda: transport.run(read("waiting/none"))) for _ in range(2)]
             assert [thread.result() for thread in reading] == [None, None]

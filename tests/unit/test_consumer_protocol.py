@@ -7,7 +7,7 @@ import pytest
 from consumer_peer import EU, US, Peer, Session
 
 from kmq.client.consumer_options import ConsumerOptions
-from kmq.client.consumer_protocol import Core, Phase
+from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Kind
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
@@ -21,7 +21,7 @@ class Pair:
 
     def __init__(self, peer: Peer, topics: tuple[str, ...] = ("orders",), **options) -> None:
         self.peer = peer
-        self.core = Core(ConsumerOptions(**({"group_id": "billing"} | options)))
+        self.core = ConsumerCore(ConsumerOptions(**({"group_id": "billing"} | options)))
         self.core.choose(topics)
         self.session: Session | None = None
         self.cut = lambda data: [data]  # how bytes are cut on their way
@@ -529,9 +529,9 @@ def test_a_member_of_2000_partitions_writes_no_line_that_the_broker_refuses():
 @pytest.mark.parametrize("count", [1, 300, 2000])
 def test_an_opening_is_given_in_as_many_lines_as_it_needs(count):
     places = many(count)
-    alone = Core(ConsumerOptions(group_id="g", member="m", token="t"))
+    alone = ConsumerCore(ConsumerOptions(group_id="g", member="m", token="t"))
     alone.choose((), [(place, lines.EARLIEST) for place in places])
-    member = Core(ConsumerOptions(group_id="g", member="m", token="t"))
+    member = ConsumerCore(ConsumerOptions(group_id="g", member="m", token="t"))
     member.choose(tuple(f"{place.topic}{place.partition}"[-200:] for place in places))
     for core, least in ((alone, count * 200), (member, count * 190)):
         written = core.opening()

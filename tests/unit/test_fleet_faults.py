@@ -11,7 +11,7 @@ from fleet_given import said
 
 from kmq.access import tokens
 from kmq.cluster import fleet
-from kmq.cluster.fleet import Report, Result
+from kmq.cluster.fleet import BrokerReport, CommandResult
 from kmq.cluster.publisher import Message
 from kmq.cluster.subscriber import Snapshot
 from kmq.config import states
@@ -98,15 +98,18 @@ REPORT = {"holder": "h/1", "ready": True, "reasons": [], "findings": [], "own": 
 
 @pytest.mark.parametrize("changes", [{"ts": 10**400}, {"ts": float("nan")}, {"findings": 5}, {"outcome": 5}])
 def test_a_result_with_values_of_other_types_is_unreadable(changes):
-    assert Result.decode(json.dumps(GOOD | changes).encode()).outcome == "unreadable"
-    assert Result.decode(b"[" * 100_000).outcome == "unreadable"
+    assert CommandResult.decode(json.dumps(GOOD | changes).encode()).outcome == "unreadable"
+    assert CommandResult.decode(b"[" * 100_000).outcome == "unreadable"
 
 
 @pytest.mark.parametrize("changes", [{"reasons": 5}, {"findings": [5]}, {"own": []}, {"holder": None}])
 def test_a_report_with_values_of_other_types_is_none(changes):
-    assert Report.decode(json.dumps(REPORT).encode()) and Report.decode(json.dumps(REPORT | changes).encode()) is None
-    assert Report.decode(b"[" * 100_000) is None
-    "".join(Report.decode(json.dumps(REPORT | {"reasons": ["\ud800"]}).encode()).reasons).encode()
+    assert (
+        BrokerReport.decode(json.dumps(REPORT).encode())
+        and BrokerReport.decode(json.dumps(REPORT | changes).encode()) is None
+    )
+    assert BrokerReport.decode(b"[" * 100_000) is None
+    "".join(BrokerReport.decode(json.dumps(REPORT | {"reasons": ["\ud800"]}).encode()).reasons).encode()
 
 
 def test_a_limit_with_hundreds_of_digits_is_refused():

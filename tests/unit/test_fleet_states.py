@@ -18,8 +18,8 @@ from kmq.access import tokens
 from kmq.broker.admission import Admission
 from kmq.cluster import consul as consul_api
 from kmq.cluster import fleet
-from kmq.cluster.consul import Address, Operation
-from kmq.cluster.fleet import Report, Result
+from kmq.cluster.consul import ConsulAddress, Operation
+from kmq.cluster.fleet import BrokerReport, CommandResult
 from kmq.cluster.publisher import Message
 from kmq.cluster.queue import BroadcastQueue, Place
 from kmq.cluster.subscriber import Snapshot
@@ -86,16 +86,16 @@ def test_a_file_of_another_version_or_kind_is_refused(text, settings):
 
 
 def test_results_and_reports_are_bounded_and_readable_again():
-    long = Result("verify", "x" * 10_000, ["é" * 10_000] * 1000, 5.0)
+    long = CommandResult("verify", "x" * 10_000, ["é" * 10_000] * 1000, 5.0)
     assert (
         len(long.encode()) <= fleet.RESULT_BYTES
-        and 0 < len(Result.decode(long.encode()).findings) <= fleet.MAX_FINDINGS
+        and 0 < len(CommandResult.decode(long.encode()).findings) <= fleet.MAX_FINDINGS
     )
-    short = Result("verify", "damage", ["a", "b"], 5.0)
-    assert Result.decode(short.encode()) == short and not short.is_ok
-    report = Report("host/1", False, ["é" * 9000] * 50, ["b" * 9000] * 50, {"data_quota": "1GiB"})
-    assert len(report.encode()) <= fleet.RESULT_BYTES and Report.decode(report.encode()).own == report.own
-    assert Result.decode(b"{}").outcome == "unreadable" and Report.decode(b"[]") is None
+    short = CommandResult("verify", "damage", ["a", "b"], 5.0)
+    assert CommandResult.decode(short.encode()) == short and not short.is_ok
+    report = BrokerReport("host/1", False, ["é" * 9000] * 50, ["b" * 9000] * 50, {"data_quota": "1GiB"})
+    assert len(report.encode()) <= fleet.RESULT_BYTES and BrokerReport.decode(report.encode()).own == report.own
+    assert CommandResult.decode(b"{}").outcome == "unreadable" and BrokerReport.decode(b"[]") is None
 
 
 @pytest.mark.parametrize("payload", [b"", b"topics/a", b"shards/1 x", b"topics/ x", b"\xff/a b"])
@@ -109,7 +109,7 @@ def test_a_message_that_says_no_state_is_an_error(payload):
 
 @pytest.fixture
 def queue(consul):
-    place = Place(Address.of(consul.address), f"unit-{uuid.uuid4().hex[:12]}", "me", 2.0)
+    place = Place(ConsulAddress.of(consul.address), f"unit-{uuid.uuid4().hex[:12]}", "me", 2.0)
     with BroadcastQueue(place) as queue:
         yield queue
 
@@ -152,7 +152,7 @@ def test_results_older_than_a_day_go_with_the_next_command(queue):
     now = time.time()
     for number in range(70):
         age = 0 if number == 7 else 2 * 86_400
-        queue.run(fleet.write_result(queue.keys, f"id{number}", "a", Result("verify", "ok", [], now - age)))
+        queue.run(fleet.write_result(queue.keys, f"id{number}", "a", CommandResult("verify", "ok", [], now - age)))
     queue.as_publisher(lambda p: fleet.publish_command(p, queue.keys, "verify", 60))
     assert [entry.key for entry in queue.run(consul_api.watch(queue.keys.results, 0, 0)).entries] == [
         f"{queue.keys.results}id7/a"

@@ -8,7 +8,7 @@ import pytest
 
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import Fenced, NotAnswered, Refused
-from kmq.client.producer_core import Core
+from kmq.client.producer_core import ProducerCore
 from kmq.errors import ConfigError
 from kmq.ingress import hello
 from kmq.message import record
@@ -17,7 +17,7 @@ from kmq.message import text as message_text
 
 def make(**options):
     """A core that has been greeted, writing whatever it is given."""
-    core = Core(Options(**{"linger_ms": 0, **options}))
+    core = ProducerCore(Options(**{"linger_ms": 0, **options}))
     core.greeted(b"!ok max_line=1048576\n" + (b"!last 0\n" if b" last=?" in core.hello() else b""))
     return core
 
@@ -55,16 +55,16 @@ def again(core, reason="it broke"):
 
 
 def test_hello_says_who_is_sending():
-    assert Core(Options(producer="a:1", first_id=1)).hello() == b"!hello acks=1 producer=a:1\n"
-    assert Core(Options(producer="a:1")).hello("t0") == b"!hello acks=1 producer=a:1 last=? token=t0\n"
-    assert Core(Options(window="podbus", token="t0")).hello() == b"!hello acks=1 window=podbus token=t0\n"
-    assert Core(Options(dedupe=False)).hello() == b"!hello acks=1\n"
+    assert ProducerCore(Options(producer="a:1", first_id=1)).hello() == b"!hello acks=1 producer=a:1\n"
+    assert ProducerCore(Options(producer="a:1")).hello("t0") == b"!hello acks=1 producer=a:1 last=? token=t0\n"
+    assert ProducerCore(Options(window="podbus", token="t0")).hello() == b"!hello acks=1 window=podbus token=t0\n"
+    assert ProducerCore(Options(dedupe=False)).hello() == b"!hello acks=1\n"
 
 
 def test_a_generated_name_is_another_one_each_time_and_one_that_the_broker_takes():
-    names = {Core(Options()).ids.name for _ in range(100)}
+    names = {ProducerCore(Options()).ids.name for _ in range(100)}
     assert len(names) == 100
-    assert all(hello.parse(Core(Options()).hello().rstrip(b"\n")).producer for _ in range(10))
+    assert all(hello.parse(ProducerCore(Options()).hello().rstrip(b"\n")).producer for _ in range(10))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_options_that_cannot_be_are_refused(options):
 
 @pytest.mark.parametrize("reply", [b"!err 0 drop_oldest no acks\n", b"!err 0 bad_hello\n", b"!err 0 unauthorized\n"])
 def test_a_hello_that_is_refused_for_good_ends_the_producer(reply):
-    core = Core(Options())
+    core = ProducerCore(Options())
     delivery = add(core)
     with pytest.raises(Refused):
         core.greeted(reply)
@@ -97,7 +97,7 @@ def test_a_hello_that_is_refused_for_good_ends_the_producer(reply):
     "reply", [b"!err 0 disk_full no room\n", b"!err 0 connections too many\n", b"SSH-2.0\r\n", b"\n"]
 )
 def test_a_hello_that_is_refused_for_now_leaves_everything_waiting(reply):
-    core = Core(Options())
+    core = ProducerCore(Options())
     delivery = add(core)
     with pytest.raises(Refused):
         core.greeted(reply)
@@ -265,7 +265,7 @@ def test_a_reply_that_comes_after_the_time_was_up_changes_nothing():
 
 def test_made_ids_of_a_name_go_on_from_the_last_one_that_the_broker_knows():
     """What was queued before that is known, too: whole lists, with headers, as base64."""
-    core = Core(Options(producer="a"))
+    core = ProducerCore(Options(producer="a"))
     first = add(core, headers={"trace": "7"})
     add_many(core, 2)
     add(core, payload=b"\0")
@@ -293,7 +293,7 @@ def test_a_name_that_the_broker_does_not_know_begins_at_1():
 
 
 def test_ids_of_the_users_own_stay_as_they_are_wherever_the_last_one_is():
-    core = Core(Options(producer="a"))
+    core = ProducerCore(Options(producer="a"))
     for id in (None, None, 100, None):
         add(core, id=id)
     core.add_lines(Delivery(), b"t|1|7|x\n", 1)
@@ -303,7 +303,7 @@ def test_ids_of_the_users_own_stay_as_they_are_wherever_the_last_one_is():
 
 
 def test_a_greeting_with_a_last_id_is_whole_when_both_lines_are():
-    core, greeting = Core(Options(producer="a")), b"!ok max_line=1048576\n!last 41\n"
+    core, greeting = ProducerCore(Options(producer="a")), b"!ok max_line=1048576\n!last 41\n"
     assert [at for at in range(len(greeting) + 1) if core.is_greeting(greeting[:at])] == [len(greeting)]
     assert core.is_greeting(b"!err 0 unauthorized\n")
     with pytest.raises(Refused, match="protocol"):
@@ -443,7 +443,7 @@ def test_blocked_senders_resume_when_half_the_window_is_free_and_fill_it():
 
 
 def test_a_stall_is_described_with_what_is_known():
-    core = Core(Options())
+    core = ProducerCore(Options())
     add(core)
     core.lost("nothing listens on 127.0.0.1:1")
     text = core.describe(time.monotonic() + 7)

@@ -41,12 +41,12 @@ def test_lines_come_from_directories_or_over_http_and_not_from_both(monkeypatch,
 
 
 def test_topics_come_by_name_or_by_pattern():
-    assert spark_options.Topics("a,b").options() == {"subscribe": "a,b"}
-    assert spark_options.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
-    assert spark_options.Topics().options(".*") == {"subscribePattern": ".*"}
+    assert spark_options.TopicOptions("a,b").options() == {"subscribe": "a,b"}
+    assert spark_options.TopicOptions("", "a.*").options() == {"subscribePattern": "a.*"}
+    assert spark_options.TopicOptions().options(".*") == {"subscribePattern": ".*"}
     for wrong in (("a", "b"), ("", "")):
         with pytest.raises(ConfigError, match="--topics or --pattern"):
-            spark_options.Topics(*wrong).options()
+            spark_options.TopicOptions(*wrong).options()
 
 
 def test_a_conf_that_is_no_pair_is_named():
@@ -296,11 +296,11 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
         "kmq.ssl.key.location": "key",
     }
     assert origin.options() == {"kmq.bootstrap.servers": "https://a", "kmq.patience": "5s", **tls}
-    assert spark_options.Target().options(origin) == tls
-    assert spark_options.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
-    target = spark_options.Target(str(tmp_path / "theirs"), "other")
+    assert spark_options.TargetOptions().options(origin) == tls
+    assert spark_options.TargetOptions(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
+    target = spark_options.TargetOptions(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
-    assert spark_options.Target().options() == {}
+    assert spark_options.TargetOptions().options() == {}
     with pytest.raises(ConfigError, match="--patience: applies to gateways only"):
         spark_options.From("data", patience="5s").options()
 

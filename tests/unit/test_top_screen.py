@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kmq.broker import stats
 from kmq.cli.top import command, readers, screen, terminal
-from kmq.cli.top.readers import Changes, Latencies
+from kmq.cli.top.readers import EventWatcher, Latencies
 from kmq.cli.top.snapshot import parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.log import topics
@@ -64,7 +64,7 @@ def plain(lines, width=80, is_ascii=False):
 
 def drawn(found, view="p", width=80, height=24, is_ascii=False, scroll=0):
     snapshot = parse(found)
-    return plain(screen.draw(snapshot, screen.Wanted(view, scroll), width, height), width, is_ascii)
+    return plain(screen.draw(snapshot, screen.View(view, scroll), width, height), width, is_ascii)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -149,7 +149,7 @@ def test_a_snapshot_is_bounded_however_much_a_server_sends():
 
 
 def test_a_table_scrolls_under_its_title_and_stops_at_its_end():
-    wanted, snapshot = screen.Wanted("t"), parse(document())
+    wanted, snapshot = screen.View("t"), parse(document())
     for _ in range(5):
         wanted = command.turned(wanted, "down", snapshot, 24)
     lines = drawn(document(), "t", scroll=wanted.scroll)
@@ -158,8 +158,8 @@ def test_a_table_scrolls_under_its_title_and_stops_at_its_end():
         wanted = command.turned(wanted, "page down", snapshot, 24)
     assert drawn(document(), "t", scroll=wanted.scroll)[2].startswith("orders0")
     assert command.turned(wanted, "home", snapshot, 24).scroll == 0
-    assert command.turned(wanted, "g", snapshot, 24) == screen.Wanted("g")
-    assert command.turned(wanted, "escape", snapshot, 24) == screen.Wanted("p")
+    assert command.turned(wanted, "g", snapshot, 24) == screen.View("g")
+    assert command.turned(wanted, "escape", snapshot, 24) == screen.View("p")
 
 
 def test_keys_that_are_unknown_or_cut_do_nothing():
@@ -169,7 +169,7 @@ def test_keys_that_are_unknown_or_cut_do_nothing():
 
 
 def test_colours_are_those_of_the_terminal_and_none_with_no_color(monkeypatch):
-    line = screen.draw(parse(document(findings=[finding()])), screen.Wanted(), 80, 24)[0]
+    line = screen.draw(parse(document(findings=[finding()])), screen.View(), 80, 24)[0]
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = terminal.Painter(Console(force_terminal=True, color_system="256"), False).line(line, 80)
     assert "\x1b[1;31m" in coloured
@@ -223,7 +223,7 @@ def test_meters_forget_what_is_gone():
 
 
 def test_what_differs_between_two_looks_is_an_event():
-    changes = Changes()
+    changes = EventWatcher()
     before = document()["status"]
     changes.see(before)
     changes.see(before)

@@ -13,8 +13,8 @@ from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kmq.cli.top.readers import Reader
-    from kmq.cli.top.screen import Wanted
+    from kmq.cli.top.readers import TopReader
+    from kmq.cli.top.screen import View
     from kmq.cli.top.terminal import Screen
 
 _STEP_S = 0.25
@@ -50,12 +50,12 @@ def top(
     raise typer.Exit(_watch(_reader(settings, url, token)))
 
 
-def _reader(settings: Settings, url: str, token: str, sweep_s: float | None = None) -> "Reader":
-    from kmq.cli.top.overview import Gateway
+def _reader(settings: Settings, url: str, token: str, sweep_s: float | None = None) -> "TopReader":
+    from kmq.cli.top.overview import GatewayClient
     from kmq.cli.top.readers import LocalReader, RemoteReader
 
     if url:
-        return RemoteReader(Gateway(url, _token(token)))
+        return RemoteReader(GatewayClient(url, _token(token)))
     return LocalReader(settings) if sweep_s is None else LocalReader(settings, sweep_s)
 
 
@@ -69,7 +69,7 @@ def _token(given: str) -> str:
         raise ConfigError(f"--token {given}: {getattr(err, 'strerror', None) or 'is not text'}") from None
 
 
-def _print_once(reader: "Reader", as_json: bool) -> None:
+def _print_once(reader: "TopReader", as_json: bool) -> None:
     from kmq.cli.top import screen
     from kmq.cli.top import terminal as screens
     from kmq.cli.top.snapshot import parse
@@ -85,28 +85,28 @@ def _print_once(reader: "Reader", as_json: bool) -> None:
     console = terminal.console()
     painter = screens.Painter(console, screens.is_ascii())
     width = max(20, shutil.get_terminal_size((80, _ONCE_ROWS)).columns)
-    lines = screen.draw(parse(document), screen.Wanted(), width, _ONCE_ROWS)[:-1]
+    lines = screen.draw(parse(document), screen.View(), width, _ONCE_ROWS)[:-1]
     while lines and not lines[-1].parts:
         lines.pop()
     for line in lines:
         sys.stdout.write(painter.line(line, width).rstrip(" ") + "\n")
 
 
-def _watch(reader: "Reader") -> int:
-    from kmq.cli.top.screen import Wanted
-    from kmq.cli.top.terminal import Ended, Screen
+def _watch(reader: "TopReader") -> int:
+    from kmq.cli.top.screen import View
+    from kmq.cli.top.terminal import Screen, TerminalEnded
 
     try:
         with Screen() as screen:
-            _run(reader, screen, Wanted())
-    except Ended as end:
+            _run(reader, screen, View())
+    except TerminalEnded as end:
         return end.exit_code
     finally:
         reader.close()
     return 0
 
 
-def _run(reader: "Reader", screen: "Screen", wanted: "Wanted") -> None:
+def _run(reader: "TopReader", screen: "Screen", wanted: "View") -> None:
     """Draw until a key ends it."""
     from kmq.cli.top.screen import draw
 
@@ -124,16 +124,16 @@ def _run(reader: "Reader", screen: "Screen", wanted: "Wanted") -> None:
             snapshot, due = reader.snapshot(), time.monotonic() + _STEP_S
 
 
-def turned(wanted: "Wanted", key: str, snapshot: object, height: int) -> "Wanted":
+def turned(wanted: "View", key: str, snapshot: object, height: int) -> "View":
     """Return what is wanted after this key."""
     from kmq.cli.top import screen
-    from kmq.cli.top.snapshot import Snapshot
+    from kmq.cli.top.snapshot import TopSnapshot
 
-    assert isinstance(snapshot, Snapshot)
+    assert isinstance(snapshot, TopSnapshot)
     if key.lower() in (*screen.VIEWS, "?"):
-        return screen.Wanted(key.lower())
+        return screen.View(key.lower())
     if key == "escape":
-        return screen.Wanted()
+        return screen.View()
     steps = {"up": -1, "down": 1, "page up": -(height - 4), "page down": height - 4, "home": -wanted.scroll}
     last = screen.rows(snapshot, wanted.view)
     return wanted._replace(scroll=max(0, min(last, wanted.scroll + steps.get(key, 0))))

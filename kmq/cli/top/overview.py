@@ -22,7 +22,7 @@ _PATH = "/api/overview"
 OLDER = f"this broker is older than kmq top: it has no {_PATH}"
 
 
-class Gateway:
+class GatewayClient:
     """The gateway at a URL. Raises ConfigError if the URL is none."""
 
     def __init__(self, url: str, token: str = "", ca: str = "") -> None:
@@ -97,7 +97,7 @@ def _message(text: bytes) -> str:
 class Asker:
     """Asks again and again, in a thread, so that a gateway that hangs does not stop the screen."""
 
-    def __init__(self, find: Callable[[], Gateway], pause_s: float) -> None:
+    def __init__(self, find: Callable[[], GatewayClient], pause_s: float) -> None:
         """`find` returns the gateway to ask; it may raise KmqError."""
         self._find, self._pause_s = find, pause_s
         self._end = threading.Event()
@@ -115,7 +115,7 @@ class Asker:
         self._end.set()
 
     def _run(self) -> None:
-        gateway: Gateway | None = None
+        gateway: GatewayClient | None = None
         while not self._end.wait(self._pause_s if self._at or self._problem else 0):
             try:
                 gateway = gateway or self._find()

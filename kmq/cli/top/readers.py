@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from kmq.broker import stats
 from kmq.broker import status as statuses
 from kmq.broker.status import BrokerStatus
-from kmq.cli.top.overview import Asker, Gateway
-from kmq.cli.top.snapshot import Document, Snapshot, parse
+from kmq.cli.top.overview import Asker, GatewayClient
+from kmq.cli.top.snapshot import Document, TopSnapshot, parse
 from kmq.cli.top.topic_rates import TopicRates
 from kmq.config.settings import Settings
 
@@ -33,13 +33,13 @@ _SAMPLE_S = 1.0
 _T = TypeVar("_T")
 
 
-class Reader(Protocol):
+class TopReader(Protocol):
     """One who looks."""
 
     def look(self) -> Document:
         """Return what is known now."""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TopSnapshot:
         """Return the same as a value, with the problem if nothing newer can be known."""
 
     def measured(self, span_s: float) -> Document:
@@ -54,7 +54,11 @@ class LocalReader:
 
     def __init__(self, settings: Settings, sweep_s: float = _SWEEP_S) -> None:
         self._settings, self._sweep_s = settings, sweep_s
-        self._meters, self._changes, self._topics = Meters[tuple[str, str, int]](), Changes(), TopicRates(settings.data)
+        self._meters, self._changes, self._topics = (
+            Meters[tuple[str, str, int]](),
+            EventWatcher(),
+            TopicRates(settings.data),
+        )
         self._latencies = Latencies()
         self._asker: Asker | None = None
 
@@ -105,16 +109,16 @@ class LocalReader:
         names = ("groups", "groups_total", *(() if problem else ("events",)))
         return own | {name: told[name] for name in names if name in told} | {"notes": notes}
 
-    def _gateway(self) -> Gateway:
+    def _gateway(self) -> GatewayClient:
         from kmq.access import tokens
         from kmq.client.lines import read_port
 
         settings = self._settings
-        return Gateway(
+        return GatewayClient(
             f"http://{settings.host}:{read_port(settings, 'http', settings.http_port)}", tokens.local(settings)
         )
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TopSnapshot:
         return parse(self.look())
 
     def measured(self, span_s: float) -> Document:
@@ -136,7 +140,7 @@ class LocalReader:
 class RemoteReader:
     """Asks the gateway of a broker elsewhere."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
         self._asker: Asker | None = None
 
@@ -146,7 +150,7 @@ class RemoteReader:
     def measured(self, span_s: float) -> Document:
         return self.look()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TopSnapshot:
         self._asker = self._asker or Asker(lambda: self._gateway, _ASK_S / 2)
         told, problem, _ = self._asker.last()
         if told is None:
@@ -162,7 +166,7 @@ class RemoteReader:
 # What differs between two looks, for a broker without a gateway.
 
 
-class Changes:
+class EventWatcher:
     """The events since this command was started, newest first."""
 
     def __init__(self) -> None:

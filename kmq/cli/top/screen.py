@@ -1,7 +1,7 @@
 """A snapshot, what the user wants to see, and the size of the terminal → lines. Pure: looks at nothing else.
 
 Invariant   `draw` returns exactly `height` lines of at most `width` cells, for every snapshot and size from 20x5 on.
-            `Line.fit` returns exactly `width` cells, or fewer for a terminal that shows fewer. Whatever a name or a text
+            `ScreenLine.fit` returns exactly `width` cells, or fewer for a terminal that shows fewer. Whatever a name or a text
             holds, only printable characters get into a line: others are escaped (\\x1b), and all but ASCII become ? or a
             look-alike where the terminal is not one for UTF-8.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from kmq.cli.top.snapshot import Link, Snapshot, Stage
+from kmq.cli.top.snapshot import LinkRow, StageRow, TopSnapshot
 from kmq.config.settings import STAGES
 
 _ASCII = str.maketrans({"═": "=", "─": "-", "▶": ">", "█": "#", "░": ".", "…": "~", "·": "-", "↑": "^", "↓": "v"})
@@ -41,7 +41,7 @@ _ENDS = 6  # columns for the arrows at both ends
 _AFTER = {"ingress": "raw", "framer": "framed", "durability": "durable"}
 _FULL = 0.8  # of a link: from here on it is shown as a warning
 _FINE, _SLOW = ("ready",), ("draining", "recovering", "starting", "waiting")
-_ABSENT = Stage("", "-", None, None, None, None, None, None, None)
+_ABSENT = StageRow("", "-", None, None, None, None, None, None, None)
 
 _NUMBER = 11  # columns of a number in a table
 _COUNTS = ("connected", "restarts", "refused", "dropped")
@@ -71,19 +71,19 @@ def cut(text: str, width: int) -> str:
     return set_cell_size(text, width - 1) + "…" if width > 0 else ""
 
 
-class Line:
+class ScreenLine:
     """One line: parts of text, each in a style of screen.STYLES."""
 
     def __init__(self, text: str = "", style: str = "") -> None:
         self.parts: list[tuple[str, str]] = []
         self.add(text, style)
 
-    def add(self, text: str, style: str = "") -> "Line":
+    def add(self, text: str, style: str = "") -> "ScreenLine":
         if text:
             self.parts.append((text, style))
         return self
 
-    def cell(self, text: str, width: int, style: str = "", right: bool = False) -> "Line":
+    def cell(self, text: str, width: int, style: str = "", right: bool = False) -> "ScreenLine":
         """Add text in exactly `width` cells."""
         text = cut(clean(text, False), width)
         blank = " " * (width - cell_len(text))
@@ -168,47 +168,47 @@ def bar(fill: float | None, width: int) -> str:
 # --- screen ----------------------------------------------------------------------------------------------------------
 
 
-class Wanted(NamedTuple):
+class View(NamedTuple):
     """What the user wants to see: a key of VIEWS or ?, and how many rows further down."""
 
     view: str = "p"
     scroll: int = 0
 
 
-def draw(snapshot: Snapshot, wanted: Wanted, width: int, height: int) -> list[Line]:
+def draw(snapshot: TopSnapshot, wanted: View, width: int, height: int) -> list[ScreenLine]:
     """Return the screen."""
-    head, foot = header(snapshot, width), Line(_KEYS, "dim")
+    head, foot = header(snapshot, width), ScreenLine(_KEYS, "dim")
     room = max(0, height - len(head) - 1)
     if wanted.view == "?":
-        body = [Line().cell(key, 8, "key").add(text) for key, text in _HELP]
+        body = [ScreenLine().cell(key, 8, "key").add(text) for key, text in _HELP]
     elif wanted.view == "p":
         body = overview(snapshot, width, room)
     else:
         body = _scrolled(_table(snapshot, wanted.view, width), wanted.scroll, room)
-    body = (body + [Line()] * room)[:room]
+    body = (body + [ScreenLine()] * room)[:room]
     return [*[*head, *body][: max(0, height - 1)], foot][:height]
 
 
-def rows(snapshot: Snapshot, view: str) -> int:
+def rows(snapshot: TopSnapshot, view: str) -> int:
     """Return how many rows a view can scroll."""
     return max(0, len(_table(snapshot, view, 80)) - 2) if view in "tgcl" else 0
 
 
-def _table(snapshot: Snapshot, view: str, width: int) -> list[Line]:
+def _table(snapshot: TopSnapshot, view: str, width: int) -> list[ScreenLine]:
     makers = {"t": topics, "g": groups, "c": connections, "l": events}
     return makers[view](snapshot, width)
 
 
-def _scrolled(table: list[Line], scroll: int, room: int) -> list[Line]:
+def _scrolled(table: list[ScreenLine], scroll: int, room: int) -> list[ScreenLine]:
     """Return a table that keeps its title."""
     title, rest = table[:1], table[1:]
     scroll = min(scroll, max(0, len(rest) - 1))
     return title + rest[scroll : scroll + room - 1]
 
 
-def header(snapshot: Snapshot, width: int) -> list[Line]:
+def header(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Return who, how it is, and when."""
-    line = Line("KMQ ", "head").add(snapshot.instance or NAMELESS, "head").add("  ")
+    line = ScreenLine("KMQ ", "head").add(snapshot.instance or NAMELESS, "head").add("  ")
     errors = sum(finding.is_error for finding in snapshot.findings)
     warnings = len(snapshot.findings) - errors
     if not snapshot.as_of:
@@ -226,23 +226,23 @@ def header(snapshot: Snapshot, width: int) -> list[Line]:
         line.add("  " + time.strftime("%H:%M:%S", time.gmtime(snapshot.as_of)) + " UTC", "dim")
     if snapshot.version:
         line.add(f"  {snapshot.version}", "dim")
-    return [line, *([Line(snapshot.problem, "bad")] if snapshot.problem else [])]
+    return [line, *([ScreenLine(snapshot.problem, "bad")] if snapshot.problem else [])]
 
 
-def overview(snapshot: Snapshot, width: int, room: int) -> list[Line]:
+def overview(snapshot: TopSnapshot, width: int, room: int) -> list[ScreenLine]:
     """Return pipeline, findings, and as much of topics, groups and events as has room."""
     lines = draw_pipeline(snapshot, width)
     found = findings(snapshot, width)
     left = room - len(lines)
     shown = found[: max(min(_FINDINGS, left), left // 2)]
     if len(shown) < len(found) and shown:
-        shown[-1] = Line("… more; a larger terminal shows all", "dim")
+        shown[-1] = ScreenLine("… more; a larger terminal shows all", "dim")
     lines += shown
     parts = [topics(snapshot, width), groups(snapshot, width), events(snapshot, width)]
     return lines + shared(parts, room - len(lines))
 
 
-def shared(parts: list[list[Line]], room: int) -> list[Line]:
+def shared(parts: list[list[ScreenLine]], room: int) -> list[ScreenLine]:
     """Return the beginnings of `parts` in `room` lines: each as much as it has, and what one does not need to the others."""
     room -= len(parts)  # a blank line before each
     while parts and room < 2 * len(parts):
@@ -253,19 +253,19 @@ def shared(parts: list[list[Line]], room: int) -> list[Line]:
         if not growing:
             break
         sizes[min(growing, key=lambda at: sizes[at])] += 1
-    return [line for part, size in zip(parts, sizes, strict=True) for line in (Line(), *part[:size])]
+    return [line for part, size in zip(parts, sizes, strict=True) for line in (ScreenLine(), *part[:size])]
 
 
-def findings(snapshot: Snapshot, width: int) -> list[Line]:
+def findings(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Return each finding with what to do."""
     lines = []
     for finding in snapshot.findings:
         style = "bad" if finding.is_error else "warn"
         for text in _wrapped(f"{finding.code}: {finding.why}", width, ""):
-            lines.append(Line(text, style))
+            lines.append(ScreenLine(text, style))
         for text in _wrapped(f"do: {finding.do}", width, "  ") if finding.do else ():
-            lines.append(Line(text))
-    return [Line(), *lines] if lines else []
+            lines.append(ScreenLine(text))
+    return [ScreenLine(), *lines] if lines else []
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
@@ -284,7 +284,7 @@ def state_style(state: str) -> str:
     return "good" if state in _FINE else "warn" if state in _SLOW else "dim" if state == "-" else "bad"
 
 
-def between(snapshot: Snapshot, stage: str) -> Link | None:
+def between(snapshot: TopSnapshot, stage: str) -> LinkRow | None:
     """Return the link behind a stage. The FIFO and the ring behind ingress are one."""
     name = _AFTER.get(stage)
     if name is None:
@@ -294,37 +294,37 @@ def between(snapshot: Snapshot, stage: str) -> Link | None:
         return fifo or ring
     nbytes = None if fifo.nbytes is None else fifo.nbytes + (ring.nbytes or 0)
     fills = [link.fill for link in (fifo, ring) if link.fill is not None]
-    return Link(name, nbytes, None, None, max(fills) if fills else None)
+    return LinkRow(name, nbytes, None, None, max(fills) if fills else None)
 
 
-def waits(link: Link | None) -> str:
+def waits(link: LinkRow | None) -> str:
     """Return what waits: messages where they are counted, else bytes."""
     if link is None:
         return "-"
     return f"{count(link.messages)} msg" if link.messages is not None else size(link.nbytes)
 
 
-def fill_style(link: Link | None) -> str:
+def fill_style(link: LinkRow | None) -> str:
     return "warn" if link is not None and (link.fill or 0) >= _FULL else ""
 
 
-def draw_pipeline(snapshot: Snapshot, width: int) -> list[Line]:
+def draw_pipeline(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Return the pipeline, how long things take, and the other processes."""
     drawn = _wide(snapshot, width) if width >= _LEAST else _narrow(snapshot)
     times = "  ".join(f"{row.name} {duration(row.p50)} / {duration(row.p99)}" for row in snapshot.latency)
-    drawn.append(Line("p50 / p99  ", "dim").add(times))
+    drawn.append(ScreenLine("p50 / p99  ", "dim").add(times))
     others = [stage for stage in snapshot.stages if stage.name not in STAGES]
     if others:
-        line = Line()
+        line = ScreenLine()
         for stage in others:
             line.add(f"{stage.name} ").add(stage.state, state_style(stage.state)).add(_and(_restarted(stage)) + "  ")
         drawn.append(line)
     return drawn
 
 
-def _wide(snapshot: Snapshot, width: int) -> list[Line]:
+def _wide(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     link_width = min(_MOST_LINK, (width - _ENDS - len(STAGES) * _STAGE) // (len(STAGES) - 1))
-    names, states, moved, seqs, again = Line("─▶ ", "bar"), Line("   "), Line("   "), Line("   "), Line("   ")
+    names, (states, moved, seqs, again) = ScreenLine("─▶ ", "bar"), (ScreenLine("   ") for _ in range(4))
     for name in STAGES:
         stage, link = snapshot.stage(name) or _ABSENT, between(snapshot, name)
         is_last = name == STAGES[-1]
@@ -348,32 +348,32 @@ def _wide(snapshot: Snapshot, width: int) -> list[Line]:
     return [names, states, moved, seqs, *([again] if is_again else [])]
 
 
-def _narrow(snapshot: Snapshot) -> list[Line]:
+def _narrow(snapshot: TopSnapshot) -> list[ScreenLine]:
     lines = []
     for name in STAGES:
         stage, link = snapshot.stage(name) or _ABSENT, between(snapshot, name)
         line = (
-            Line()
+            ScreenLine()
             .cell(name, _STAGE, "head")
             .cell(stage.state, _STAGE, state_style(stage.state))
             .cell(_rate(name, stage), 13)
         )
         lines.append(line.add(_about(name, stage) + _and(_restarted(stage))))
         if link is not None or name in _AFTER:
-            line = Line("  ═▶ ", "bar").cell(_AFTER[name], 8).add(bar(link.fill if link else None, 8), "bar")
+            line = ScreenLine("  ═▶ ", "bar").cell(_AFTER[name], 8).add(bar(link.fill if link else None, 8), "bar")
             fill = percent(link.fill if link else None)
             lines.append(line.add(f" {fill:<5}", fill_style(link)).add(waits(link)))
     return lines
 
 
-def _rate(name: str, stage: Stage) -> str:
+def _rate(name: str, stage: StageRow) -> str:
     """Return what a stage moves: ingress passes bytes on unread, so it counts no messages."""
     if name != "ingress":
         return per_second(stage.rate)
     return "-" if stage.byte_rate is None else size(stage.byte_rate) + "/s"
 
 
-def _about(name: str, stage: Stage) -> str:
+def _about(name: str, stage: StageRow) -> str:
     producers = f"{count(stage.connections)} producer{'s' if stage.connections != 1 else ''}"
     return producers if name == "ingress" else f"seq {_whole(stage.seq)}"
 
@@ -382,7 +382,7 @@ def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def _restarted(stage: Stage) -> str:
+def _restarted(stage: StageRow) -> str:
     return f"{stage.restarts:.0f} restart{'s' if stage.restarts != 1 else ''}" if stage.restarts else ""
 
 
@@ -394,9 +394,9 @@ def _and(text: str) -> str:
 # Topics, groups, connections and links, events. The first line of each is its title.
 
 
-def _title(name: str, total: int, shown: int, columns: tuple[str, ...], width: int) -> Line:
+def _title(name: str, total: int, shown: int, columns: tuple[str, ...], width: int) -> ScreenLine:
     what = f"{name} ({total:,})" if total <= shown else f"{name} ({shown:,} of {total:,})"
-    line = Line().cell(what, _first(width, len(columns)), "head")
+    line = ScreenLine().cell(what, _first(width, len(columns)), "head")
     for column in columns:
         line.cell(column, _NUMBER, "dim", right=True)
     return line
@@ -411,7 +411,7 @@ def _few(width: int, *columns: str) -> tuple[str, ...]:
     return columns[: max(1, (width - 24) // _NUMBER)]
 
 
-def topics(snapshot: Snapshot, width: int) -> list[Line]:
+def topics(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Topics, the highest rate first."""
     columns = _few(width, "msg/s", "bytes/s", "records", "bytes", "partitions")
     lines = [_title("topics", snapshot.topics_total, len(snapshot.topics), columns, width)]
@@ -423,58 +423,62 @@ def topics(snapshot: Snapshot, width: int) -> list[Line]:
             size(row.nbytes),
             count(row.partitions),
         )
-        line = Line().cell(row.topic, _first(width, len(columns)))
+        line = ScreenLine().cell(row.topic, _first(width, len(columns)))
         for cell in cells[: len(columns)]:
             line.cell(cell, _NUMBER, right=True)
         lines.append(line)
     return _with_note(lines, snapshot, "topics", "no topics yet; the first message makes one")
 
 
-def groups(snapshot: Snapshot, width: int) -> list[Line]:
+def groups(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Groups, the largest lag first."""
     columns = _few(width, "lag", "lag time", "members", "state")
     lines = [_title("groups", snapshot.groups_total, len(snapshot.groups), columns, width)]
     for row in snapshot.groups:
-        line = Line().cell(row.group, _first(width, len(columns)))
+        line = ScreenLine().cell(row.group, _first(width, len(columns)))
         for cell in (count(row.lag), duration(row.lag_seconds), count(row.members), row.state)[: len(columns)]:
             line.cell(cell, _NUMBER, right=True)
         lines.append(line)
     return _with_note(lines, snapshot, "groups", "no groups yet")
 
 
-def events(snapshot: Snapshot, width: int) -> list[Line]:
+def events(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Events, the newest first."""
-    lines = [Line("events", "head")]
+    lines = [ScreenLine("events", "head")]
     for event in snapshot.events:
         style = {"not_ready": "bad", "warning": "warn", "ready": "good"}.get(event.kind, "")
         at = time.strftime("%H:%M:%S", time.gmtime(max(0.0, min(event.at, 1e11))))
-        lines.append(Line(f"{at} ", "dim").cell(event.kind, 10, style).cell(event.about, 12).add(f" {event.text}"))
+        lines.append(
+            ScreenLine(f"{at} ", "dim").cell(event.kind, 10, style).cell(event.about, 12).add(f" {event.text}")
+        )
     return _with_note(lines, snapshot, "events", "none")
 
 
-def _with_note(lines: list[Line], snapshot: Snapshot, about: str, empty: str) -> list[Line]:
+def _with_note(lines: list[ScreenLine], snapshot: TopSnapshot, about: str, empty: str) -> list[ScreenLine]:
     note = snapshot.notes.get(about, "")
     if note:
-        lines[0].add(f"  {note}", "dim") if about == "events" else lines.append(Line(f"  {note}", "dim"))
+        lines[0].add(f"  {note}", "dim") if about == "events" else lines.append(ScreenLine(f"  {note}", "dim"))
     elif len(lines) == 1:
-        lines.append(Line(f"  {empty}", "dim"))
+        lines.append(ScreenLine(f"  {empty}", "dim"))
     return lines
 
 
-def connections(snapshot: Snapshot, width: int) -> list[Line]:
+def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Connections of the processes that have some, then the links."""
     lines = [_title("processes", len(snapshot.stages), len(snapshot.stages), ("state", *_COUNTS), width)]
     for stage in snapshot.stages:
-        line = Line().cell(stage.name, _first(width, 5)).cell(stage.state, _NUMBER, state_style(stage.state), True)
+        line = (
+            ScreenLine().cell(stage.name, _first(width, 5)).cell(stage.state, _NUMBER, state_style(stage.state), True)
+        )
         for value in (stage.connections, stage.restarts, stage.refused, stage.dropped):
             line.cell(count(value), _NUMBER, right=True)
         lines.append(line)
-    titles = Line().cell("links", _first(width, 5), "head")
+    titles = ScreenLine().cell("links", _first(width, 5), "head")
     for title in ("fill", "", "bytes", "capacity", "messages"):
         titles.cell(title, _NUMBER, "dim", right=True)
-    lines += [Line(), titles]
+    lines += [ScreenLine(), titles]
     for link in snapshot.links:
-        line = Line().cell(link.name, _first(width, 5)).cell(percent(link.fill), _NUMBER, fill_style(link), True)
+        line = ScreenLine().cell(link.name, _first(width, 5)).cell(percent(link.fill), _NUMBER, fill_style(link), True)
         line.add(" ").add(bar(link.fill, _NUMBER - 1), "bar")
         for cell in (size(link.nbytes), size(link.capacity), count(link.messages)):
             line.cell(cell, _NUMBER, right=True)

@@ -14,7 +14,7 @@ _LONGEST = 2000
 Document = dict[str, Any]
 
 
-class Stage(NamedTuple):
+class StageRow(NamedTuple):
     """A process, and what it moves."""
 
     name: str
@@ -28,7 +28,7 @@ class Stage(NamedTuple):
     byte_rate: float | None
 
 
-class Link(NamedTuple):
+class LinkRow(NamedTuple):
     """What waits between two processes. `fill`: 0 to 1."""
 
     name: str
@@ -46,7 +46,7 @@ class Latency(NamedTuple):
     p99: float | None
 
 
-class Finding(NamedTuple):
+class FindingRow(NamedTuple):
     """What is wrong, and what to do."""
 
     code: str
@@ -76,7 +76,7 @@ class GroupRow(NamedTuple):
     lag_seconds: float | None
 
 
-class Event(NamedTuple):
+class EventRow(NamedTuple):
     """What happened, and when (unix seconds)."""
 
     at: float
@@ -85,7 +85,7 @@ class Event(NamedTuple):
     text: str
 
 
-class Snapshot(NamedTuple):
+class TopSnapshot(NamedTuple):
     """All that is known at `as_of` (unix seconds)."""
 
     as_of: float
@@ -93,15 +93,15 @@ class Snapshot(NamedTuple):
     supervisor: str
     instance: str
     version: str
-    stages: list[Stage]
-    links: list[Link]
+    stages: list[StageRow]
+    links: list[LinkRow]
     latency: list[Latency]
-    findings: list[Finding]
+    findings: list[FindingRow]
     topics: list[TopicRow]
     topics_total: int
     groups: list[GroupRow]
     groups_total: int
-    events: list[Event]  # newest first
+    events: list[EventRow]  # newest first
     notes: dict[str, str]  # about topics, groups or events: why there are none, or how they are known
     problem: str = ""  # why nothing newer is known
 
@@ -109,14 +109,14 @@ class Snapshot(NamedTuple):
     def is_up(self) -> bool:
         return any(stage.state not in ("down", "stopped", "dead") for stage in self.stages)
 
-    def stage(self, name: str) -> Stage | None:
+    def stage(self, name: str) -> StageRow | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
-    def link(self, name: str) -> Link | None:
+    def link(self, name: str) -> LinkRow | None:
         return next((link for link in self.links if link.name == name), None)
 
 
-def parse(document: object, problem: str = "") -> Snapshot:
+def parse(document: object, problem: str = "") -> TopSnapshot:
     """Return the snapshot of an overview."""
     overview = _map(document)
     status, rates = _map(overview.get("status")), _map(overview.get("rates"))
@@ -124,7 +124,7 @@ def parse(document: object, problem: str = "") -> Snapshot:
     topics = [_topic(row) for row in _rows(overview.get("topics"))]
     groups = [_group(row) for row in _rows(overview.get("groups"))]
     events = sorted((_event(row) for row in _rows(overview.get("events"))), key=lambda event: -event.at)
-    return Snapshot(
+    return TopSnapshot(
         as_of=_number(overview.get("as_of")) or 0.0,
         is_ready=status.get("ready") is True,
         supervisor=_text(status.get("supervisor")),
@@ -169,13 +169,13 @@ def _count(value: object, rows: list[Any]) -> int:
     return len(rows) if number is None else int(number)
 
 
-def _stage(row: dict[str, Any], rates: dict[str, Any]) -> Stage:
+def _stage(row: dict[str, Any], rates: dict[str, Any]) -> StageRow:
     counts = (_number(row.get(name)) for name in ("restarts", "connections", "seq", "refused", "dropped"))
     moved = (_number(rates.get(name)) for name in ("messages", "bytes"))
-    return Stage(_text(row.get("name")), _text(row.get("state")) or "-", *counts, *moved)
+    return StageRow(_text(row.get("name")), _text(row.get("state")) or "-", *counts, *moved)
 
 
-def _links(status: dict[str, Any]) -> list[Link]:
+def _links(status: dict[str, Any]) -> list[LinkRow]:
     rows = _rows(status.get("links"))
     if not rows:  # of a broker that says only what waits
         backlog = _map(status.get("backlog"))
@@ -185,7 +185,7 @@ def _links(status: dict[str, Any]) -> list[Link]:
             {"name": "durable", "messages": backlog.get("durable_messages")},
         ]
     fields = ("bytes", "capacity", "messages", "fill")
-    return [Link(_text(row.get("name")), *(_number(row.get(field)) for field in fields)) for row in rows]
+    return [LinkRow(_text(row.get("name")), *(_number(row.get(field)) for field in fields)) for row in rows]
 
 
 def _latency(overview: dict[str, Any], status: dict[str, Any]) -> list[Latency]:
@@ -197,13 +197,13 @@ def _latency(overview: dict[str, Any], status: dict[str, Any]) -> list[Latency]:
     return found
 
 
-def _findings(status: dict[str, Any]) -> list[Finding]:
+def _findings(status: dict[str, Any]) -> list[FindingRow]:
     rows = [(row, row.get("severity") == "error") for row in _rows(status.get("findings"))]
     if "findings" not in status:
         rows = [(row, True) for row in _rows(status.get("reasons"))]
         rows += [(row, False) for row in _rows(status.get("warnings"))]
     return [
-        Finding(_text(row.get("code")), is_error, _text(row.get("why")), _text(row.get("advice")))
+        FindingRow(_text(row.get("code")), is_error, _text(row.get("why")), _text(row.get("advice")))
         for row, is_error in rows
     ]
 
@@ -218,6 +218,6 @@ def _group(row: dict[str, Any]) -> GroupRow:
     return GroupRow(_text(row.get("group")), _text(row.get("state")), *numbers)
 
 
-def _event(row: dict[str, Any]) -> Event:
+def _event(row: dict[str, Any]) -> EventRow:
     texts = (_text(row.get(field)) for field in ("kind", "about", "text"))
-    return Event(_number(row.get("at")) or 0.0, *texts)
+    return EventRow(_number(row.get("at")) or 0.0, *texts)

@@ -21,7 +21,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from kmq.cli.top.screen import Line
+from kmq.cli.top.screen import ScreenLine
 from kmq.errors import EXIT_OK, EXIT_SIGINT
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[0m\x1b[?25h\x1b[?1049l"
@@ -50,7 +50,7 @@ _ENDING = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_OK, signal.SIGHUP: E
 _PATIENCE_S = 0.5  # for a terminal that takes no output, at the end
 
 
-class Ended(Exception):
+class TerminalEnded(Exception):
     """The command was told to end, or its terminal is gone."""
 
     def __init__(self, exit_code: int) -> None:
@@ -96,7 +96,7 @@ class Painter:
         colourless = {key: style.without_color for key, style in _STYLES.items()}
         self._styles = colourless if console.no_color else _STYLES
 
-    def line(self, line: Line, width: int) -> str:
+    def line(self, line: ScreenLine, width: int) -> str:
         """Return a line of `width` cells."""
         parts = line.fit(width, self.is_ascii)
         if self._system is None:
@@ -127,7 +127,7 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         for number in (*_ENDING, signal.SIGTSTP):  # a second signal must not interrupt this
-            with contextlib.suppress(Ended):
+            with contextlib.suppress(TerminalEnded):
                 signal.signal(number, signal.SIG_IGN)
         self._give_back()
         for handled, handler in self._old_handlers.items():
@@ -140,7 +140,7 @@ class Screen:
     # --- signals -----------------------------------------------------------------------------------------------------
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        raise Ended(_ENDING[signal.Signals(number)])
+        raise TerminalEnded(_ENDING[signal.Signals(number)])
 
     def _resize(self, number: int, frame: FrameType | None) -> None:
         self._is_resized = True
@@ -157,7 +157,7 @@ class Screen:
             self._before = termios.tcgetattr(0)
             tty.setcbreak(0, termios.TCSANOW)
         except termios.error:
-            raise Ended(EXIT_OK) from None  # the terminal is gone
+            raise TerminalEnded(EXIT_OK) from None  # the terminal is gone
         self._write(_ENTER)
         self._is_resized = True
 
@@ -180,7 +180,7 @@ class Screen:
                 self._size = (80, 24)
         return self._size
 
-    def show(self, lines: list[Line], size: tuple[int, int]) -> None:
+    def show(self, lines: list[ScreenLine], size: tuple[int, int]) -> None:
         """Draw a screen of that size."""
         width, height = size
         painted = [self._painter.line(line, width) for line in lines[:height]]
@@ -204,7 +204,7 @@ class Screen:
             while data:
                 data = data[os.write(1, data) :]
         except OSError:
-            raise Ended(EXIT_OK) from None  # the terminal is gone
+            raise TerminalEnded(EXIT_OK) from None  # the terminal is gone
 
     def wait(self, seconds: float) -> list[str]:
         """Wait for keys, at most so long; return them. A new size ends the wait, too."""
@@ -215,5 +215,5 @@ class Screen:
         except OSError:
             typed = b""
         if not typed:
-            raise Ended(EXIT_OK)  # the terminal is gone
+            raise TerminalEnded(EXIT_OK)  # the terminal is gone
         return list(keys(typed))

@@ -23,7 +23,7 @@ _STILL_S = 5.0  # a topic that has not moved for longer is visited in its turn a
 _FEW = 200  # the partitions of so many topics are measured at the first look; of more, those that change
 
 
-class _Part(NamedTuple):
+class _PartitionVisit(NamedTuple):
     """A partition at its last visit. `end`, `nbytes`: None until it is measured."""
 
     mark: tuple[int, int]  # inode and size of the active segment
@@ -39,7 +39,7 @@ class TopicRates:
 
     def __init__(self, data: str) -> None:
         self._data = data
-        self._topics: dict[str, list[_Part]] = {}
+        self._topics: dict[str, list[_PartitionVisit]] = {}
         self._waiting: list[str] = []  # of this round, last first
         self._moving: dict[str, float] = {}  # topic → when it was last seen to move; who was visited last is last
         self._listed_at = -_LIST_S
@@ -105,7 +105,9 @@ class TopicRates:
         for number in range(count):
             yield number, _stat(f"{self._data}/{name}-{number}.log") if count > 1 else None
 
-    def _look(self, name: str, number: int, active: os.stat_result | None, before: list[_Part]) -> _Part:
+    def _look(
+        self, name: str, number: int, active: os.stat_result | None, before: list[_PartitionVisit]
+    ) -> _PartitionVisit:
         now = time.monotonic()
         if active is not None:
             mark = (active.st_ino, active.st_size)
@@ -115,13 +117,13 @@ class TopicRates:
         if old is not None and old.mark == mark:
             return old._replace(at=now, rate=0.0, byte_rate=0.0)
         if old is None and len(self._topics) > _FEW:
-            return _Part(mark, now)
+            return _PartitionVisit(mark, now)
         end, nbytes = end_offset(self._data, name, number)
         if old is None:
-            return _Part(mark, now, end, nbytes)
+            return _PartitionVisit(mark, now, end, nbytes)
         rate = None if old.end is None else max(0, end - old.end) / (now - old.at)
         grown = mark[1] - old.mark[1] if mark[0] == old.mark[0] else mark[1]
-        return _Part(mark, now, end, nbytes, rate, max(0, grown) / (now - old.at))
+        return _PartitionVisit(mark, now, end, nbytes, rate, max(0, grown) / (now - old.at))
 
     def rows(self, most: int) -> list[dict[str, Any]]:
         """Return the `most` topics with the highest rate, as /api/overview has them."""
@@ -139,7 +141,7 @@ def _stat(path: str) -> os.stat_result | None:
         return None
 
 
-def _row(name: str, parts: list[_Part]) -> dict[str, Any]:
+def _row(name: str, parts: list[_PartitionVisit]) -> dict[str, Any]:
     return {
         "topic": name,
         "rate": _sum(part.rate for part in parts),

@@ -39,8 +39,8 @@ from kmq.broker.clock import AgeClock
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import read_port
-from kmq.client.producer_aio import Link
-from kmq.client.producer_core import Core
+from kmq.client.producer_aio import ProducerLink
+from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings
 from kmq.config.values import FOREVER, MIB
 from kmq.errors import KmqError
@@ -108,8 +108,8 @@ class OffsetWriter:
             max_in_flight_bytes=_IN_FLIGHT_BYTES,
             on_stall=self._stalled,
         )
-        self._core = Core(options)
-        self._link = Link(self._core, self._address)
+        self._core = ProducerCore(options)
+        self._link = ProducerLink(self._core, self._address)
         self._opened = time.monotonic()
 
     def _address(self) -> tuple[str, int, str]:
