@@ -3,10 +3,10 @@
 Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines has
-            returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
-Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
-                                  and appended again;
+Invariant   A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines
+            has returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
+Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the
+                                  start and appended again;
             after the fsync       they are read again and compared with what the WAL has under their seqs. They are not
                                   written again, but replied to again, and pushed if `durable` lacks them. Other
                                   records end the process: the block is of a ring that gave these seqs to other

@@ -8,7 +8,8 @@ Owner       ingress or the gateway makes the file, whichever is first: whole, wi
 Protects    from everybody who reaches a port and not the directory: producers over TCP and TLS, clients of HTTP and
             gRPC. It does not protect from programs of the pod. Whoever may read it may also write to the FIFO `raw`
             beside it, and could forge there what ingress says of a connection.
-Light       Ingress and framer must stay small, so this module loads neither hashlib nor hmac, as kmq/access/tokens.py does.
+Light       Ingress and framer must stay small, so this module loads neither hashlib nor hmac, as kmq/access/tokens.py
+            does.
 """
 
 import contextlib

@@ -10,8 +10,8 @@ Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets exp
             bits, which cannot be guessed at any speed, and a slow hash would stop the event loop of ingress at each
             hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
             unknown names take as long.
-Fleet       A token that the fleet has revoked (kmq/config/states.py), by its name or by its id, is turned away although the file
-            has it.
+Fleet       A token that the fleet has revoked (kmq/config/states.py), by its name or by its id, is turned away although
+            the file has it.
 Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token (local_token.py).
 """
 

@@ -1,9 +1,9 @@
 """Decide if more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for all that were accepted before.
 
-Links       Ingress asks refusal() at every turn of its loop. While it names a reason, acknowledged producers are refused,
-            and other producers are not read. Durability asks must_wait() before each append, because a shell may write
-            into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far more
-            space than its first message.
+Links       Ingress asks refusal() at every turn of its loop. While it names a reason, acknowledged producers are
+            refused, and other producers are not read. Durability asks must_wait() before each append, because a shell
+            may write into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far
+            more space than its first message.
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
@@ -17,8 +17,8 @@ Inodes      A lack of inodes counts as a lack of bytes: messages are refused. Fi
             report 0, which means no limit.
 Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
 Not covered Until the next walk the bound lacks: a queue that is rebuilt, a topic declared with hundreds of partitions,
-            what XFS allocates ahead of a growing file, and what other programs write there. So a message that was accepted
-            may wait until there is room.
+            what XFS allocates ahead of a growing file, and what other programs write there. So a message that was
+            accepted may wait until there is room.
 """
 
 import os

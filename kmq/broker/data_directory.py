@@ -23,8 +23,8 @@ _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 def known_id(settings: Settings, supervisor: int | None = None) -> str:
     """Return the id of the data directory with which this broker runs; "" if it does not run.
 
-    `supervisor`: the pid of who has started the calling process of the broker, and so runs; 0: something else has. Such a
-    process may be the first that is started again after all have failed for the lack of the directory. So for it the
+    `supervisor`: the pid of who has started the calling process of the broker, and so runs; 0: something else has. Such
+    a process may be the first that is started again after all have failed for the lack of the directory. So for it the
     broker runs while one of them has ended with EXIT_RETRY; those that wait already must not make each other wait.
     """
     page = peek(settings.instance)

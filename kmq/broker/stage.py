@@ -321,7 +321,8 @@ class SlowSyncs:
 def _oom_counts(proc: str, top: str) -> Iterator[str]:
     """Yield the files that may have the kernel's count of kills, the nearest first.
 
-    Version 2 of cgroups counts in memory.events, version 1 in memory.oom_control. A container sees its cgroup at the top.
+    Version 2 of cgroups counts in memory.events, version 1 in memory.oom_control. A container sees its cgroup at the
+    top.
     """
     with contextlib.suppress(OSError), open(f"{proc}/self/cgroup", encoding="ascii", errors="replace") as file:
         for line in file:

@@ -100,7 +100,8 @@ class Histogram:
 def quantile(snapshot: HistogramSnapshot, q: float) -> float | None:
     """Return the time in seconds that a share `q` of the events did not exceed; None without an event.
 
-    Within a bucket the events are taken to be spread evenly. The last bucket has no upper bound: its lower one is given.
+    Within a bucket the events are taken to be spread evenly. The last bucket has no upper bound: its lower one is
+    given.
     """
     total = sum(snapshot.counts)
     if not total:

@@ -34,9 +34,9 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
         log.rewrite_tail(wal.torn_bytes(framed.size))
     elif log.last_seq > synced or framed.sync_failed:
         # Records were appended that are not known to be on disk. Trust the ring rather than the page cache as long as
-        # the ring still has them. Keep what `durable` has been shown: under a lax KMQ_FSYNC that is more than is synced,
-        # and the router has it. Under drop_oldest `framed` may have only the end of these records, and the WAL only
-        # the first lines of a block that the ring has whole.
+        # the ring still has them. Keep what `durable` has been shown: under a lax KMQ_FSYNC that is more than is
+        # synced, and the router has it. Under drop_oldest `framed` may have only the end of these records, and the WAL
+        # only the first lines of a block that the ring has whole.
         shown = layout.last_seq(stage.settings.instance, "durable", stage.ring_identity("durable"))
         keep = max(synced, waiting - 1, shown)
         if keep < log.last_seq or framed.sync_failed:

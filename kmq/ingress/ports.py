@@ -7,8 +7,8 @@ one question comes in and one line goes out, from durability's cursor in the sta
 
 Memory      The ack port has at most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes.
             Replies are never kept: a connection whose kernel takes no more replies is closed.
-Deadline    On the ack port KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that can
-            be answered.
+Deadline    On the ack port KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that
+            can be answered.
 Full        On the ack port a newcomer evicts the connection that has been without an answer for longest, so silent
             connections shut nobody out.
 """

@@ -1,7 +1,7 @@
 """The connections of producers: read in turn, greeted, answered, and ended; from their bytes to whole lines.
 
-What one receive brought goes on as one piece (kmq/links/received.py): one search for the last newline, one copy. The framer
-judges the lines. Only what it cannot judge is looked at here:
+What one receive brought goes on as one piece (kmq/links/received.py): one search for the last newline, one copy. The
+framer judges the lines. Only what it cannot judge is looked at here:
 
     a line over KMQ_MAX_LINE     becomes dead.malformed, cut at the limit, when its newline or the end comes
     no newline at the end        becomes dead.malformed

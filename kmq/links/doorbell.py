@@ -1,23 +1,23 @@
 """Doorbells: how a process that has nothing to do is woken by its peer.
 
-Links       For each ring two System V semaphores, each a set of its own. The ring's header names them (BELLS in layout.py):
-            the id is what is used, the key is how another process gets at it. The key's upper bits are of the instance and
-            its /dev/shm, so that what is left over can be told from the sets of everybody else.
+Links       For each ring two System V semaphores, each a set of its own. The ring's header names them (BELLS in
+            layout.py): the id is what is used, the key is how another process gets at it. The key's upper bits are of
+            the instance and its /dev/shm, so that what is left over can be told from the sets of everybody else.
 Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring are
             the truth, the semaphore only says "look again".
-            A set is removed as left over only if its key is of this instance, its owner is this user, and no ring of the
-            instance names it (layout.remove_left_bells). A header always names a key before a set is made with it.
+            A set is removed as left over only if its key is of this instance, its owner is this user, and no ring of
+            the instance names it (layout.remove_left_bells). A header always names a key before a set is made with it.
 Crash       A bell that a process rang before it died still wakes the sleeper. A sleeper that dies leaves its flag set,
             which costs its peer one needless ring. A process that dies while it makes bells leaves a set that its ring
             names; the next to make bells for that ring removes it.
             A set that is removed (ipcrm, systemd's RemoveIPC) wakes who waits on it: RemovedError.
-Not covered An instance whose name and /dev/shm have the same 25 bits of crc32 as another's, of the same user in the same
-            IPC namespace: it would remove the other's bells, which costs a restart, as ipcrm does.
+Not covered An instance whose name and /dev/shm have the same 25 bits of crc32 as another's, of the same user in the
+            same IPC namespace: it would remove the other's bells, which costs a restart, as ipcrm does.
 
-A sleeper notes in its cell since when it sleeps, then re-reads the cursor; a publisher moves the cursor, then reads that
-cell, and rings once for each sleep. Each needs a full fence between its store and its load, or both may read the old
-value and the wake-up is lost. Python has no fence, but acquiring and releasing a lock is a locked instruction, which is
-one on x86 and carries a barrier on ARM.
+A sleeper notes in its cell since when it sleeps, then re-reads the cursor; a publisher moves the cursor, then reads
+that cell, and rings once for each sleep. Each needs a full fence between its store and its load, or both may read the
+old value and the wake-up is lost. Python has no fence, but acquiring and releasing a lock is a locked instruction,
+which is one on x86 and carries a barrier on ARM.
 """
 
 import contextlib

@@ -26,9 +26,9 @@ not fit leaves free at its end and before the oldest block.
 Invariants
   1  A block is visible only when all its bytes are written: the commit record that covers it comes last.
   2  A commit is one 8-byte store. The record (head, next seq, begin, and up to where the framer has framed) is kept
-     twice: the writer fills the spare record, then increments the counter that chooses between the two. A reader accepts a record
-     only if the counter was the same before and after, so it never acts on a record that a dying writer had not
-     committed.
+     twice: the writer fills the spare record, then increments the counter that chooses between the two. A reader
+     accepts a record only if the counter was the same before and after, so it never acts on a record that a dying
+     writer had not committed.
   3  The reader publishes its tail only after its work on the blocks before that tail is durable, so it sees a block at
      least once.
   4  Under `drop_oldest` the floor is published before the bytes below it are overwritten; the reader copies, then

@@ -8,11 +8,11 @@ Mechanism   Two kinds of lock. The kernel gives both back when the holder dies, 
             FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
 Crash       A lock file that is deleted protects nothing any more: the next process makes a new one. So its holder looks
             now and then whether the file is still there (`is_in_place`), and ends if not. A process that has to make
-            the lock file of a used directory waits NOTICE_S, longer than a holder takes to notice (both in broker/stage.py).
-            A holder must not fork: the child would share its locks.
-Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). Where two brokers meet
-            on one directory, each could get one of them, and both would end. So append/ decides: a router ends as soon
-            as append/ is another broker's (broker/stage.py).
+            the lock file of a used directory waits NOTICE_S, longer than a holder takes to notice (both in
+            broker/stage.py). A holder must not fork: the child would share its locks.
+Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). Where two brokers
+            meet on one directory, each could get one of them, and both would end. So append/ decides: a router ends as
+            soon as append/ is another broker's (broker/stage.py).
 Not covered flock across nodes on a network file system that does not support it.
 """
 

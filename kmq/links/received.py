@@ -11,9 +11,9 @@ Invariant   The bytes between tail and head are never overwritten, and keep thei
             gets the control line that speaks of these bytes. The tail moves only past bytes whose lines are committed
             in the ring `framed`, which holds that position in the same commit (layout.py, invariant 2).
             A write to the FIFO is whole lines, at most PIPE_BUF bytes.
-Crash       Ingress killed before it moved the head: nothing happened. Killed before it wrote the line: the bytes have no
-            owner; they are free once the framer has read a later line, and the first line of the next ingress is such
-            a line.
+Crash       Ingress killed before it moved the head: nothing happened. Killed before it wrote the line: the bytes have
+            no owner; they are free once the framer has read a later line, and the first line of the next ingress is
+            such a line.
             Framer killed: the position in the record of `framed` is in force. The lines after it are in the staging
             area or in the FIFO, and their bytes are still here. The start moves the tail to that position.
             FIFO gone, because all stages died: the bytes that nobody speaks of any more are freed in the same way.
