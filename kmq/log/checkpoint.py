@@ -187,8 +187,8 @@ class Checkpointer:
 #     topic.toml      if there is no record of the topic's declaration
 
 
-class Recorded:
-    """What the records say of one life of a topic."""
+class RecordedTopic:
+    """What the records say of a topic in force from one seq on."""
 
     __slots__ = ("grown", "limits", "partitioner", "partitions")
 
@@ -198,18 +198,18 @@ class Recorded:
         self.grown: list[tuple[int, int]] = []
 
 
-Lives = Mapping[tuple[str, int], Recorded]  # topic, from_seq
+RecordedTopics = Mapping[tuple[str, int], RecordedTopic]  # topic, from_seq
 
 
-def recorded(data: str) -> Lives:
+def recorded_topics(data: str) -> RecordedTopics:
     """Return every topic that a record has declared, deleted ones too; none if the records are damaged."""
-    found: dict[tuple[str, int], Recorded] = {}
+    found: dict[tuple[str, int], RecordedTopic] = {}
     try:
         for change in _recorded_changes(data):
             at = change.topic, change.incarnation
             try:
                 if change.verb == topic_changes.CREATE:
-                    found.setdefault((change.topic, change.seq), Recorded(change))
+                    found.setdefault((change.topic, change.seq), RecordedTopic(change))
                 elif change.verb == topic_changes.SET and at in found:
                     topic_changes.apply(found[at].limits, change.limits)
                 elif change.verb == topic_changes.GROW and at in found and change.partitions > found[at].partitions:
@@ -233,7 +233,7 @@ def _recorded_changes(data: str) -> Iterator[topic_changes.Change]:
         offset += lines.count(b"\n")
 
 
-def complete(data: str, rows: Rows, since: Mapping[str, Since], known: Lives) -> dict[str, Since]:
+def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedTopics) -> dict[str, Since]:
     """Return since when each topic is in force, as it counts: also topics that only a record and topic.toml have.
 
     `rows`, `since`: what router.ckpt says.
@@ -269,7 +269,7 @@ def next_table(data: str) -> Table:
         _, rows, since = load(data)
     except (ValueError, LookupError):
         rows, since = {}, {}
-    for name, stated in complete(data, rows, since, recorded(data)).items():
+    for name, stated in complete(data, rows, since, recorded_topics(data)).items():
         topic = table.get(name.encode())
         if topic is not None and topic.from_seq == stated.from_seq:
             topic.grown, topic.partitioner = stated.grown, stated.partitioner

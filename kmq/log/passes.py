@@ -39,7 +39,7 @@ class Pass(NamedTuple):
     at: int
 
 
-class Table(NamedTuple):
+class CompactedTopic(NamedTuple):
     """A topic in force that is declared to be compacted. `delete_retention` in seconds."""
 
     name: str
@@ -61,16 +61,16 @@ class Clock(NamedTuple):
         return Horizon(before_us, self.wal_first)
 
 
-class Tables:
+class CompactedTopics:
     """The topics that are declared to be compacted; a declaration is read again only when it has changed."""
 
     def __init__(self, data: str) -> None:
         self._data = data
-        self._known: dict[str, tuple[tuple[int, int], Table | None]] = {}
+        self._known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
 
-    def found(self) -> list[Table]:
+    def found(self) -> list[CompactedTopic]:
         """Return them, those of KMQ itself first."""
-        known: dict[str, tuple[tuple[int, int], Table | None]] = {}
+        known: dict[str, tuple[tuple[int, int], CompactedTopic | None]] = {}
         for name in topics.names(self._data):
             try:
                 status = os.stat(topics.toml_path(self._data, name))
@@ -79,17 +79,17 @@ class Tables:
             signature = status.st_ino, status.st_mtime_ns
             before = self._known.get(name)
             is_same = before is not None and before[0] == signature
-            known[name] = before if before is not None and is_same else (signature, _table(self._data, name))
+            known[name] = before if before is not None and is_same else (signature, _compacted_topic(self._data, name))
         self._known = known
         tables = [table for _, table in known.values() if table is not None]
         return sorted(tables, key=lambda table: (not table.name.startswith("__"), table.name))
 
 
-def _table(data: str, name: str) -> Table | None:
+def _compacted_topic(data: str, name: str) -> CompactedTopic | None:
     declared = topics.read(data, name)
     if declared.limits.get("cleanup") != COMPACT or declared.from_seq is None:
         return None
-    return Table(name, declared.partitions, declared.from_seq, delete_retention(declared))
+    return CompactedTopic(name, declared.partitions, declared.from_seq, delete_retention(declared))
 
 
 def delete_retention(declared: topics.Declaration) -> float:
@@ -120,7 +120,7 @@ def _size(path: str) -> int:
         return 0
 
 
-def is_due(data: str, table: Table, partition: int, done: Pass | None, end: int, clock: Clock) -> bool:
+def is_due(data: str, table: CompactedTopic, partition: int, done: Pass | None, end: int, clock: Clock) -> bool:
     """Return True if a pass over a partition is worth it. `end`: up to where it is on disk."""
     sealed, nbytes = pending(data, (table.name, partition), done, end)
     if not sealed:
@@ -133,7 +133,7 @@ def is_due(data: str, table: Table, partition: int, done: Pass | None, end: int,
     return done.young.recv_us < horizon.before_us and done.young.seq < horizon.wal_first
 
 
-def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, int]]:
+def due(data: str, tables: Iterable[CompactedTopic], clock: Clock) -> list[tuple[CompactedTopic, int]]:
     """Return (topic, partition) of all partitions that need a pass."""
     found = []
     rows, ends = None, None
@@ -150,7 +150,7 @@ def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, i
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def of(rows: Mapping[At, Pass], table: Table, partition: int) -> Pass | None:
+def of(rows: Mapping[At, Pass], table: CompactedTopic, partition: int) -> Pass | None:
     """Return the last pass over a partition in this life of its topic."""
     done = rows.get((table.name, partition))
     return done if done is not None and done.from_seq == table.from_seq else None

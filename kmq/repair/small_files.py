@@ -87,7 +87,7 @@ def _of_topics(directory: Directory) -> Iterator[Finding]:
     for name in topics.misnamed(directory.data):
         yield Finding.of_file(f"topics/{topics.printable(name)}", "is not a topic's name")
     _, rows, since = directory.load_checkpoint()
-    since = checkpoint.complete(directory.data, rows, since, checkpoint.recorded(directory.data))
+    since = checkpoint.complete(directory.data, rows, since, checkpoint.recorded_topics(directory.data))
     for topic in topics.names(directory.data):
         if what := topics.fault(directory.data, topic, since.get(topic)):
             yield Finding.of_file(f"topics/{topic}/topic.toml", what)
@@ -176,7 +176,7 @@ class SmallFiles:
         for name in topics.misnamed(data):
             self._move_away(name)
         _, rows, since = self.directory.load_checkpoint()
-        since = checkpoint.complete(data, rows, since, checkpoint.recorded(data))
+        since = checkpoint.complete(data, rows, since, checkpoint.recorded_topics(data))
         had = Counter(name for name, _ in rows)
         for name in topics.names(data):
             if topics.fault(data, name, since.get(name)):
@@ -212,7 +212,7 @@ class SmallFiles:
             os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
         line = re.search(r"(?m)^from_seq = (\d+)\n", text)
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        record = checkpoint.recorded(self.data).get((name, since))
+        record = checkpoint.recorded_topics(self.data).get((name, since))
         if record:
             limits = record.limits
         else:

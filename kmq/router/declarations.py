@@ -102,12 +102,12 @@ class Declarations:
             self._mend(self._in_force.table[name.encode()])
 
     def _mend(self, topic: Topic) -> None:
-        self._write_again(topic, checkpoint.recorded(self._context.data))
+        self._write_again(topic, checkpoint.recorded_topics(self._context.data))
         self._context.logger.warn(
             "topic_mended", topic=topic.name, partitions=topic.partitions, from_seq=topic.from_seq
         )
 
-    def _write_again(self, topic: Topic, known: checkpoint.Lives) -> None:
+    def _write_again(self, topic: Topic, known: checkpoint.RecordedTopics) -> None:
         """Write the file of a topic, with the limits that it says, or, if it cannot be read, those of the records."""
         data, name = self._context.data, topic.name
         declared = topics.read(data, name)
@@ -122,7 +122,7 @@ class Declarations:
     def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
         """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
         topics.check_names(self._context.data)
-        known = checkpoint.recorded(self._context.data)
+        known = checkpoint.recorded_topics(self._context.data)
         since, in_checkpoint = checkpoint.complete(self._context.data, rows, since, known), since
         found: dict[str, Topic] = {}
         guessed: set[str] = set()

@@ -18,7 +18,7 @@ from kmq.gateway.core.partitions import Range
 from kmq.gateway.lines.door import Consumption
 from kmq.gateway.lines.service import Service
 from kmq.log import compaction, identity, passes, reader, replaced, segment, topics
-from kmq.log.passes import Clock, Tables
+from kmq.log.passes import Clock, CompactedTopics
 from kmq.log.replaced import Horizon, SyncedPartition, Tombstone, plan
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
@@ -243,7 +243,7 @@ CLOCK = Clock(2e9, 2e9, 1)
 
 
 def table(data):
-    (found,) = Tables(data).found()
+    (found,) = CompactedTopics(data).found()
     return found
 
 

@@ -29,7 +29,7 @@ from kmq.broker.supervisor import end_with
 from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.log import compaction, identity, passes, topics
-from kmq.log.passes import Pass, Table, Tables
+from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
 from kmq.log.replaced import Comparison, Horizon, Removable, SyncedPartition
 from kmq.logfmt import Logger
 
@@ -87,7 +87,7 @@ class Compactor:
         """`has_room`: may so many bytes be written? `install_s`: longest wait for the router after each segment."""
         self._data, self._log, self._pace, self._has_room = data, log, pace, has_room
         self._install_s = install_s
-        self._tables = Tables(data)
+        self._tables = CompactedTopics(data)
         self._asked_at = self._looked_at = time.monotonic()
         self.has_failed = False
 
@@ -119,7 +119,9 @@ class Compactor:
                 self._log.warn("not_compacted", topic=table.name, partition=number, reason=err, effect=effect)
         return count
 
-    def _pass(self, table: Table, place: SyncedPartition, horizon: Horizon, where: str, min_dirty: float) -> int:
+    def _pass(
+        self, table: CompactedTopic, place: SyncedPartition, horizon: Horizon, where: str, min_dirty: float
+    ) -> int:
         """Compare one partition, lay out what is worth it, and note that; return how many segments were laid out."""
         began, moved_before = time.monotonic(), self._pace.nbytes
         step = partial(self._step, None if table.name.startswith("__") else where)
@@ -145,12 +147,12 @@ class Compactor:
         )
         return count
 
-    def _check_life(self, table: Table) -> None:
+    def _check_life(self, table: CompactedTopic) -> None:
         """Raise FileNotFoundError if the topic was deleted: offsets may be those of its next life by now."""
         if topics.load(self._data, table.name)[1] != table.from_seq:
             raise FileNotFoundError(f"topic {table.name} was deleted")
 
-    def _note(self, table: Table, place: SyncedPartition, comparison: Comparison, removed: int) -> None:
+    def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: Comparison, removed: int) -> None:
         """Note a complete pass. What is known of other lives of a topic, or of topics not compacted any more, goes."""
         kept = comparison.nbytes - removed
         if not comparison.sealed:
@@ -212,7 +214,7 @@ class Compacting:
 
     def __init__(self, settings: Settings, log: Logger, look_s: float = _DUE_S) -> None:
         self._settings, self._log, self._look_s = settings, log, look_s
-        self._tables = Tables(settings.data)
+        self._tables = CompactedTopics(settings.data)
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:

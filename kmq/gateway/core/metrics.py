@@ -35,7 +35,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.busiest_topics import BusiestTopics
 from kmq.links import fifo, layout, received
 from kmq.log import compaction, passes, segment, topics
-from kmq.log.passes import Pass, Table, Tables
+from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
 
 # --- from the stats page ---------------------------------------------------------------------------------------------
 
@@ -345,16 +345,16 @@ def _end_offsets(broker: Broker) -> Samples:
 
 
 @lru_cache(maxsize=1)
-def _known(data: str) -> Tables:
-    return Tables(data)
+def _known(data: str) -> CompactedTopics:
+    return CompactedTopics(data)
 
 
 @lru_cache(maxsize=1)
-def _tables(data: str, period: int) -> list[Table]:
+def _tables(data: str, period: int) -> list[CompactedTopic]:
     return _known(data).found()
 
 
-def _compacted(broker: Broker, value: Callable[[Table, int, Pass | None, int], float | None]) -> Samples:
+def _compacted(broker: Broker, value: Callable[[CompactedTopic, int, Pass | None, int], float | None]) -> Samples:
     data = broker.settings.data
     found = {table.name: table for table in _tables(data, int(time.monotonic() / _TABLES_S))}
     tables = [found[name] for name in _of(broker).rank(list(found), _MAX_TABLES)]
