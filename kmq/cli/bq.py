@@ -124,15 +124,15 @@ def receive(command: Annotated[str, _EXEC] = "") -> None:
 def _follow(
     queue: "BroadcastQueue", command: str, as_json: bool, start: int | None = None, given: "list[Entry] | None" = None
 ) -> None:
-    from kmq.cli.bq_items import CommandRunner, Printer
+    from kmq.cli.bq_items import Printer, run_command
     from kmq.cluster import following
 
     stop = threading.Event()
-    printer, runner = Printer(stop, as_json), CommandRunner(stop, command)
+    printer = Printer(stop, as_json)
 
     def handle(item: "Item") -> None:
         if command:
-            runner(item)
+            run_command(item, command, stop)
         if as_json or not command:
             printer(item)
 

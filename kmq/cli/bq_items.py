@@ -73,49 +73,40 @@ class Printer:
             raise self.failed or KmqError("nobody reads stdout any more")
 
 
-class CommandRunner:
-    """Runs a shell command for each item, with its payload on stdin."""
-
-    def __init__(self, stop: threading.Event, command: str) -> None:
-        self._stop, self._command = stop, command
-
-    def __call__(self, item: Item) -> None:
-        """Run the command to its end. Raises KmqError if it fails."""
-        fields = as_fields(item)
-        names = {f"BQ_{name.upper()}": str(fields[name]) for name in ("epoch", "type", "id")}
-        given = item.payload if isinstance(item, Message) else json.dumps(fields).encode() + b"\n"
-        # Not a pipe: a command need not read it. Not a file: a container with a read-only root has no place for one.
-        with open(os.memfd_create("kmq-payload"), "w+b") as stdin:
-            stdin.write(given)
-            stdin.seek(0)
-            command = ["/bin/sh", "-c", self._command]
-            # A group of its own: Ctrl-C reaches us alone, and we let the command finish.
-            process = subprocess.Popen(command, stdin=stdin, env=os.environ | names, process_group=0)
-        try:
-            self._wait(process)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        if process.returncode:
-            raise KmqError(f"{_outcome(process.returncode)} of: {self._command}")
-
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for its end; once we are told to stop, for so long at most as a stage has to drain."""
-        ended = os.pidfd_open(process.pid)
-        signals = [(DRAIN_S, signal.SIGTERM), (_KILL_S, signal.SIGKILL)]
-        deadline = 0.0  # 0: not told to stop yet
-        try:
-            while not select.select([ended], [], [], _LOOK_S)[0]:
-                if self._stop.is_set() and signals:
-                    deadline = deadline or time.monotonic() + signals[0][0]
-                    if time.monotonic() > deadline:
-                        os.killpg(process.pid, signals.pop(0)[1])
-                        deadline = 0.0
-        finally:
-            os.close(ended)
+def run_command(item: Item, command: str, stop: threading.Event) -> None:
+    """Run a shell command for an item to its end, with the payload on stdin. Raises KmqError if it fails."""
+    fields = as_fields(item)
+    names = {f"BQ_{name.upper()}": str(fields[name]) for name in ("epoch", "type", "id")}
+    given = item.payload if isinstance(item, Message) else json.dumps(fields).encode() + b"\n"
+    # Not a pipe: a command need not read it. Not a file: a container with a read-only root has no place for one.
+    with open(os.memfd_create("kmq-payload"), "w+b") as stdin:
+        stdin.write(given)
+        stdin.seek(0)
+        # A group of its own: Ctrl-C reaches us alone, and we let the command finish.
+        process = subprocess.Popen(["/bin/sh", "-c", command], stdin=stdin, env=os.environ | names, process_group=0)
+    try:
+        _wait(process, stop)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        raise
+    if code := process.returncode:
+        outcome = f"exit code {code}" if code > 0 else f"end by {signal.Signals(-code).name}"
+        raise KmqError(f"{outcome} of: {command}")
 
 
-def _outcome(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"end by {signal.Signals(-code).name}"
+def _wait(process: subprocess.Popen[bytes], stop: threading.Event) -> None:
+    """Wait for its end; once we are told to stop, for so long at most as a stage has to drain."""
+    ended = os.pidfd_open(process.pid)
+    signals = [(DRAIN_S, signal.SIGTERM), (_KILL_S, signal.SIGKILL)]
+    deadline = 0.0  # 0: not told to stop yet
+    try:
+        while not select.select([ended], [], [], _LOOK_S)[0]:
+            if stop.is_set() and signals:
+                deadline = deadline or time.monotonic() + signals[0][0]
+                if time.monotonic() > deadline:
+                    os.killpg(process.pid, signals.pop(0)[1])
+                    deadline = 0.0
+    finally:
+        os.close(ended)
+    process.wait()

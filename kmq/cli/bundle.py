@@ -43,7 +43,9 @@ _MOST_FILES = 20_000  # in the listing
 _PACKAGES = ("aiohttp", "grpcio", "posix_ipc", "prometheus_client", "pyspark", "rich", "sysv_ipc", "typer")
 _LOG = re.compile(r"kmq\.log(\.\d+)?")  # the supervisor's; in a data directory <topic>.log would be payloads
 _OOM = ("out of memory", "oom-kill", "oom_kill", "killed process", "oom_reaper")
-_SNIPPET = re.compile(  # up to the end of the line, except in JSON
+# What messages about damage quote from the damaged place: it may be a part of a payload. Up to the end of the line,
+# except in JSON.
+_SNIPPET = re.compile(
     r"^(?!\{)(.*?(?:not an index line|not a range of seqs|damaged at byte \d+|a record of|holds):? b?\\?)['\"].*$", re.M
 )
 _WORDS = frozenset(("true", "false", "null", "none", "never", "always"))
@@ -169,7 +171,7 @@ class Bundle:
             self.leave(name, f"a bundle has at most {_MOST_PARTS} files")
             return
         whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-        content = clean(_without_snippets(whole), self._secrets).encode(errors="backslashreplace")
+        content = clean(_SNIPPET.sub(rf"\1{HIDDEN}", whole), self._secrets).encode(errors="backslashreplace")
         if len(content) > MOST_BYTES:
             self.leave(name, f"only its last {MOST_BYTES:,} of {len(content):,} bytes are here")
             content = content[-MOST_BYTES:]
@@ -206,11 +208,6 @@ class Bundle:
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 tar.addfile(entry, io.BytesIO(content))
         return packed.getvalue()
-
-
-def _without_snippets(text: str) -> str:
-    """Cut off what messages about damage quote from the damaged place: it may be a part of a payload."""
-    return _SNIPPET.sub(rf"\1{HIDDEN}", text)
 
 
 def _reason(error: BaseException) -> str:

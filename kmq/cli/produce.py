@@ -92,7 +92,7 @@ def line_sender(settings: Settings, patience: Patience) -> LineSender:
     return LineSender(settings.host, read_port(settings, "ingress", settings.port), token, patience)
 
 
-# --- what to send --------------------------------------------------------------------------------------------------
+# --- what to send ----------------------------------------------------------------------------------------------------
 
 
 def _read_blocks(fd: int) -> Iterator[list[bytes]]:

@@ -60,7 +60,7 @@ def _is_carried_out(settings: Settings, request: Request) -> bool:
     return True
 
 
-# --- create ------------------------------------------------------------------------------------------------------
+# --- create ----------------------------------------------------------------------------------------------------------
 
 
 @topics_app.command(
@@ -107,7 +107,7 @@ def create(
     print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has adopted it")
 
 
-# --- list --------------------------------------------------------------------------------------------------------
+# --- list ------------------------------------------------------------------------------------------------------------
 
 
 @topics_app.command("list", epilog=examples("kmq topics list", "kmq topics list --logfmt", "kmq topics list --json"))
@@ -145,7 +145,7 @@ def list_topics(
         terminal.console().print(table)
 
 
-# --- set ---------------------------------------------------------------------------------------------------------
+# --- set -------------------------------------------------------------------------------------------------------------
 
 
 @topics_app.command(
@@ -239,7 +239,7 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
     return asked
 
 
-# --- show --------------------------------------------------------------------------------------------------------
+# --- show ------------------------------------------------------------------------------------------------------------
 
 
 @topics_app.command("describe", epilog=examples("kmq topics describe orders"), help="The same as show.")
@@ -327,7 +327,7 @@ def _text(limit: str, value: str | float | None) -> str:
     return f"{value / size:,.0f}{unit}"
 
 
-# --- delete ------------------------------------------------------------------------------------------------------
+# --- delete ----------------------------------------------------------------------------------------------------------
 
 
 @topics_app.command("delete", epilog=examples("kmq topics delete audit --yes"))

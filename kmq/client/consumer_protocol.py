@@ -244,7 +244,7 @@ class ConsumerCore:
         owned = self.holdings.owned[place]
         if position.kind != "offset" and self.phase is not Phase.READING:
             raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
-        self.holdings.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
+        self.holdings.drop_new(owned)
         owned.stale, owned.is_damaged, owned.start = True, False, None
         if position.kind == "offset":
             owned.position, owned.is_placed = position.value, True

@@ -11,7 +11,6 @@ Memory      `Buffer.has_room` is False while a whole batch waits, so at most two
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,11 +133,6 @@ class Chunk:
         """Give out nothing more: a loop over `unread` ends."""
         self.is_dropped, self._body = True, b""
         self._lines.clear()
-
-
-def _is_new_of(owned: Owned, chunk: Chunk) -> bool:
-    """Return True for new messages of this partition, which a seek brings again. What was given back would not come."""
-    return chunk.owned is owned and not chunk.deliveries
 
 
 class Buffer:
@@ -281,11 +275,15 @@ class Holdings:
             chunk.owned.put_by.append(chunk)
         self.buffer.drop(lambda chunk: chunk.owned.paused)
 
+    def drop_new(self, owned: Owned) -> None:
+        """Drop the new messages of this partition, which a seek brings again. What was given back would not come."""
+        self.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
+
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
             owned = self.owned[place]
             if owned.is_damaged:  # a seek to the position lets the broker look again
-                self.buffer.drop(partial(_is_new_of, owned))
+                self.drop_new(owned)
                 owned.stale = True
             owned.paused = owned.is_damaged = False
             for chunk in owned.put_by:

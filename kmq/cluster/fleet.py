@@ -84,7 +84,7 @@ def _texts(value: object) -> list[str]:
     return [*map(_text, value)]
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def state_of(message: Message) -> tuple[str, str]:
@@ -162,7 +162,7 @@ def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
     yield from consul.txn(publisher.lock.around([removed]))
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def write_result(keys: Keys, id: str, broker: str, result: CommandResult) -> Steps[None]:
@@ -193,7 +193,7 @@ def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
     return len(old)
 
 
-# --- brokers ----------------------------------------------------------------------------------------------------------
+# --- brokers ---------------------------------------------------------------------------------------------------------
 
 
 class BrokerReport(NamedTuple):

@@ -201,7 +201,7 @@ class Agent:
         self._row.messages += 1
         self._row.failing = bool(self._condition.failing)
 
-    # --- what others are told -----------------------------------------------------------------------------------------
+    # --- what others are told ----------------------------------------------------------------------------------------
 
     def _write_result(self, id: str, result: CommandResult) -> None:
         self._queue.run(write_result(self._queue.keys, id, self._queue.place.broker, result))

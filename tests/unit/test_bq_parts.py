@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kmq.cli.bq_items import CommandRunner, as_fields
+from kmq.cli.bq_items import as_fields, run_command
 from kmq.cluster.consul import ConsulAddress, Entry, Request, Response, given_entries
 from kmq.cluster.presence import Keys, Presence, check_broker, decode_fields, encode_fields
 from kmq.cluster.publisher import KEPT, KEPT_BYTES, MAX_BYTES, Mark, Message, check_size, superfluous
@@ -256,13 +256,13 @@ def test_a_command_need_not_read_its_input_and_its_failure_says_how_it_ended(tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")  # as in a container with a read-only root
     stop = threading.Event()
-    CommandRunner(stop, "true")(message(1, b"x" * 370_000))
-    CommandRunner(stop, 'printf "%s %s %s\\n" $BQ_EPOCH $BQ_TYPE $BQ_ID >env; cat >got')(message(7, b"\x00\xff"))
+    run_command(message(1, b"x" * 370_000), "true", stop)
+    run_command(message(7, b"\x00\xff"), 'printf "%s %s %s\\n" $BQ_EPOCH $BQ_TYPE $BQ_ID >env; cat >got', stop)
     assert (tmp_path / "env").read_text() == f"7 a {'ab' * 16}\n" and (tmp_path / "got").read_bytes() == b"\x00\xff"
     with pytest.raises(KmqError, match="exit code 3 of: exit 3"):
-        CommandRunner(stop, "exit 3")(message(1))
+        run_command(message(1), "exit 3", stop)
     with pytest.raises(KmqError, match="end by SIGKILL of: "):
-        CommandRunner(stop, "kill -9 $$")(message(1))
+        run_command(message(1), "kill -9 $$", stop)
 
 
 # --- where -----------------------------------------------------------------------------------------------------------

@@ -185,9 +185,9 @@ class EventWatcher:
                 self._see_stage(was, stage)
         codes, now = ({(f["code"], f["about"]): f for f in each["findings"]} for each in (before, status))
         for key in now.keys() - codes.keys():
-            self._add(
-                "warning" if now[key]["severity"] == "warning" else "not_ready", now[key]["about"], _why(now[key])
-            )
+            found = now[key]
+            kind = "warning" if found["severity"] == "warning" else "not_ready"
+            self._add(kind, found["about"], f"{found['code']}: {found['why']}")
         for key in codes.keys() - now.keys():
             self._add("cleared", codes[key]["about"], key[0])
         if status["ready"] and not before["ready"]:
@@ -207,10 +207,6 @@ class EventWatcher:
 
     def _add(self, kind: str, about: str, text: str) -> None:
         self.events.appendleft({"at": time.time(), "kind": kind, "about": about, "text": text})
-
-
-def _why(finding: dict[str, Any]) -> str:
-    return f"{finding['code']}: {finding['why']}"
 
 
 # --- rates -----------------------------------------------------------------------------------------------------------
