@@ -30,19 +30,44 @@ from kmq.gateway.http.schema import read_body
 from kmq.log.damage import DamageError
 from kmq.wire.requests import Position
 
+_THREADS = 2
+_FOLLOWERS = 16
+_WAITING = 32  # requests for messages and letters
+_FOLLOWED_S = 600.0
+_MOST_REPLAYED = 1000  # unless the request says otherwise
+T = TypeVar("T")
+
 
 class Console:
     """The handlers, by the names of their operations."""
 
-    def __init__(self, core: Core, overview: Overview) -> None:
-        self._settings, self._overview = core.settings, overview
+    def __init__(self, core: Core, groups: Groups, overview: Overview, bodies: Bodies) -> None:
+        self._core, self._overview, self._bodies = core, overview, bodies
+        self._settings, self._deadline_s = core.settings, core.settings.line_deadline
+        self._finder = Finder(core)
+        self._dead = DeadLetters(core.partitions)
+        self._admin = GroupAdmin(groups, core.partitions, core.fetching)
+        self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
+        self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
+        self.following = self.reading = 0
         self.handlers = {
             "overview": self.overview,
             "history": self.history,
             "events": self.events,
             "groupHistory": self.group_history,
             "session": self.session,
+            "messages": self.messages,
+            "follow": self.follow,
+            "letters": self.letters,
+            "replay": self.replay,
+            "resetGroup": self.reset,
         }
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._replays.shutdown(wait=False)
+
+    # --- the broker --------------------------------------------------------------------------------------------------
 
     async def overview(self, call: Call) -> web.Response:
         return web.json_response(await self._overview.document())
@@ -64,39 +89,7 @@ class Console:
     async def session(self, call: Call) -> web.Response:
         return web.json_response(caller().session() | {"instance": self._settings.instance, "version": kmq.__version__})
 
-
-# --- messages --------------------------------------------------------------------------------------------------------
-
-_THREADS = 2
-_FOLLOWERS = 16
-_WAITING = 32  # requests for messages and letters
-_FOLLOWED_S = 600.0
-_MOST_REPLAYED = 1000  # unless the request says otherwise
-T = TypeVar("T")
-
-
-class ConsoleMessages:
-    """The handlers, by the names of their operations."""
-
-    def __init__(self, core: Core, groups: Groups, bodies: Bodies) -> None:
-        self._core, self._bodies, self._deadline_s = core, bodies, core.settings.line_deadline
-        self._finder = Finder(core)
-        self._dead = DeadLetters(core.partitions)
-        self._admin = GroupAdmin(groups, core.partitions, core.fetching)
-        self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
-        self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
-        self.following = self.reading = 0
-        self.handlers = {
-            "messages": self.messages,
-            "follow": self.follow,
-            "letters": self.letters,
-            "replay": self.replay,
-            "resetGroup": self.reset,
-        }
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        self._replays.shutdown(wait=False)
+    # --- messages ----------------------------------------------------------------------------------------------------
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
@@ -110,8 +103,6 @@ class ConsoleMessages:
             return web.Response(text=await self._run(lambda: json.dumps(work())), content_type=JSON)
         finally:
             self.reading -= 1
-
-    # --- reading -----------------------------------------------------------------------------------------------------
 
     async def messages(self, call: Call) -> web.Response:
         query = call.query

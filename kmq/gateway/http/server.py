@@ -22,7 +22,7 @@ from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.topics import OPTIONS, TopicState
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
-from kmq.gateway.http.console import Console, ConsoleMessages
+from kmq.gateway.http.console import Console
 from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
 from kmq.gateway.http.messages import Consume, Produce
@@ -106,8 +106,7 @@ class Api:
         self.bodies = Bodies(core.settings)
         self.topics = Topics(core, self.bodies)
         self.produce = Produce(core, self.bodies)
-        self.console = Console(core, overview)
-        self.console_messages = ConsoleMessages(core, groups, self.bodies)
+        self.console = Console(core, groups, overview, self.bodies)
         self.groups = GroupCalls(core, groups, self.bodies)
         self.consume = Consume(core, self.groups.consume)
 
@@ -117,14 +116,14 @@ class Api:
         register(app, ADMIN, self.topics.handlers, count)
         register(app, MESSAGES, self.produce.handlers | self.consume.handlers, count)
         register(app, GROUPS, self.groups.handlers, count)
-        register(app, CONSOLE, {**self.console.handlers, **self.console_messages.handlers}, count)
+        register(app, CONSOLE, self.console.handlers, count)
         app.on_cleanup.append(self._close)
         app[KEY] = self
 
     async def _close(self, app: web.Application) -> None:
         await self.produce.close()
         await self.groups.close()
-        self.console_messages.close()
+        self.console.close()
 
 
 KEY = web.AppKey("api", Api)
