@@ -22,8 +22,8 @@ from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.spark.audit import page
 from kmq.spark.audit.auditor import audit_task
 from kmq.spark.audit.findings import FINDINGS, NOTES, EvidenceRow
-from kmq.spark.audit.report import Key, Moment, Result, located, show, sum_by_hour, to_json
-from kmq.spark.audit.snapshot import BUCKETS, AuditTask, OlderTask, Source, plan, sources
+from kmq.spark.audit.report import AuditResult, Key, Moment, located, show, sum_by_hour, to_json
+from kmq.spark.audit.snapshot import BUCKETS, AuditSource, AuditTask, OlderTask, plan, sources
 from kmq.spark.source.plan import SPLIT_BYTES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _DDL = "broker string, " + ", ".join(
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 
-def evidence(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTES) -> "DataFrame":
+def evidence(spark: "SparkSession", audited: list[AuditSource], nbytes: int = SPLIT_BYTES) -> "DataFrame":
     """Return the evidence of an audit of these brokers: rows (findings.EvidenceRow) with the broker's name in front.
 
     Column `what` is a key of FINDINGS or NOTES, or `records` (WAL records by topic and moment), or `queue` (queue
@@ -55,7 +55,7 @@ def evidence(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_B
     return spark.createDataFrame(rows, _DDL)
 
 
-def _rows(of: tuple[Source, AuditTask | OlderTask]) -> Iterator[tuple[Any, ...]]:
+def _rows(of: tuple[AuditSource, AuditTask | OlderTask]) -> Iterator[tuple[Any, ...]]:
     source, task = of
     return ((source.name, *row) for row in audit_task(source.open(), source.snapshot, task, source.bucket))
 
@@ -133,7 +133,7 @@ def missing(wal: "DataFrame", queues: "DataFrame") -> "DataFrame":
 # --- the result ------------------------------------------------------------------------------------------------------
 
 
-def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTES) -> Result:
+def audit(spark: "SparkSession", audited: list[AuditSource], nbytes: int = SPLIT_BYTES) -> AuditResult:
     """Audit these brokers, and return the result."""
     from pyspark.sql import functions as F
 
@@ -152,7 +152,7 @@ def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTE
         for kinds in (FINDINGS, NOTES)
     )
     moments.sort(key=lambda moment: (moment.time, moment.broker, moment.topic))
-    return Result(audited, totals, shown, noted, moments, sum_by_hour(moments))
+    return AuditResult(audited, totals, shown, noted, moments, sum_by_hour(moments))
 
 
 def _listed(rows: "DataFrame", kinds: dict[str, str]) -> list[Any]:

@@ -19,7 +19,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
-from kmq.spark.audit.findings import THE_WAL, Damage, Evidence, EvidenceRow, OffsetRange, SeqRange, TopicPartition
+from kmq.spark.audit.findings import THE_WAL, DamagedBytes, Evidence, EvidenceRow, OffsetRange, SeqRange, TopicPartition
 from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot
 from kmq.spark.source.brokers import Broker
 from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
@@ -67,7 +67,7 @@ class AuditReader:
             except DamageError as err:
                 after = err.next_offset if err.next_offset > at else end
                 if not is_second:
-                    self._evidence.add(EvidenceRow.of_damage(place, Damage.of(err)))
+                    self._evidence.add(EvidenceRow.of_damage(place, DamagedBytes.of(err)))
                 yield Unreadable(at, after)
                 at = after
             else:

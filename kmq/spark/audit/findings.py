@@ -45,7 +45,7 @@ NOTES = {
 _MAX_SHOWN = 60  # bytes of a line that is not a stored line
 
 
-class Damage(NamedTuple):
+class DamagedBytes(NamedTuple):
     """A place in a file where the bytes differ from what was written."""
 
     path: str
@@ -53,7 +53,7 @@ class Damage(NamedTuple):
     what: str
 
     @classmethod
-    def of(cls, err: "DamageError") -> "Damage":
+    def of(cls, err: "DamageError") -> "DamagedBytes":
         return cls(err.path, err.byte, err.what)
 
 
@@ -91,7 +91,7 @@ class EvidenceRow(NamedTuple):
         return cls.of(what, THE_WAL, records, seqs)
 
     @classmethod
-    def of_damage(cls, place: TopicPartition, damage: Damage) -> "EvidenceRow":
+    def of_damage(cls, place: TopicPartition, damage: DamagedBytes) -> "EvidenceRow":
         return cls("damage", *place, path=damage.path, byte=damage.byte, detail=damage.what)
 
     @classmethod

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kmq.log.reader import WAL
 from kmq.spark.audit.findings import FINDINGS, NOTES
 from kmq.spark.audit.report import (
-    Found,
+    AuditResult,
+    LocatedRow,
     Moment,
-    Result,
     as_time,
     at,
     by_topic_and_hour,
@@ -67,9 +67,9 @@ def _svg(figure: Any) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def seq_map(result: Result) -> str:
+def seq_map(result: AuditResult) -> str:
     """Draw findings (red) and notes (amber) of each log over the seqs: the WAL first, then queues that have any."""
-    marks: defaultdict[tuple[str, str, int], list[Found]] = defaultdict(list)
+    marks: defaultdict[tuple[str, str, int], list[LocatedRow]] = defaultdict(list)
     for each in [*result.noted, *result.found]:
         if each.row.first_seq:
             marks[each.broker, each.row.topic, each.row.partition].append(each)
@@ -117,7 +117,7 @@ def _by_topic(moments: list[Moment]) -> tuple[list[str], dict[tuple[str, int], i
     return kept if len(kept) == len(names) else [*kept, _OTHERS], counts
 
 
-def throughput(result: Result) -> str:
+def throughput(result: AuditResult) -> str:
     """Draw records per second over time, with a colour for each topic."""
     if not result.moments:
         return ""
@@ -148,7 +148,7 @@ def _time_axis(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
 
 
-def hours(result: Result) -> str:
+def hours(result: AuditResult) -> str:
     """Draw records by hour, with a colour for each topic; if there is only one hour, by topic."""
     if not result.hours:
         return ""
@@ -198,7 +198,7 @@ td.file,td.seq{white-space:nowrap;font-size:12.5px}
 """
 
 
-def write(result: Result, path: str) -> None:
+def write(result: AuditResult, path: str) -> None:
     """Write the page to a file, and replace an older one as a whole: a reader never sees half of it."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(f"{path}.new", "w", encoding="utf-8") as file:
@@ -206,7 +206,7 @@ def write(result: Result, path: str) -> None:
     os.replace(f"{path}.new", path)
 
 
-def page(result: Result) -> str:
+def page(result: AuditResult) -> str:
     """Return the page as HTML."""
     title = "all good" if result.is_good else f"{result.affected:,} records with findings"
     names = ", ".join(each.name for each in result.sources)
@@ -239,7 +239,7 @@ def _section(title: str, plot: str, note: str = "", table: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{text}{plot}{table}</section>"
 
 
-def _tiles(result: Result) -> str:
+def _tiles(result: AuditResult) -> str:
     tiles = [
         (f"{result.records:,}", "records in the WAL"),
         (_size(sum(each.nbytes for each in result.hours)), "in the WAL"),
@@ -277,7 +277,7 @@ def _html_table(
     )
 
 
-def _findings(result: Result) -> str:
+def _findings(result: AuditResult) -> str:
     many = len(result.sources) > 1
     parts = []
     if result.found:
@@ -295,7 +295,7 @@ def _findings(result: Result) -> str:
     return f"<section><h2>Findings</h2>{''.join(parts) or '<p>None.</p>'}</section>"
 
 
-def _hours_table(result: Result) -> str:
+def _hours_table(result: AuditResult) -> str:
     rows = by_topic_and_hour(result.hours, len(result.sources) > 1)
     lines = (
         (topic, hour, f"{count:,}", _size(nbytes), f"{nbytes / max(count, 1):,.0f} B")

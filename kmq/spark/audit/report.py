@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from kmq.log import segment
 from kmq.log.reader import WAL
 from kmq.spark.audit.findings import FINDINGS, NOTES, EvidenceRow
-from kmq.spark.audit.snapshot import BUCKETS, Source
+from kmq.spark.audit.snapshot import BUCKETS, AuditSource
 from kmq.spark.source.brokers import Directory
 
 # --- result ----------------------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class LocatedRow(NamedTuple):
     """A finding, or a note that has a place. `file`: below the data directory; "" if unknown."""
 
     broker: str
@@ -35,13 +35,13 @@ class Moment(NamedTuple):
 Key = tuple[str, str, int]  # broker, topic, partition
 
 
-class Result(NamedTuple):
+class AuditResult(NamedTuple):
     """The result of an audit."""
 
-    sources: list[Source]
+    sources: list[AuditSource]
     totals: dict[str, dict[Key, int]]  # finding or note → log → records
-    found: list[Found]  # the first findings
-    noted: list[Found]  # the first notes
+    found: list[LocatedRow]  # the first findings
+    noted: list[LocatedRow]  # the first notes
     moments: list[Moment]  # in order of time
     hours: list[Moment]
 
@@ -82,14 +82,14 @@ def sum_by_hour(moments: list[Moment]) -> list[Moment]:
     return list(sums.values())
 
 
-def located(audited: list[Source], fields: Sequence[Any]) -> Found:
+def located(audited: list[AuditSource], fields: Sequence[Any]) -> LocatedRow:
     """Return a row of the evidence, which begins with its broker's name, together with its file."""
     broker, row = fields[0], EvidenceRow(*fields[1:])
     source = next(source for source in audited if source.name == broker)
-    return Found(broker, row, _file(source, row))
+    return LocatedRow(broker, row, _file(source, row))
 
 
-def _file(source: Source, row: EvidenceRow) -> str:
+def _file(source: AuditSource, row: EvidenceRow) -> str:
     """Return the file of a row, below the data directory; "" if unknown."""
     if not source.is_path:
         return row.path
@@ -109,14 +109,14 @@ _WIDTH = 240  # least columns of a terminal that tables are laid out for
 _HOURS = 100  # lines of topics and hours in a table
 
 
-def where(found: Found, with_broker: bool = False) -> str:
+def where(found: LocatedRow, with_broker: bool = False) -> str:
     """Return the log of a finding: `append`, or `<topic>/<partition>`."""
     row = found.row
     log = "append" if row.topic == WAL else f"{row.topic}/{row.partition}"
     return f"{found.broker} {log}" if with_broker else log
 
 
-def at(found: Found) -> str:
+def at(found: LocatedRow) -> str:
     """Return the position in the log: an offset of a queue, or the byte of damage; "" if unknown."""
     row = found.row
     if row.path:
@@ -124,7 +124,7 @@ def at(found: Found) -> str:
     return f"offset {row.offset:,}" if row.offset >= 0 else ""
 
 
-def seqs(found: Found) -> str:
+def seqs(found: LocatedRow) -> str:
     """Return the seqs of a finding: `17`, or `17 to 20`; "" if unknown."""
     first, last = found.row.first_seq, found.row.last_seq
     if not first:
@@ -132,7 +132,7 @@ def seqs(found: Found) -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def what(found: Found) -> str:
+def what(found: LocatedRow) -> str:
     """Return the meaning of a finding, in words."""
     row = found.row
     return f"{FINDINGS.get(row.what) or NOTES[row.what]}" + (f" ({row.detail})" if row.detail else "")
@@ -141,7 +141,7 @@ def what(found: Found) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def to_json(result: Result, limit: int) -> dict[str, Any]:
+def to_json(result: AuditResult, limit: int) -> dict[str, Any]:
     """Return the whole result for JSON, with at most `limit` findings one by one."""
     return {
         "result": "pass" if result.is_good else "fail",
@@ -166,7 +166,7 @@ def to_json(result: Result, limit: int) -> dict[str, Any]:
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def show(result: Result, limit: int) -> None:
+def show(result: AuditResult, limit: int) -> None:
     """Print findings, then records and bytes by hour, then what was compared, and the verdict."""
     from rich.console import Console
     from rich.markup import escape as escape_markup
@@ -210,7 +210,7 @@ def show(result: Result, limit: int) -> None:
     print(f"audit: {result.records:,} records, {verdict(result)}")
 
 
-def verdict(result: Result) -> str:
+def verdict(result: AuditResult) -> str:
     """Return `all good`, or the findings with their numbers of records."""
     return ", ".join(f"{kind} {count:,}" for kind, count in result.findings.items()) or "all good"
 

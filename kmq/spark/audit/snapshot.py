@@ -17,7 +17,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
-from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, SeqRange, TopicPartition
+from kmq.spark.audit.findings import THE_WAL, DamagedBytes, OffsetRange, SeqRange, TopicPartition
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import ReadOptions
@@ -36,7 +36,7 @@ class BrokerSnapshot(NamedTuple):
     topics: list[Topic]
     compacted: list[str]
     dropped: dict[str, list[SeqRange]]  # by ring
-    hidden: dict[str, Damage]  # topics whose queues' ends are hidden by damage
+    hidden: dict[str, DamagedBytes]  # topics whose queues' ends are hidden by damage
     marks_from: int = 0  # the first seq whose routing key may have a mark
     deleted: Sequence[tuple[str, int, int]] = ()  # deleted topics: name, from_seq, last_seq
 
@@ -65,19 +65,19 @@ def take(broker: Broker) -> BrokerSnapshot:
     )
 
 
-def _queues(broker: Broker, names: list[str]) -> tuple[dict[TopicPartition, OffsetRange], dict[str, Damage]]:
+def _queues(broker: Broker, names: list[str]) -> tuple[dict[TopicPartition, OffsetRange], dict[str, DamagedBytes]]:
     """Return (the bounds of the queues, the topics whose bounds are hidden by damage)."""
     try:
         return broker.bounds(names), {}
     except DamageError as err:
         if len(names) == 1:
-            return {}, {names[0]: Damage.of(err)}
+            return {}, {names[0]: DamagedBytes.of(err)}
     half = len(names) // 2
     one, other = _queues(broker, names[:half]), _queues(broker, names[half:])
     return one[0] | other[0], one[1] | other[1]
 
 
-class Source(NamedTuple):
+class AuditSource(NamedTuple):
     """A broker to audit, with its snapshot. Pickled, so that tasks can open the broker."""
 
     name: str
@@ -90,14 +90,14 @@ class Source(NamedTuple):
         return open_broker(self.name, self.is_path, self.access)
 
 
-def sources(where: dict[str, str]) -> list[Source]:
+def sources(where: dict[str, str]) -> list[AuditSource]:
     """Return the brokers that the options `where` name (path, or kmq.bootstrap.servers and kmq.token)."""
     options = ReadOptions(where | {"subscribe": WAL})
     opened = []
     for name in options.brokers:
         broker = open_broker(name, bool(options.paths), options.access)
         taken = take(broker)
-        opened.append(Source(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
+        opened.append(AuditSource(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
     return opened
 
 

@@ -119,7 +119,7 @@ def listen(spark: "SparkSession") -> None:
     """Add a listener to a session unless it has one. Never fails."""
     with suppress(Exception):
         if getattr(spark, "_kmq_listener", None) is None:
-            listener = Listener(spark)
+            listener = StatusListener(spark)
             spark.streams.addListener(listener)
             spark._kmq_listener = listener  # type: ignore[attr-defined]
 
@@ -166,7 +166,7 @@ class _Query:
         os.replace(new, f"{self.directory}/{STATUS}")
 
 
-class Listener(StreamingQueryListener):
+class StatusListener(StreamingQueryListener):
     """Keep the status of a session's queries; see the module. The JVM calls it with one event after the other."""
 
     def __init__(self, spark: "SparkSession") -> None:
@@ -270,7 +270,7 @@ class Listener(StreamingQueryListener):
 class _Events:
     """The object that the JVM calls."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: StatusListener) -> None:
         self._listener = listener
 
     def onQueryStarted(self, event: Any) -> None:

@@ -33,7 +33,7 @@ from kmq.spark.streaming.status import AS_NAMED, Sources
 EARLIEST, LATEST = "earliest", "latest"
 
 
-class Move(NamedTuple):
+class OffsetMove(NamedTuple):
     """The change of one partition's offset."""
 
     key: Key
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     unfinished: int | None
     logged: Logged
     lines: list[str]  # the sources of the new batch
-    moves: list[Move]
+    moves: list[OffsetMove]
 
 
 def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED) -> Plan:
@@ -102,7 +102,7 @@ def _of_table(checkpoint: Checkpoint) -> int:
         return -1
 
 
-def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, Any], list[Move]]:
+def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, Any], list[OffsetMove]]:
     known, before = identities(line), positions(line)
     wanted: Offsets = {}
     moves = []
@@ -115,7 +115,7 @@ def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, A
             begun = before.get(key, least(key[1]))
             first, latest = bounds.get(key, (begun, begun))
             wanted[key] = target.get(key, begun)
-            moves.append(Move(key, begun, wanted[key], first, latest))
+            moves.append(OffsetMove(key, begun, wanted[key], first, latest))
     return to_json(wanted, known), moves
 
 
