@@ -427,7 +427,7 @@ def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, st
     (tmp_path / "t" / "topic=a").mkdir(parents=True)
     for n in range(10):
         pq.write_table(pa.table({"n": [n]}), f"{to}/topic=a/{n:010}-0000.parquet")
-    owner = {"writer": tables.base, "exchange": tables.disk, "rmtree": shutil}[step]
+    owner = {"writer": tables.base, "exchange": tables.stores, "rmtree": shutil}[step]
     real, calls = getattr(owner, step), []
 
     def dying(*args, **kwargs):
