@@ -6,7 +6,8 @@ import pasted
 import pytest
 from pages import PAGES, PATIENCE_S, paste, pasted_blocks, text
 
-ELSEWHERE = ["docs/spark.md", "docs/spark-reading.md", "docs/spark-writing.md"]  # tests/spark pastes them
+# tests/spark pastes them
+ELSEWHERE = ["docs/spark.md", "docs/spark-reading.md", "docs/spark-tables.md", "docs/spark-writing.md"]
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1},

@@ -6,6 +6,6 @@ from pages import PATIENCE_S, paste
 
 @pytest.mark.root
 @pytest.mark.timeout(PATIENCE_S)
-@pytest.mark.parametrize("page", ["docs/spark.md", "docs/spark-reading.md", "docs/spark-writing.md"])
+@pytest.mark.parametrize("page", ["spark.md", "spark-reading.md", "spark-tables.md", "spark-writing.md"])
 def test_everything_pasted_in_order_works_as_printed(page, tmp_path):
-    paste(page, tmp_path)
+    paste(f"docs/{page}", tmp_path)
