@@ -117,6 +117,41 @@ def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ra
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
+def test_a_group_begins_in_a_partition_that_comes_while_its_beginning_in_the_one_before_is_not_on_disk(
+    tmp_path, monkeypatch
+):
+    """The gateway has just started, so the group's commits alone say that it has subscribed."""
+    commits = [commit("late", 0, time.time(), number=n) for n in (0, 1)]
+    data = write_data(tmp_path / "d", [b"t|0||a", *commits], {"t": 4})
+    path = tmp_path / "d/topics/t/topic.toml"
+    declared = path.read_text()
+
+    def grow(count, grown):
+        path.write_text(topics.with_growth(declared, Topic("t", count, 1, (), grown)))
+
+    written, release = {}, asyncio.Event()
+
+    async def store(self, group, rows, *_):
+        await release.wait()
+        written.update({number: row.offset for (_, number), row in rows.items()})
+
+    monkeypatch.setattr(OffsetStore, "commit", store)
+
+    async def main():
+        grow(3, [(2, 2)])
+        async with started(data, 1 + len(commits)) as (_, groups):
+            grow(4, [(2, 2), (3, 3)])
+            heard = []
+            await groups.join("other", None, ME, Terms(("t",)), heard.append)
+            release.set()
+            while len(groups.coordinator.assignment("other", heard[-1].member).partitions) < 4:
+                groups.sync("other", heard[-1].member)
+                await asyncio.sleep(0.01)
+            assert written == {2: 0, 3: 0}
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
 def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path, monkeypatch):
     """Partitions are revoked while it is read: it has their messages, so it must not say that the member lacks them."""
     data = write_data(tmp_path / "d", [b"t.@%d|0||a" % number for number in range(4)], {"t": 4})

@@ -258,10 +258,11 @@ class Groups:
 
         Those are younger than the subscription, so all that is in them came after it. A member that joins later with
         `latest` would take its own beginning for the group's. A group has subscribed if members of it read the topic, or
-        if it has committed in all of the older partitions.
+        if it has committed in all of the older partitions, except where its beginning is on its way to the disk.
         """
         groups = set(self.coordinator.subscribers(topic))
-        older = [(topic, number) for number in range(before)]
+        known = min([before, *(each.before for each in self._beginning if each.topic == topic)])
+        older = [(topic, number) for number in range(known)]
         if older:
             found = ((group, self.store.committed(group)) for group in self.store.groups())
             groups |= {group for group, rows in found if all(place in rows for place in older)}
