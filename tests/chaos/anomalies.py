@@ -193,7 +193,7 @@ class _Records:
     def check_lost_by(self, group: str) -> None:
         for lost in (each for each in self._lost if each.group == group):
             for offset, value in enumerate(lost.values, lost.first):
-                if self._seen[group].get((lost.place, offset), 0.0) < lost.ended:
+                if self._seen[group].get((lost.place, offset), 0.0) < lost.began:
                     what = (
                         f"{value} at {(lost.place, offset)}: given up by {lost.process}, and not given to {group} again"
                     )

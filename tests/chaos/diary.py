@@ -98,10 +98,10 @@ class Diary:
     def nacked(self, at: At, began: float) -> None:
         self._write(Nacked(self.process, self.group, *at, began, time.monotonic()))
 
-    def lost(self, rows: Iterable[Row]) -> None:
-        """The records of an answer that the member has given up."""
+    def lost(self, rows: Iterable[Row], began: float) -> None:
+        """The records of an answer that the member has given up; `began`: when it was asked for."""
         for place, first, values in _runs(rows):
-            self._write(Lost(self.process, self.group, place, first, values, time.monotonic()))
+            self._write(Lost(self.process, self.group, place, first, values, began))
 
     def due(self, places: Iterable[Place] | None = None) -> Offsets:
         """What there is to commit."""

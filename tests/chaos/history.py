@@ -87,14 +87,17 @@ class Nacked(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """An answer with `values` was on its way to the process, which has given it up and read nothing of it."""
+    """An answer with `values` was on its way to the process, which has given it up and read nothing of it.
+
+    `began`: when it was asked for. The process may be stopped before it notes this, and others be given the records.
+    """
 
     process: str
     group: str
     place: Place
     first: int
     values: tuple[str, ...]
-    ended: float
+    began: float
 
     @property
     def end(self) -> int:

@@ -336,7 +336,7 @@ class _Http:
             for place, offset in self._diary.take_nacks():
                 self._nack(place, offset)
         else:
-            self._diary.lost([*rows[True], *rows[False]])
+            self._diary.lost([*rows[True], *rows[False]], began)
 
     def _nack(self, place: Place, offset: int) -> None:
         began, delay_ms = time.monotonic(), round(self._task.delay_s() * 1000)
