@@ -298,7 +298,7 @@ def _is_admitted(handler: Any) -> bool:
 # --- listeners -------------------------------------------------------------------------------------------------------
 
 _RPCS = 2048  # simultaneous calls, streams included
-_LISTENERS_UNREAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them
+_LOOKAHEAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them
 _RPCS_PER_CONNECTION = 1024
 _GROWTH = 3  # a record as a message, against its line: an empty header is one byte there and two here
 _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # otherwise a dead peer would keep its stream for ever
@@ -346,7 +346,7 @@ def grpc_server(
             ("grpc.so_reuseport", 0),  # otherwise a second gateway would silently take half of the connections
             ("grpc.server_handshake_timeout_ms", handshake_ms),
             ("grpc.max_connection_idle_ms", int(min(settings.line_deadline, _LONGEST_IDLE_S) * 1000)),
-            ("grpc.http2.lookahead_bytes", _LISTENERS_UNREAD_BYTES),
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
             ("grpc.http2.bdp_probe", 0),  # otherwise gRPC would buffer more and more per call
             ("grpc.max_receive_message_length", longest),
             ("grpc.max_send_message_length", _GROWTH * longest),

@@ -2,6 +2,9 @@
 
 import ast
 import re
+import subprocess
+import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +16,12 @@ from kmq.broker import health
 from kmq.cli import app
 from kmq.config import settings
 from kmq.gateway.core import metrics
+from kmq.gateway.core.topics import OPTIONS
 from kmq.gateway.http.openapi import document
+from kmq.log.segment import LIMITS
 from kmq.message import record
+from kmq.spark.sink import targets
+from kmq.spark.source import options as source
 from kmq.wire import refusals
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +162,27 @@ def test_every_path_of_the_api_is_on_a_page():
 
     paths = set(document()["paths"]) - {"/console/{file}"}  # the files of the page
     assert len(paths) > 30 and {path for path in paths if not is_told(path)} == set()
+
+
+def test_every_option_of_a_topic_is_on_a_page():
+    told, over_http = ((ROOT / "docs" / page).read_text() for page in ("storage.md", "http.md"))
+    assert [name for name in LIMITS if f"`{name}`" not in told] == []
+    assert [name for name in OPTIONS if f"`{name}`" not in over_http] == []
+
+
+def test_every_option_of_the_spark_source_and_sink_is_on_a_page():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("spark*.md"))
+    names = {*source.OPTIONS, *targets.OPTIONS} - {"paths"}  # as Spark passes load([a, b]), which is told
+    assert [name for name in names if name not in pages] == []
+
+
+def test_every_kind_of_public_name_is_printed():
+    script = ROOT / "scripts/public-names"
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.splitlines()
+    kinds = Counter(line.split()[0].partition(".")[0] for line in printed)
+    wanted = ["python", "command", "setting", "http", "proto", "metric", "refusal", "exit", "spark"]
+    assert {kind for kind in wanted if kinds[kind] < 5} == set()
+    assert {"python Consumer.poll", "spark source startingOffsets"} <= {line.partition("(")[0] for line in printed}
 
 
 def test_every_command_is_on_a_page():

@@ -31,7 +31,7 @@ def by_name(schema: Schema, help: str) -> dict[str, Any]:
 
 AS_OF = decimal(f"when this was so, {_MS_OR_S}")
 _OR_NULL = or_null(decimal("a number"))
-_CONSOLE_SCHEMA_ENCODING = text("text, or base64 if it is not UTF-8", enum=["text", "base64"])
+_SHOWN_ENCODING = text("text, or base64 if it is not UTF-8", enum=["text", "base64"])
 _DAMAGE = {"anyOf": [ref("Damage"), {"type": "null", "description": "null"}]}
 _ROLES = ["none", "produce", "consume", "admin"]
 
@@ -120,9 +120,9 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         seq=number("in the WAL"),
         timestamp=number("when the message was made, in ms since the epoch"),
         key=or_null(text("as key_encoding says; null: none")),
-        key_encoding=_CONSOLE_SCHEMA_ENCODING,
+        key_encoding=_SHOWN_ENCODING,
         value=or_null(text("as encoding says; null: none")),
-        encoding=_CONSOLE_SCHEMA_ENCODING,
+        encoding=_SHOWN_ENCODING,
         headers=array(ref("ShownHeader"), maxItems=100),
         raw=text("the stored line; bytes that are not UTF-8 as \\xNN"),
         bytes=number("of the stored line"),

@@ -213,7 +213,7 @@ def fault(err: OSError) -> str:
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
-_OPTIONS = (
+OPTIONS = (
     *("kmq.producers", "kmq.token", "kmq.producer", "kmq.timeout", "kmq.probe", *TLS_OPTIONS),
     *("topic", "usePartition", "path", "kmq.bootstrap.servers", "kmq.replay"),
 )
@@ -228,7 +228,7 @@ class WriteOptions:
 
     def __init__(self, given: Mapping[str, str]) -> None:
         options = {name.lower(): text for name, text in given.items()}
-        check_options({name: text for name, text in options.items() if name not in _OF_SPARK}, _OPTIONS, "writer")
+        check_options({name: text for name, text in options.items() if name not in _OF_SPARK}, OPTIONS, "writer")
         self.access = Access.of(options)
         self.brokers = addresses("kmq.producers", options.get("kmq.producers", ""), self.access.tls is not None)
         if not self.brokers:

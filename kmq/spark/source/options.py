@@ -52,7 +52,7 @@ from kmq.spark.source import ends
 MAX_TRIGGER_DELAY_S = 900.0
 MAX_GROUP = 200  # bytes of a group's name
 Number = TypeVar("Number", int, float)
-_READ = (
+OPTIONS = (
     *("path", "paths", "kmq.bootstrap.servers", *connections.OPTIONS, "subscribe", "subscribePattern", "assign"),
     *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
     *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
@@ -84,7 +84,7 @@ class ReadOptions:
 
     def __init__(self, given: Mapping[str, str]) -> None:
         options = {name.lower(): text for name, text in given.items()}
-        check_options(given, _READ, "reader", _ELSEWHERE)
+        check_options(given, OPTIONS, "reader", _ELSEWHERE)
         self._given = options
         self.servers, self.paths = places(options)
         if self.paths and (vain := [name for name in _CONNECTING if name in options]):
