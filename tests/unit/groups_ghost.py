@@ -152,7 +152,7 @@ class Ghost:
         """The code with which a commit is refused; "" if it is allowed."""
         seat = self.seats.get(Key(group, member or ""))
         if member is None or (member == "-" and seat is None):
-            is_old = generation not in (None, newest)
+            is_old = generation not in (None, 0, newest)  # 0: of who never was a member
             refused = "unknown_member" if self.of(group) else "fenced" if is_old else ""
         else:
             refused = self.refusal(seat, generation, newest)

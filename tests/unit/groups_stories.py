@@ -331,6 +331,14 @@ def a_commit_without_a_member_in_an_old_generation_is_refused(stage: Stage) -> N
     demand(stage.commit("-", T[0]) == "", "and who names none")
 
 
+def a_commit_of_who_never_was_a_member_names_no_generation(stage: Stage) -> None:
+    former = stage.join()
+    stage.settle()
+    stage.leave(former)
+    demand(stage.generation() > 0, "the group has had a member")
+    demand(stage.commit(None, T[0], generation=0) == "", "as a pipeline commits: 0 is no generation of the group")
+
+
 def a_group_without_members_and_commits_is_forgotten(stage: Stage) -> None:
     member = stage.join()
     stage.settle()
