@@ -23,11 +23,30 @@ from kmq.gateway.http.request import (
     Schema,
     answering,
     array,
+    flag,
     number,
     ref,
     text,
 )
 from kmq.gateway.http.schema import check
+
+
+def _op(
+    route: str,
+    name: str,
+    summary: str,
+    reply: Reply | Mapping[int, Reply],
+    query: tuple[Parameter, ...] = (),
+    body: str | None = None,
+    body_types: tuple[str, ...] = (JSON,),
+    errors: str = "",
+) -> Operation:
+    """Return an operation. `reply`: of 200, or by status; `body`: its schema; `errors`: codes besides COMMON."""
+    method, _, path = route.partition(" ")
+    replies = {200: reply} if isinstance(reply, Reply) else reply
+    schema = None if body is None else ref(body)
+    return Operation(method, path, name, summary, replies, query, schema, body_types, tuple(errors.split()))
+
 
 # --- the console -----------------------------------------------------------------------------------------------------
 
@@ -40,92 +59,81 @@ _WHERE = (
     Parameter("from", text("earliest, or latest (default): the last messages", enum=["earliest", "latest"])),
     Parameter("limit", number("at most so many", least=1, most=500), 50),
 )
-_CHANGING = ("bad_request", "too_large", "busy")
-_READING = ("unknown_topic", "unknown_partition")
+_CHANGING = "bad_request too_large busy"
+_READING = "unknown_topic unknown_partition"
 CONSOLE = (
-    Operation(
-        "GET",
-        "/api/overview",
+    _op(
+        "GET /api/overview",
         "overview",
         "Show the broker: state, rates, topics, groups, events",
-        {200: Reply("as it is now", ref("Overview"))},
+        Reply("as it is now", ref("Overview")),
     ),
-    Operation("GET", "/api/history", "history", "Show an hour of the broker", {200: Reply("series", ref("History"))}),
-    Operation(
-        "GET",
-        "/api/events",
+    _op("GET /api/history", "history", "Show an hour of the broker", Reply("series", ref("History"))),
+    _op(
+        "GET /api/events",
         "events",
         "Show what has happened",
-        {200: Reply("events that are kept", ref("Events"))},
+        Reply("events that are kept", ref("Events")),
         query=(Parameter("after", number("only events with higher ids"), 0),),
     ),
-    Operation(
-        "GET",
-        "/api/topics/{topic}/messages",
+    _op(
+        "GET /api/topics/{topic}/messages",
         "messages",
         "Show messages: decoded, and as they are stored",
-        {200: Reply("messages in order of seq", ref("Messages"))},
+        Reply("messages in order of seq", ref("Messages")),
         query=_WHERE,
-        errors=(*_READING, "not_found", "out_of_range", "too_many"),
+        errors=f"{_READING} not_found out_of_range too_many",
     ),
-    Operation(
-        "GET",
-        "/api/topics/{topic}/follow",
+    _op(
+        "GET /api/topics/{topic}/follow",
         "follow",
         "Follow a topic for 10 minutes: at most 4 lines and 200 messages a second, and their share",
-        {200: Reply("a line for what has arrived, or after 5 s", None, (NDJSON,))},
+        Reply("a line for what has arrived, or after 5 s", None, (NDJSON,)),
         query=(Parameter("partition", PATH_SCHEMAS["partition"]),),
-        errors=(*_READING, "too_many", "stopping"),
+        errors=f"{_READING} too_many stopping",
     ),
-    Operation(
-        "GET",
-        "/api/topics/{topic}/letters",
+    _op(
+        "GET /api/topics/{topic}/letters",
         "letters",
         "Show dead letters by reason",
-        {200: Reply("the newest letters", ref("Letters"))},
-        errors=(*_READING, "too_many"),
+        Reply("the newest letters", ref("Letters")),
+        errors=f"{_READING} too_many",
     ),
-    Operation(
-        "POST",
-        "/api/topics/{topic}/replay",
+    _op(
+        "POST /api/topics/{topic}/replay",
         "replay",
         "Send dead letters back to the topics they came from, or only count them",
-        {200: Reply("what went back", ref("Replayed"))},
-        body=ref("Replay"),
-        errors=(*_READING, *_CHANGING, "too_many", "not_answered"),
+        Reply("what went back", ref("Replayed")),
+        body="Replay",
+        errors=f"{_READING} {_CHANGING} too_many not_answered",
     ),
-    Operation(
-        "POST",
-        "/api/groups/{group}/reset",
+    _op(
+        "POST /api/groups/{group}/reset",
         "resetGroup",
         "Move the offsets of a group without members, or only say where to",
-        {200: Reply("from where to where", ref("Moved"))},
-        body=ref("Reset"),
-        errors=(
-            *(*_READING, *_CHANGING, "unknown_group", "group_not_empty", "out_of_range", "not_answered", "disk_full"),
-            *("quota", "connections", "offsets_full", "stopping", "fenced"),
-        ),
+        Reply("from where to where", ref("Moved")),
+        body="Reset",
+        errors=f"{_READING} {_CHANGING} unknown_group group_not_empty out_of_range not_answered disk_full quota"
+        " connections offsets_full stopping fenced",
     ),
-    Operation(
-        "GET",
-        "/api/groups/{group}/history",
+    _op(
+        "GET /api/groups/{group}/history",
         "groupHistory",
         "Show an hour of a group's lag",
-        {200: Reply("a series", ref("GroupHistory"))},
-        errors=("unknown_group",),
+        Reply("a series", ref("GroupHistory")),
+        errors="unknown_group",
     ),
-    Operation(
-        "GET",
-        "/api/session",
+    _op(
+        "GET /api/session",
         "session",
         "Show what this caller may do",
-        {200: Reply("role and name of the token", ref("Session"))},
+        Reply("role and name of the token", ref("Session")),
     ),
 )
 _FILE = {200: Reply("a file", None), 304: Reply("it has not changed", None)}
 CONSOLE_PAGES = (
-    Operation("GET", "/", "console", "The console", _FILE, is_api=False),
-    Operation("GET", "/console/{file}", "consoleFile", "A file of the console", _FILE, is_api=False),
+    _op("GET /", "console", "The console", _FILE),
+    _op("GET /console/{file}", "consoleFile", "A file of the console", _FILE),
 )
 
 
@@ -136,64 +144,57 @@ _FORMAT = Parameter(
 )
 _TOPIC = ref("Topic")
 
-_ADMIN = "/api/admin/topics"
 ADMIN = (
-    Operation(
-        "POST",
-        _ADMIN,
+    _op(
+        "POST /api/admin/topics",
         "createTopic",
         "Declare a topic",
         {201: Reply("it is declared", _TOPIC), 200: Reply("an equal topic exists", _TOPIC)},
-        body=ref("NewTopic"),
-        errors=("bad_request", "topic_exists", "too_many_topics", "too_large", "busy", "disk_full"),
+        body="NewTopic",
+        errors="bad_request topic_exists too_many_topics too_large busy disk_full",
     ),
-    Operation(
-        "GET",
-        _ADMIN,
+    _op(
+        "GET /api/admin/topics",
         "listTopics",
         "List topics by name",
-        {200: Reply("all of them", array(ref("TopicSummary")))},
-        query=(Parameter("internal", {"type": "boolean", "description": "with topics of KMQ itself, __…"}, False),),
+        Reply("all of them", array(ref("TopicSummary"))),
+        query=(Parameter("internal", flag("with topics of KMQ itself, __…"), False),),
     ),
-    Operation(
-        "GET",
-        f"{_ADMIN}/{{topic}}",
+    _op(
+        "GET /api/admin/topics/{topic}",
         "describeTopic",
         "Show a topic with its partitions",
-        {200: Reply("its options and sizes", _TOPIC)},
-        errors=("unknown_topic",),
+        Reply("its options and sizes", _TOPIC),
+        errors="unknown_topic",
     ),
-    Operation(
-        "PATCH",
-        f"{_ADMIN}/{{topic}}",
+    _op(
+        "PATCH /api/admin/topics/{topic}",
         "changeTopic",
         "Change options of a topic; null: as the settings of the broker say",
-        {200: Reply("as it is now", _TOPIC)},
-        body=ref("TopicChanges"),
-        errors=("bad_request", "unknown_topic", "reserved_topic", "too_large", "busy"),
+        Reply("as it is now", _TOPIC),
+        body="TopicChanges",
+        errors="bad_request unknown_topic reserved_topic too_large busy",
     ),
-    Operation(
-        "DELETE",
-        f"{_ADMIN}/{{topic}}",
+    _op(
+        "DELETE /api/admin/topics/{topic}",
         "deleteTopic",
         "Delete a topic and its messages for good",
         {204: Reply("its files are gone, and the name can be used again")},
-        errors=("unknown_topic", "reserved_topic"),
+        errors="unknown_topic reserved_topic",
     ),
 )
 _JOINING = (  # what a call of a member, or of a group, may be refused for
-    *("bad_request", "bad_name", "bad_topic", "bad_timeout", "unknown_assignor", "assignor_differs", "unknown_member"),
-    *("fenced", "session_timeout", "poll_timeout", "rebalance_timeout", "too_many_groups", "too_many_members"),
-    *("subscription_too_large", "unknown_topic", "unknown_partition", "stopping", "offsets_full"),
+    "bad_request bad_name bad_topic bad_timeout unknown_assignor assignor_differs unknown_member fenced session_timeout"
+    " poll_timeout rebalance_timeout too_many_groups too_many_members subscription_too_large unknown_topic"
+    " unknown_partition stopping offsets_full"
 )
 _WRITING = (  # what a commit may be refused for besides
-    *("bad_request", "too_large", "busy", "not_answered", "disk_full", "quota", "connections", "drop_oldest"),
-    *("offsets_full", "stopping", "too_many_topics"),
+    "bad_request too_large busy not_answered disk_full quota connections drop_oldest offsets_full stopping"
+    " too_many_topics"
 )
 MESSAGES = (
-    Operation(
-        "POST",
-        "/api/topics/{topic}/produce",
+    _op(
+        "POST /api/topics/{topic}/produce",
         "produce",
         "Store one message, or a batch",
         {
@@ -205,25 +206,21 @@ MESSAGES = (
             Parameter("producer", text("the same as in the body, for NDJSON")),
             Parameter("acks", text("the same as in the body, for NDJSON", enum=["0", "1", "all"])),
         ),
-        body=ref("Produce"),
+        body="Produce",
         body_types=(JSON, NDJSON),
-        errors=(
-            *("bad_request", "bad_topic", "reserved_topic", "unknown_topic", "unknown_partition", "bad_id"),
-            *("id_reused", "id_too_old", "fenced", "drop_oldest", "too_long", "too_large", "too_many"),
-            *("too_many_topics", "producers_full", "busy", "stopping", "connections", "not_answered"),
-            *("stored_not_routed", "disk_full", "quota"),
-        ),
+        errors="bad_request bad_topic reserved_topic unknown_topic unknown_partition bad_id id_reused id_too_old fenced"
+        " drop_oldest too_long too_large too_many too_many_topics producers_full busy stopping connections not_answered"
+        " stored_not_routed disk_full quota",
     ),
-    Operation(
-        "GET",
-        "/api/topics/{topic}/consume",
+    _op(
+        "GET /api/topics/{topic}/consume",
         "consume",
         "Read messages: of one partition from an offset on, or a group's next ones",
-        {200: Reply("messages in order, and where to continue", ref("Consumed"), (JSON, NDJSON))},
+        Reply("messages in order, and where to continue", ref("Consumed"), (JSON, NDJSON)),
         query=(
             Parameter("group", PATH_SCHEMAS["group"]),
             Parameter("member", PATH_SCHEMAS["member"]),
-            Parameter("autoCommit", {"type": "boolean", "description": "the next call commits this one's"}, False),
+            Parameter("autoCommit", flag("the next call commits this one's"), False),
             Parameter("partition", PATH_SCHEMAS["partition"]),
             Parameter("offset", number("read from this offset on")),
             Parameter("timestamp", text("from the first message received then: ms since the epoch, or RFC 3339")),
@@ -233,143 +230,137 @@ MESSAGES = (
             Parameter("timeoutMs", number("wait so long for a first message", most=60_000), 0),
             _FORMAT,
         ),
-        errors=(*_JOINING, "out_of_range", "too_many", "busy"),
+        errors=f"{_JOINING} out_of_range too_many busy",
     ),
 )
 GROUPS = (
-    Operation(
-        "POST",
-        "/api/topics/{topic}/commit",
+    _op(
+        "POST /api/topics/{topic}/commit",
         "commit",
         "Commit the next offsets to read",
-        {200: Reply("on disk", ref("Offsets"))},
-        body=ref("Commit"),
-        errors=(*_JOINING, *_WRITING, "out_of_range"),
+        Reply("on disk", ref("Offsets")),
+        body="Commit",
+        errors=f"{_JOINING} {_WRITING} out_of_range",
     ),
-    Operation(
-        "POST",
-        "/api/topics/{topic}/nack",
+    _op(
+        "POST /api/topics/{topic}/nack",
         "nack",
         "Give a message back: it is delivered again, and after maxDeliveries it is a dead letter",
-        {200: Reply("on disk", ref("Nacked"))},
-        body=ref("Nack"),
-        errors=(*_JOINING, *_WRITING, "unknown_group", "out_of_range", "too_long"),
+        Reply("on disk", ref("Nacked")),
+        body="Nack",
+        errors=f"{_JOINING} {_WRITING} unknown_group out_of_range too_long",
     ),
-    Operation(
-        "POST",
-        "/api/topics/{topic}/seek",
+    _op(
+        "POST /api/topics/{topic}/seek",
         "seek",
         "Move the offsets of a group without members",
-        {200: Reply("the new offsets, on disk", ref("Offsets"))},
-        body=ref("Seek"),
-        errors=(*_JOINING, *_WRITING, "group_not_empty", "out_of_range"),
+        Reply("the new offsets, on disk", ref("Offsets")),
+        body="Seek",
+        errors=f"{_JOINING} {_WRITING} group_not_empty out_of_range",
     ),
-    Operation(
-        "GET", "/api/groups", "listGroups", "List groups by name", {200: Reply("all", array(ref("GroupSummary")))}
-    ),
-    Operation(
-        "GET",
-        "/api/groups/{group}",
+    _op("GET /api/groups", "listGroups", "List groups by name", Reply("all", array(ref("GroupSummary")))),
+    _op(
+        "GET /api/groups/{group}",
         "describeGroup",
         "Show a group: members, offsets, lag",
-        {200: Reply("the group", ref("Group"))},
-        errors=("unknown_group",),
+        Reply("the group", ref("Group")),
+        errors="unknown_group",
     ),
-    Operation(
-        "DELETE",
-        "/api/groups/{group}",
+    _op(
+        "DELETE /api/groups/{group}",
         "deleteGroup",
         "Forget a group without members",
         {204: Reply("its offsets are gone")},
-        errors=("unknown_group", "group_not_empty", *_WRITING),
+        errors=f"unknown_group group_not_empty {_WRITING}",
     ),
-    Operation(
-        "POST",
-        "/api/groups/{group}/members",
+    _op(
+        "POST /api/groups/{group}/members",
         "joinGroup",
         "Join a group",
-        {200: Reply("the member and what it may read", ref("Member"))},
-        body=ref("JoinGroup"),
-        errors=(*_JOINING, "too_large", "busy"),
+        Reply("the member and what it may read", ref("Member")),
+        body="JoinGroup",
+        errors=f"{_JOINING} too_large busy",
     ),
-    Operation(
-        "POST",
-        "/api/groups/{group}/members/{member}/heartbeat",
+    _op(
+        "POST /api/groups/{group}/members/{member}/heartbeat",
         "heartbeat",
         "Give a sign of life, and learn of a new assignment",
-        {200: Reply("what the member may read", ref("Member"))},
-        body=ref("Heartbeat"),
-        errors=(*_JOINING, "too_large", "busy"),
+        Reply("what the member may read", ref("Member")),
+        body="Heartbeat",
+        errors=f"{_JOINING} too_large busy",
     ),
-    Operation(
-        "DELETE",
-        "/api/groups/{group}/members/{member}",
+    _op(
+        "DELETE /api/groups/{group}/members/{member}",
         "leaveGroup",
         "Leave a group at once",
         {204: Reply("the member's partitions go to others")},
-        errors=("unknown_member", *_WRITING),
+        errors=f"unknown_member {_WRITING}",
     ),
 )
-_LOG = "/v1/logs/{topic}/{partition}"
 _ANY: Schema = {}
+_TEXT: Schema = {"type": "string"}
 
 
-def _file(path: str, name: str, summary: str, *query: Parameter, reply: Reply | None = None, **more: Any) -> Operation:
-    errors = ("bad_request", *more.get("errors", ()))
-    replies = {200: reply or Reply("", _ANY)}
-    return Operation("GET", path, name, summary, replies, query=query, errors=errors, is_api=False)
+def _log(
+    path: str, name: str, summary: str, *query: Parameter, errors: str = "", reply: Reply | None = None
+) -> Operation:
+    return _op(f"GET /v1/{path}", name, summary, reply or Reply("", _ANY), query, errors=f"bad_request {errors}")
 
 
 def _numbers(*names: str) -> tuple[Parameter, ...]:
     return tuple(Parameter(name, number("see docs/gateway.md")) for name in names)
 
 
-_LINES = Reply("lines", {"type": "string"}, ("text/plain",))
-_ONE_TOPIC = Parameter("topic", text("only of this topic; may be repeated"))
-_AFTER = Parameter("after", text("a name"))
+_ONE = "logs/{topic}/{partition}"
 FILES = (  # logs.py
-    _file("/v1/broker", "broker", "The data directory: id, format"),
-    _file("/v1/topics", "topicFiles", "Topics with first and end offsets", _AFTER, *_numbers("limit")),
-    _file("/v1/ledger", "ledger", "What an audit needs"),
-    _file("/v1/logs", "logFiles", "First and end offset of every log", _ONE_TOPIC),
-    _file(
-        f"{_LOG}/offset",
+    _log("broker", "broker", "The data directory: id, format"),
+    _log(
+        "topics",
+        "topicFiles",
+        "Topics with first and end offsets",
+        Parameter("after", text("a name")),
+        *_numbers("limit"),
+    ),
+    _log("ledger", "ledger", "What an audit needs"),
+    _log(
+        "logs",
+        "logFiles",
+        "First and end offset of every log",
+        Parameter("topic", text("only of this topic; may be repeated")),
+    ),
+    _log(
+        f"{_ONE}/offset",
         "findOffset",
         "The first record of a time (µs) or seq, or later",
         *_numbers("time", "seq"),
-        errors=("not_found",),
+        errors="not_found",
     ),
-    _file(
-        f"{_LOG}/cuts",
+    _log(
+        f"{_ONE}/cuts",
         "cuts",
         "Offsets that cut a range into parts of about that size",
         *_numbers("bytes", "start", "end"),
-        errors=("not_found",),
+        errors="not_found",
     ),
-    _file(
-        f"{_LOG}/records",
+    _log(
+        f"{_ONE}/records",
         "records",
         "The stored lines as they are",
         *_numbers("start", "end", "max_bytes"),
-        reply=_LINES,
-        errors=("not_found", "too_many"),
+        errors="not_found too_many",
+        reply=Reply("lines", _TEXT, ("text/plain",)),
     ),
 )
+_PAGE = Reply("a page", None)
 _STATE = Reply("the state of the broker", _ANY)
+_STATES = {200: _STATE, 503: _STATE}
 PAGES = (  # server.py
-    Operation("GET", "/pages", "pages", "The list of pages", {200: Reply("a page", None)}, is_api=False),
-    Operation("GET", "/docs", "docs", "This API as a page", {200: Reply("a page", None)}, is_api=False),
-    Operation("GET", "/openapi.json", "openapi", "This document", {200: Reply("OpenAPI 3.1", _ANY)}, is_api=False),
-    Operation("GET", "/healthz", "health", "Is every stage alive?", {200: _STATE, 503: _STATE}, is_api=False),
-    Operation("GET", "/readyz", "readiness", "Would a message be stored?", {200: _STATE, 503: _STATE}, is_api=False),
-    Operation(
-        "GET",
-        "/metrics",
-        "metrics",
-        "Metrics for Prometheus",
-        {200: Reply("metrics", {"type": "string"}, ("text/plain",))},
-        is_api=False,
-    ),
+    _op("GET /pages", "pages", "The list of pages", _PAGE),
+    _op("GET /docs", "docs", "This API as a page", _PAGE),
+    _op("GET /openapi.json", "openapi", "This document", Reply("OpenAPI 3.1", _ANY)),
+    _op("GET /healthz", "health", "Is every stage alive?", _STATES),
+    _op("GET /readyz", "readiness", "Would a message be stored?", _STATES),
+    _op("GET /metrics", "metrics", "Metrics for Prometheus", Reply("metrics", _TEXT, ("text/plain",))),
 )
 OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *CONSOLE, *FILES, *CONSOLE_PAGES, *PAGES)
 

@@ -41,10 +41,11 @@ def array(items: Schema, **more: Any) -> Schema:
     return {"type": "array", "items": items, **more}
 
 
-def record(required: Sequence[str] = (), /, **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object that has these properties and no others."""
+def record(required: Sequence[str] | None = None, /, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that has these properties and no others. `required`: by default all of them."""
     shape: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    return shape | ({"required": [*required]} if required else {})
+    names = [*properties] if required is None else [*required]
+    return shape | ({"required": names} if names else {})
 
 
 def text(help: str, **more: Any) -> Schema:
@@ -53,6 +54,10 @@ def text(help: str, **more: Any) -> Schema:
 
 def number(help: str, least: int = 0, most: int = MAX_OFFSET, **more: Any) -> Schema:
     return {"type": "integer", "minimum": least, "maximum": most, "description": help, **more}
+
+
+def flag(help: str) -> Schema:
+    return {"type": "boolean", "description": help}
 
 
 def or_null(schema: Schema) -> dict[str, Any]:
@@ -102,7 +107,6 @@ class Operation(NamedTuple):
     body: Schema | None = None
     body_types: tuple[str, ...] = (JSON,)
     errors: tuple[str, ...] = ()
-    is_api: bool = True  # False: served by a module of its own, and only described here
 
     @property
     def path_names(self) -> list[str]:

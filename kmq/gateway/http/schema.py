@@ -10,7 +10,21 @@ from typing import Any
 from kmq.gateway.console.overview import KINDS
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
-from kmq.gateway.http.request import REF, Bodies, Call, Schema, array, number, or_null, parse_json, record, ref, text
+from kmq.gateway.http.request import (
+    PATH_SCHEMAS,
+    REF,
+    Bodies,
+    Call,
+    Schema,
+    array,
+    flag,
+    number,
+    or_null,
+    parse_json,
+    record,
+    ref,
+    text,
+)
 from kmq.log.topics import MAX_PARTITIONS, PARTITIONERS
 from kmq.message.ids import MAX_WINDOW_ID, NAME_PATTERN
 
@@ -31,25 +45,25 @@ def by_name(schema: Schema, help: str) -> dict[str, Any]:
 
 AS_OF = decimal(f"when this was so, {_MS_OR_S}")
 _OR_NULL = or_null(decimal("a number"))
+_SERIES: dict[str, Schema] = {
+    "as_of": AS_OF,
+    "step": decimal("seconds between two numbers"),
+    "times_from": decimal("unix time of the first number, in seconds"),
+}
 _SHOWN_ENCODING = text("text, or base64 if it is not UTF-8", enum=["text", "base64"])
 _DAMAGE = {"anyOf": [ref("Damage"), {"type": "null", "description": "null"}]}
 _ROLES = ["none", "produce", "consume", "admin"]
 
 CONSOLE_SCHEMAS: dict[str, Schema] = {
     "Session": record(
-        ["role", "roles", "name", "writable", "instance", "version"],
         role=text("the most that this caller may do; none: no token is required here", enum=_ROLES),
         roles=array(text("a role of the token", enum=_ROLES[1:])),
         name=text("the token's name; empty without one"),
-        writable={"type": "boolean", "description": "true: replay and reset are allowed"},
+        writable=flag("true: replay and reset are allowed"),
         instance=text("KMQ_INSTANCE of the broker"),
         version=text("of KMQ"),
     ),
     "Overview": record(
-        [
-            *("as_of", "status", "rates", "latency", "topics", "topics_total"),
-            *("groups", "groups_total", "events"),
-        ],
         as_of=AS_OF,
         status={"type": "object", "description": "the document of `kmq status --json` of the same moment"},
         rates=by_name(ref("Rate"), "by stage, over the last seconds"),
@@ -60,34 +74,16 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         groups_total=or_null(number("how many there are; null: the committed offsets are not loaded yet")),
         events=array(ref("Event"), description="the newest 50, oldest first"),
     ),
-    "History": record(
-        ["as_of", "step", "times_from", "series"],
-        as_of=AS_OF,
-        step=decimal("seconds between two numbers"),
-        times_from=decimal("unix time of the first number, in seconds"),
-        series=by_name(array(_OR_NULL), "by name; null: not measured"),
-    ),
+    "History": record(**_SERIES, series=by_name(array(_OR_NULL), "by name; null: not measured")),
     "GroupHistory": record(
-        ["as_of", "step", "times_from", "lag"],
-        as_of=AS_OF,
-        step=decimal("seconds between two numbers"),
-        times_from=decimal("unix time of the first number, in seconds"),
-        lag=array(_OR_NULL, description="messages that were not committed; null: not measured"),
+        **_SERIES, lag=array(_OR_NULL, description="messages that were not committed; null: not measured")
     ),
-    "Events": record(["as_of", "events"], as_of=AS_OF, events=array(ref("Event"), description="oldest first")),
-    "Rate": record(["messages", "bytes"], messages=decimal("messages in a second"), bytes=decimal("bytes in a second")),
-    "Latency": {
-        **or_null(
-            record(
-                ["p50", "p99", "count"],
-                p50=or_null(decimal("seconds")),
-                p99=or_null(decimal("seconds")),
-                count=number("how many were measured"),
-            )
-        ),
-    },
+    "Events": record(as_of=AS_OF, events=array(ref("Event"), description="oldest first")),
+    "Rate": record(messages=decimal("messages in a second"), bytes=decimal("bytes in a second")),
+    "Latency": or_null(
+        record(p50=or_null(decimal("seconds")), p99=or_null(decimal("seconds")), count=number("how many were measured"))
+    ),
     "TopicRate": record(
-        ["topic", "rate", "bytes_rate", "records", "bytes", "partitions"],
         topic=text("a topic"),
         rate=decimal("messages in a second"),
         bytes_rate=decimal("bytes in a second, by the mean size of its records"),
@@ -96,7 +92,6 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         partitions=number("how many"),
     ),
     "GroupLag": record(
-        ["group", "state", "members", "lag", "lag_seconds"],
         group=text("a group"),
         state=text("what it waits for"),
         members=number("how many"),
@@ -104,17 +99,12 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         lag_seconds=or_null(decimal("since the oldest of them was received; null: not known")),
     ),
     "Messages": record(
-        ["as_of", "messages", "next", "error"],
         as_of=AS_OF,
         messages=array(ref("ShownMessage")),
         next=array(ref("Offset"), description="where to go on in each partition"),
         error=_DAMAGE,
     ),
     "ShownMessage": record(
-        [
-            *("partition", "offset", "seq", "timestamp", "key", "key_encoding", "value", "encoding"),
-            *("headers", "raw", "bytes", "truncated"),
-        ],
         partition=number("its number"),
         offset=number("in the partition"),
         seq=number("in the WAL"),
@@ -126,30 +116,24 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         headers=array(ref("ShownHeader"), maxItems=100),
         raw=text("the stored line; bytes that are not UTF-8 as \\xNN"),
         bytes=number("of the stored line"),
-        truncated={
-            "type": "boolean",
-            "description": "true: too large to be shown whole: value, raw or headers are cut",
-        },
+        truncated=flag("true: too large to be shown whole: value, raw or headers are cut"),
     ),
-    "ShownHeader": record(["name", "value"], name=text("its name"), value=or_null(text("null: none"))),
+    "ShownHeader": record(name=text("its name"), value=or_null(text("null: none"))),
     "Damage": record(
-        ["code", "message", "first_offset", "next_offset"],
         code=text("damaged"),
         message=text("which file, and where"),
         first_offset=number("the first record that cannot be read"),
         next_offset=number("the next record that may be good"),
     ),
     "Letters": record(
-        ["as_of", "topic", "groups", "total", "more", "error"],
         as_of=AS_OF,
         topic=text("the topic of the letters"),
         groups=array(ref("Letter"), description="the most frequent reason first"),
         total=number("letters that were looked at"),
-        more={"type": "boolean", "description": "true: there are older ones"},
+        more=flag("true: there are older ones"),
         error=_DAMAGE,
     ),
     "Letter": record(
-        ["reason", "count", "first_at", "last_at", "examples"],
         reason=text("the last error"),
         count=number("letters with this reason"),
         first_at=decimal("when the first was received, in unix seconds"),
@@ -157,46 +141,38 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         examples=array(ref("ShownMessage"), maxItems=5),
     ),
     "Replay": record(
+        [],
         filter={"anyOf": [text("a filter"), array(text("a filter"), maxItems=20)]},
         rate=number("messages a second; 0: no limit", most=1_000_000),
         max=number("at most so many letters that have not gone back, the oldest first", least=1, most=100_000),
-        dryRun={"type": "boolean", "description": "true (default): only count"},
+        dryRun=flag("true (default): only count"),
     ),
     "Replayed": record(
         ["dryRun", "topic", "repeated", "stayed", "strangers", "complete"],
-        dryRun={"type": "boolean", "description": "true: nothing was sent"},
+        dryRun=flag("true: nothing was sent"),
         topic=text("the topic of the letters"),
         would_replay=number("letters that would go back"),
         replayed=number("letters that went back now"),
         repeated=number("letters that had gone back before; they are not in the other numbers"),
         stayed=by_name(number("how many"), "letters that stay, by reason"),
         strangers=number("records that are no letters"),
-        complete={
-            "type": "boolean",
-            "description": "false: limit or time left letters out; the same replay goes on with them",
-        },
+        complete=flag("false: limit or time left letters out; the same replay goes on with them"),
     ),
     "Reset": record(
         ["topic", "to"],
         topic=text("a topic", minLength=1, maxLength=200),
         to={"anyOf": [text("earliest or latest", enum=["earliest", "latest"]), ref("SeekTime"), ref("Offsets")]},
-        dryRun={"type": "boolean", "description": "true (default): only say what would change"},
+        dryRun=flag("true (default): only say what would change"),
     ),
-    "Moved": record(
-        ["dryRun", "partitions"],
-        dryRun={"type": "boolean", "description": "true: nothing was moved"},
-        partitions=array(ref("Move")),
-    ),
+    "Moved": record(dryRun=flag("true: nothing was moved"), partitions=array(ref("Move"))),
     "Move": record(
-        ["partition", "from", "to"],
         **{
             "partition": number("its number"),
             "from": or_null(number("the offset that was committed; null: none")),
             "to": number("the new offset"),
-        },
+        }
     ),
     "Event": record(
-        ["id", "at", "kind", "about", "text"],
         id=number("rises"),
         at=decimal(_MS_OR_S),
         kind=text("what kind of event", enum=[*KINDS]),
@@ -228,21 +204,16 @@ _OPTIONS: dict[str, Schema] = {
 }
 _PARTITIONER = text("how a key decides on the partition; new topics: murmur2", enum=[*PARTITIONERS])
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
-for _schema in _CHANGES.values():
-    if "enum" in _schema:
-        _schema["enum"] = [*_schema["enum"], None]
-_LIMITS = "retentionMs", "retentionBytes", "segmentMs", "segmentBytes", "deleteRetentionMs", "maxDeliveries"
-_IN_FORCE = {name: _OPTIONS[name] for name in _LIMITS}
+_CHANGES["cleanupPolicy"]["enum"] = [*_CLEANUP["enum"], None]
 _OFFSET = number("position in the partition, from 0, for ever the same")
 _BYTES = {"type": ["string", "null"], "description": "base64, or text with format=text; null: none"}
-_HEADER = record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES)
 _SUMMARY = {
     "name": text("the topic"),
     "fromSeq": or_null(number("the WAL's number from which on the topic is in force; null: not yet")),
     "replicationFactor": number("copies of each message", least=1, most=1),
     "partitioner": _PARTITIONER,
     "cleanupPolicy": _CLEANUP,
-    **_IN_FORCE,
+    **_OPTIONS,
 }
 _ENCODING = text("base64: key, value and headers of this message are base64, whatever format= says", enum=["base64"])
 _MESSAGE: dict[str, Schema] = {
@@ -262,8 +233,7 @@ _SEND: dict[str, Schema] = {
     },
 }
 
-_GROUP = text("name of a group", minLength=1, maxLength=200)
-_MEMBER = text("name of a member", minLength=1, maxLength=200)
+_GROUP, _MEMBER = PATH_SCHEMAS["group"], PATH_SCHEMAS["member"]
 _GENERATION = number("the group's, as the member was told it", most=(1 << 31) - 1)
 _METADATA = text("kept with the offset; at most 1,024 bytes", maxLength=1024)
 _DELIVERIES = number("of a message that was given back: how often the group was given it", least=1)
@@ -297,21 +267,18 @@ SCHEMAS: dict[str, Schema] = {
         **_OPTIONS,
     ),
     "TopicChanges": record(
-        partitions=_PARTITIONS,
-        force={"type": "boolean", "description": "also where keys would move to other partitions"},
-        **_CHANGES,
+        [], partitions=_PARTITIONS, force=flag("also where keys would move to other partitions"), **_CHANGES
     ),
     "Partition": record(
-        ["partition", "startOffset", "endOffset", "bytes", "segments"],
         partition=number("its number"),
         startOffset=number("of the first message that is still there"),
         endOffset=number("of the next message"),
         bytes=number("on disk"),
         segments=number("files"),
     ),
-    "TopicSummary": record([*_SUMMARY, "partitions"], **_SUMMARY, partitions=_PARTITIONS),
-    "Topic": record([*_SUMMARY, "partitions"], **_SUMMARY, partitions=array(ref("Partition"))),
-    "Header": _HEADER,
+    "TopicSummary": record(**_SUMMARY, partitions=_PARTITIONS),
+    "Topic": record(**_SUMMARY, partitions=array(ref("Partition"))),
+    "Header": record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES),
     "NewMessage": record(["value"], **_MESSAGE),
     "Message": record(
         ["partition", "offset", "key", "value", "headers", "timestamp"],
@@ -335,14 +302,13 @@ SCHEMAS: dict[str, Schema] = {
         partition=or_null(number("null: a repetition of a message that is gone")),
         offset=or_null(_OFFSET),
         timestamp=number("in ms since the epoch"),
-        duplicate={"type": "boolean", "description": "true: this id had been stored before, there"},
+        duplicate=flag("true: this id had been stored before, there"),
     ),
-    "Failed": record(["error"], error=ref("Error")),
+    "Failed": record(error=ref("Error")),
     "Result": {"anyOf": [ref("Stored"), ref("Failed")]},
-    "Results": record(["results"], results=array(ref("Result"))),
-    "Accepted": record(["accepted"], accepted=number("messages sent, without confirmation")),
+    "Results": record(results=array(ref("Result"))),
+    "Accepted": record(accepted=number("messages sent, without confirmation")),
     "Position": record(
-        ["partition", "offset", "endOffset"],
         partition=number("its number"),
         offset=number("the next to read"),
         endOffset=number("of the partition's next message"),
@@ -354,9 +320,9 @@ SCHEMAS: dict[str, Schema] = {
         generation=or_null(number("of the group; null without one")),
         assignment=array(ref("TopicPartition")),
     ),
-    "TopicPartition": record(["topic", "partition"], topic=text("a topic"), partition=number("its number")),
+    "TopicPartition": record(topic=text("a topic"), partition=number("its number")),
     "Offset": record(["partition", "offset"], partition=number("its number"), offset=_OFFSET, metadata=_METADATA),
-    "Offsets": record(["offsets"], offsets=array(ref("Offset"))),
+    "Offsets": record(offsets=array(ref("Offset"))),
     "Commit": record(
         ["group", "offsets"],
         group=_GROUP,
@@ -375,16 +341,15 @@ SCHEMAS: dict[str, Schema] = {
         delayMs=number("deliver it again after so long, not at once", most=604_800_000),
     ),
     "Nacked": record(
-        ["partition", "offset", "deliveries", "notBefore", "deadLetter"],
         partition=number("its number"),
         offset=_OFFSET,
         deliveries=_DELIVERIES,
         notBefore=or_null(number("when it may be delivered again, in ms since the epoch; null: never")),
         deadLetter=or_null(text("the topic that it was put aside in, after maxDeliveries; null: it comes again")),
     ),
-    "Seek": record(["group", "to"], group=_GROUP, to={"anyOf": [_WHERE, ref("SeekTime"), ref("Offsets")]}),
+    "Seek": record(group=_GROUP, to={"anyOf": [_WHERE, ref("SeekTime"), ref("Offsets")]}),
     "SeekTime": {
-        **record(["timestamp"], timestamp={"anyOf": [number("ms since the epoch"), text("RFC 3339")]}),
+        **record(timestamp={"anyOf": [number("ms since the epoch"), text("RFC 3339")]}),
         "description": "the first message received at a time",
     },
     "JoinGroup": record(
@@ -394,34 +359,19 @@ SCHEMAS: dict[str, Schema] = {
         assignor=text("how partitions are shared; all members agree on one", enum=[*ASSIGNORS]),
         sessionMs=number("the member is ended after so long without a request", least=6_000, most=300_000),
     ),
-    "Heartbeat": record(["generation"], generation=_GENERATION),
-    "Member": record(
-        ["member", "generation", "assignment"],
-        member=_MEMBER,
-        generation=_GENERATION,
-        assignment=array(ref("TopicPartition")),
-    ),
+    "Heartbeat": record(generation=_GENERATION),
+    "Member": record(member=_MEMBER, generation=_GENERATION, assignment=array(ref("TopicPartition"))),
     "GroupSummary": record(
-        [*_GROUP_HEAD, "members", "committed"],
-        **_GROUP_HEAD,
-        members=number("how many"),
-        committed=number("partitions in which it has committed"),
+        **_GROUP_HEAD, members=number("how many"), committed=number("partitions in which it has committed")
     ),
-    "Group": record(
-        [*_GROUP_HEAD, "members", "partitions"],
-        **_GROUP_HEAD,
-        members=array(ref("GroupMember")),
-        partitions=array(ref("GroupPartition")),
-    ),
+    "Group": record(**_GROUP_HEAD, members=array(ref("GroupMember")), partitions=array(ref("GroupPartition"))),
     "GroupMember": record(
-        ["id", "client", "host", "assignment"],
         id=_MEMBER,
         client=text("the name that its program gave"),
         host=text("where it came from"),
         assignment=array(ref("TopicPartition")),
     ),
     "GroupPartition": record(
-        ["topic", "partition", "committed", "end", "lag", "lagSeconds", "nacked"],
         topic=text("a topic"),
         partition=number("its number"),
         committed=or_null(number("the next offset to read; null: nothing is committed")),
