@@ -14,7 +14,7 @@ import pytest
 from kmq.cluster import consul as steps
 from kmq.cluster.consul import Operation, Request, cas, check_session
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from consul_model import ConsulModel
 
 

@@ -4,8 +4,8 @@ import itertools
 import time
 
 import pytest
-from given import examples
 from hypothesis import strategies as st
+from seeded import examples
 
 from kmq.gateway.groups.assignors import ASSIGNORS, assign
 from kmq.gateway.groups.events import TopicPartition

@@ -1,6 +1,6 @@
 """The guards of the Broadcast Queue, each taken out of a copy of the code, and what notices that.
 
-python tests/unit/bq_mutants.py [word …]     how each mutant breaks its story, and the first random walk that it breaks
+python tests/model/bq_mutants.py [word …]     how each mutant breaks its story, and the first random walk that it breaks
 """
 
 import sys

@@ -1,10 +1,10 @@
 """Consumer groups under whatever may happen in whatever order, with a second account beside them (groups_ghost)."""
 
 import pytest
-from given import limits, seeded
 from groups_code import load
 from groups_machine import machine
 from hypothesis.stateful import run_state_machine_as_test
+from seeded import limits, seeded
 
 
 def run(examples, steps):

@@ -1,6 +1,6 @@
 """The guards of consumer groups, each taken out of a copy of the code, and the story that must notice.
 
-python tests/unit/groups_mutants.py     how each mutant breaks its story
+python tests/model/groups_mutants.py     how each mutant breaks its story
 """
 
 import sys
