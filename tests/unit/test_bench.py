@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-from bench_bq import parts as bq  # noqa: E402
-
 from bench import redis, syscalls  # noqa: E402
 from bench.report import Figure, show  # noqa: E402
 from bench.requests import Kmq, Redis, Requests  # noqa: E402
@@ -116,16 +114,3 @@ def test_the_table_of_strace_is_read_with_and_without_errors():
 )
 def test_a_bar_is_compared_by_its_sign(bar, met):
     assert Figure("part", "what", 1.4, "x", bar).met is met
-
-
-def test_figures_of_broadcast_queue_have_the_bars_that_were_promised(consul, tmp_path):
-    class OneServer:
-        addresses = consul.address
-
-    bench = bq.Bench(OneServer(), tmp_path, quick=True)
-    bench.messages = bench.latencies = bench.waiting = 5
-    bench.idle_s = 0.5
-    parts = (bq.publish, bq.delivery, bq.catch_up, bq.idle)
-    figures = [figure for part in parts for figure in part(bench)]
-    assert [figure.bar for figure in figures] == ["≤ 3", "≤ 3", "≤ 20", "≥ 2000", "< 0.5"]
-    assert all(figure.value is not None and figure.value >= 0 for figure in figures)
