@@ -12,10 +12,10 @@ from aiohttp import web, web_app
 from aiohttp.test_utils import unused_port
 
 from kmq.access.tokens import open_tokens
+from kmq.broker.overview import Events
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
 from kmq.gateway.access import HttpAccess
-from kmq.gateway.console.overview import Events
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core

@@ -1,13 +1,19 @@
-"""What `kmq status` shows: the state of each process, what waits in each link, and how full it is. Only reads."""
+"""What `kmq status` shows: the state of each process, how fast it goes, what waits in each link. Only reads.
+
+Invariant   `kmq status`, `kmq top`, the console and /metrics show the same number for the same thing: they all read here.
+Memory      Samples of the last LATENCY_S, some hundred numbers each.
+"""
 
 import os
 import time
+from collections import deque
+from typing import NamedTuple
 
 import kmq
 from kmq.access.certificate import utc
 from kmq.broker import clock, stats
 from kmq.broker.health import Finding, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, TIMED, Row, StatsPage, peek
+from kmq.broker.stats import AGENT, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.settings import STAGES, Settings
 from kmq.links import fifo, layout, received
@@ -50,9 +56,74 @@ def look(settings: Settings) -> list[LinkStatus]:
     return links + [LinkStatus(name, *layout.filling(settings.instance, name)) for name in layout.RINGS]
 
 
-# --- status ----------------------------------------------------------------------------------------------------------
+# --- pace ------------------------------------------------------------------------------------------------------------
 
 Latency = dict[str, float]  # p50, p99 in seconds; count
+LATENCY_S = 10.0  # what latencies are measured over
+
+
+class _Sample(NamedTuple):
+    at: float  # CLOCK_MONOTONIC
+    moved: dict[str, tuple[int, int, int]]  # stage → when it was started; messages, bytes
+    times: dict[str, HistogramSnapshot]  # by name of TIMED
+
+
+class Pace:
+    """How fast the stages go, and how long things take: from samples of the stats page, of the last LATENCY_S."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+
+    def add(self, page: StatsPage | None) -> None:
+        """Take a sample. `page`: None if the broker is down, which forgets all samples."""
+        if page is None:
+            self._samples.clear()
+            return
+        at, rows = time.monotonic(), page.rows
+        moved = {name: (rows[name].started, rows[name].messages, rows[name].bytes) for name in STAGES}
+        self._samples.append(_Sample(at, moved, {name: page.histogram(name).snapshot() for name in TIMED.values()}))
+        while len(self._samples) > 2 and at - self._samples[1].at >= LATENCY_S:
+            self._samples.popleft()
+
+    def _span(self, seconds: float) -> tuple[_Sample, _Sample] | None:
+        """Return the newest sample and the one at least `seconds` before it, else the oldest; None without two."""
+        if len(self._samples) < 2:
+            return None
+        new = self._samples[-1]
+        return new, next((old for old in reversed(self._samples) if new.at - old.at >= seconds), self._samples[0])
+
+    def rates(self, seconds: float) -> dict[str, dict[str, float]]:
+        """Return messages and bytes a second by stage, over the last `seconds`; {} until they are known."""
+        span = self._span(seconds)
+        if span is None:
+            return {}
+        new, old = span
+        spent_s = max(1e-3, new.at - old.at)
+        rates = {}
+        for name, (started, *counts) in new.moved.items():
+            before = old.moved[name][1:] if old.moved[name][0] == started else (0, 0)  # a new process counts from 0
+            messages, nbytes = (
+                round(max(0, count - was) / spent_s, 1) for count, was in zip(counts, before, strict=True)
+            )
+            rates[name] = {"messages": messages, "bytes": nbytes}
+        return rates
+
+    def latency(self, seconds: float = LATENCY_S) -> dict[str, Latency | None]:
+        """Return p50 and p99 of what was measured in the last `seconds`; None where nothing was."""
+        span = self._span(seconds)
+        if span is None:
+            return dict.fromkeys(TIMED.values())
+        new, old = span
+        return {name: _quantiles(difference(new.times[name], old.times[name])) for name in TIMED.values()}
+
+
+def _quantiles(times: HistogramSnapshot) -> Latency | None:
+    p50, p99 = stats.quantile(times, 0.5), stats.quantile(times, 0.99)
+    return None if p50 is None or p99 is None else {"p50": p50, "p99": p99, "count": times.count}
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+
 _SAMPLE_S = 0.5  # how long rates are measured
 
 
@@ -75,17 +146,6 @@ class StageStatus:
         age_s = (time.monotonic_ns() - self.begun) / 1e9
         shown = {name: value for name, value in vars(self).items() if name != "begun"}
         return shown | {"started": round(time.time() - age_s, 3) if self.begun else None}
-
-
-def _latency(page: StatsPage) -> dict[str, Latency | None]:
-    """Return p50 and p99 in seconds of what each histogram has measured since its process started."""
-    found: dict[str, Latency | None] = {}
-    for what in TIMED.values():
-        snapshot = page.histogram(what).snapshot()
-        p50, p99 = stats.quantile(snapshot, 0.5), stats.quantile(snapshot, 0.99)
-        has_some = p50 is not None and p99 is not None
-        found[what] = {"p50": p50 or 0.0, "p99": p99 or 0.0, "count": snapshot.count} if has_some else None
-    return found
 
 
 class BrokerStatus:
@@ -112,13 +172,19 @@ class BrokerStatus:
         return self.verdict.ready
 
 
+def page_of(settings: Settings) -> StatsPage | None:
+    """Return a copy of the stats page of these settings; None if there is none, or another broker's."""
+    page = peek(settings.instance)
+    # A copy: a process that becomes ready meanwhile must not appear as ready here and as starting there.
+    return page.copy() if page is not None and page.serves(settings.data) else None
+
+
 def collect(settings: Settings) -> BrokerStatus:
     """Return the status now, without rates."""
-    page = peek(settings.instance)
+    page = page_of(settings)
     supervisor = Supervision(settings).word
-    if page is None or not page.serves(settings.data):
+    if page is None:
         return BrokerStatus(settings.instance, _verdict(None, settings), supervisor)
-    page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
     status = BrokerStatus(settings.instance, _verdict(page, settings), supervisor)
     status.stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     status.gateway, status.agent = (
@@ -127,7 +193,8 @@ def collect(settings: Settings) -> BrokerStatus:
     status.links = look(settings)
     status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
     status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
-    status.latency, status.clock = _latency(page), _clock(page)
+    status.latency = {what: _quantiles(page.histogram(what).snapshot()) for what in TIMED.values()}  # since their start
+    status.clock = _clock(page)
     return status
 
 
@@ -159,12 +226,15 @@ def trust_clock(settings: Settings) -> None:
 
 def collect_with_rates(settings: Settings) -> BrokerStatus:
     """Return the status with messages per second, measured for _SAMPLE_S."""
-    before, at = collect(settings), time.monotonic()
+    pace = Pace()
+    pace.add(page_of(settings))
     time.sleep(_SAMPLE_S)
-    now, span = collect(settings), time.monotonic() - at
-    for old, new in zip(before.stages, now.stages, strict=False):
-        new.rate = max(0.0, (new.messages - old.messages) / span)
-    return now
+    status = collect(settings)
+    pace.add(page_of(settings))
+    rates = pace.rates(_SAMPLE_S)
+    for stage in status.stages:
+        stage.rate = rates[stage.name]["messages"] if rates else 0.0
+    return status
 
 
 def logfmt(status: BrokerStatus) -> str:

@@ -33,9 +33,9 @@ from multidict import CIMultiDictProxy
 from kmq.access import roles
 from kmq.access.roles import ADMIN
 from kmq.access.tokens import Tokens
+from kmq.broker.overview import Events
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
-from kmq.gateway.console.overview import Events
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.http.operations import CONSOLE, CONSOLE_PAGES, OPERATIONS
 from kmq.gateway.http.request import CALLER, Caller, Operation, response_of

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -20,12 +19,12 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kmq.access.tokens import open_tokens
-from kmq.broker.health import Verdict
+from kmq.broker.overview import VerdictChanges
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
 from kmq.gateway.access import HttpAccess
-from kmq.gateway.console.overview import Overview
+from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.compactor import Compacting
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import Locator
@@ -50,7 +49,6 @@ from kmq.logfmt import Logger
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
 _REPORT_S = 1.0  # between two log lines of one event
 _SERVICES = (PODBUS.service, KMQ.service)
-SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is not
 
 
 class _Logfmt(logging.Handler):
@@ -65,48 +63,6 @@ class _Logfmt(logging.Handler):
         if record.exc_info and record.exc_info[0]:  # the traceback may contain what a client has sent: a token, 28 KB
             reason = f"{record.exc_info[0].__name__}: {reason.splitlines()[0] if reason else ''}"
         self.incidents.note("library", record.name, reason)
-
-
-class VerdictChanges:
-    """What changes in the verdict on the broker: a log line for readiness, an event of the console for warnings too.
-
-    When a ready broker becomes unready, `not_ready` is logged at once. Every other change must last SETTLED_S first.
-    `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
-    """
-
-    def __init__(self, log: Logger, report: Callable[[str, str, str], None] = lambda *event: None) -> None:
-        """`report` takes each change as an event of the console: kind, about, text."""
-        self.log, self._report = log, report
-        self._said: str | None = None  # code of the reason last logged, "" for ready; None: nothing logged yet
-        self._seen, self._since = "", 0.0
-        self._warnings: dict[tuple[str, str], str] = {}
-
-    def follow(self, verdict: Verdict, now: float) -> None:
-        """Report what has changed. Call at each check."""
-        self._follow_readiness(verdict, now)
-        warnings = {(warning.code, warning.about): str(warning) for warning in verdict.warnings}
-        for key in warnings.keys() - self._warnings.keys():
-            self._report("warning", key[1], warnings[key])
-        for key in self._warnings.keys() - warnings.keys():
-            self._report("cleared", key[1], f"{key[0]}: is over")
-        self._warnings = warnings
-
-    def _follow_readiness(self, verdict: Verdict, now: float) -> None:
-        reason = verdict.first
-        code = reason.code if reason else ""
-        if code != self._seen:
-            self._seen, self._since = code, now
-        is_settled = now - self._since >= SETTLED_S or self._said == ""
-        if code == self._said or not is_settled:
-            return
-        before, self._said = self._said, code
-        if reason:
-            effect = "/readyz and gRPC health say no: a Service sends nothing here"
-            self._report("not_ready", reason.about, str(reason))
-            self.log.warn("not_ready", reason=code, why=reason.why, effect=effect, advice=reason.advice)
-        elif before:
-            self._report("ready", "broker", "messages are accepted and become durable again")
-            self.log.info("ready_again")
 
 
 class Gateway:
@@ -142,7 +98,7 @@ class Gateway:
         )
         self.redelivery = Redelivery(self.groups, self.core)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams, self.redelivery)
-        self.overview = Overview(self.core, self.groups)
+        self.overview = ConsoleOverview(self.core, self.groups)
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
         self.changes = VerdictChanges(log, self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)

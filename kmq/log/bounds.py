@@ -4,6 +4,7 @@ Memory      `Bounds`, for listings of thousands of topics, has a few hundred byt
 """
 
 import os
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ def measure(data: str, topic: str, partitions: int) -> list[PartitionSize]:
 # --- cached ----------------------------------------------------------------------------------------------------------
 
 Signature = tuple[int, ...]
+_TICK_NS = 50_000_000  # of the clock of mtimes, at most
 
 
 def _signature(path: str) -> Signature:
@@ -55,6 +57,19 @@ class Bounds:
         self._data = data
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
+        self._listed: tuple[Signature, list[str]] = ((), [])
+
+    def names(self) -> list[str]:
+        """Return the names of all topics, in order; none without a data directory."""
+        try:
+            now = _signature(f"{self._data}/topics")
+            if now != self._listed[0]:
+                # A directory that has just changed may change again without another mtime.
+                is_settled = time.time_ns() - now[1] > _TICK_NS
+                self._listed = now if is_settled else (), topics.names(self._data)
+        except FileNotFoundError:
+            return []
+        return self._listed[1]
 
     def declared(self, topic: str) -> tuple[int, int | None]:
         """Return (partitions, from_seq) of a topic; from_seq is None while the router has not written it."""
@@ -91,6 +106,10 @@ class Bounds:
         if seen is not None:
             self._bounds[directory] = segments[-1][1], seen, bounds
         return bounds
+
+    def offsets(self, topic: str) -> list[tuple[int, int]]:
+        """Return (first offset, end offset) of each partition of a topic, in order."""
+        return [self.of(topic, number) for number in range(self.declared(topic)[0])]
 
     def rows(self, names: list[str]) -> Iterator[dict[str, object]]:
         """Yield the rows of these topics, ready for JSON."""

@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -371,3 +372,106 @@ def test_what_a_stranger_at_the_url_says_is_never_printed_raw(broker, gateway):
 def test_nobody_at_the_url_is_one_line_and_75(broker):
     result = broker.kmq("top", "--once", "--url", "http://127.0.0.1:1")
     assert result.returncode == 75 and "Connection refused" in result.stderr and result.stderr.count("\n") == 1
+
+
+# --- the same numbers everywhere ------------------------------------------------------------------------------------
+
+
+def metrics(broker):
+    """Name with labels → value."""
+    lines = broker.get("/metrics")[1].splitlines()
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
+
+
+def shown(broker):
+    """One thing → its values, by who shows it: top with and without the gateway, /metrics, status."""
+    status = json.loads(broker.kmq("status", "--json").stdout)
+    top = json.loads(broker.kmq("top", "--once", "--json").stdout)
+    console = json.loads(broker.get("/api/overview")[1])
+    scraped = metrics(broker)
+    found = {}
+    for name in ("messages", "bytes", "seq", "restarts"):
+        for stage in ("framer", "durability", "router"):
+            documents = {"status": status, "top": top["status"], "console": console["status"]}
+            rows = {who: {row["name"]: row for row in each["stages"]}[stage] for who, each in documents.items()}
+            metric = f'kmq_{name}{"" if name == "seq" else "_total"}{{stage="{stage}"}}'
+            found[stage, name] = {who: row[name] for who, row in rows.items()} | {"metrics": scraped[metric]}
+    for link in ("raw", "received", "framed", "durable"):
+        documents = {"status": status, "top": top["status"], "console": console["status"]}
+        rows = {who: {row["name"]: row for row in each["links"]}[link] for who, each in documents.items()}
+        for name, metric in (("capacity", "kmq_link_capacity_bytes"), ("fill", "kmq_link_fill")):
+            seen = {who: row[name] for who, row in rows.items()}
+            found[link, name] = seen | {"metrics": scraped[f'{metric}{{link="{link}"}}']}
+    for topic in ("same", "orders"):
+        rows = {
+            who: {row["topic"]: row for row in each["topics"]} for who, each in (("top", top), ("console", console))
+        }
+        for name in ("records", "bytes", "partitions"):
+            found[topic, name] = {who: each.get(topic, {}).get(name) for who, each in rows.items()}
+        found[topic, "records"]["metrics"] = scraped.get(f'kmq_topic_messages_total{{topic="{topic}"}}')
+    lags = [value for name, value in scraped.items() if name.startswith('kmq_group_lag{group="seen"')]
+    rows = {who: {row["group"]: row for row in each["groups"]} for who, each in (("top", top), ("console", console))}
+    found["seen", "lag"] = {who: each.get("seen", {}).get("lag") for who, each in rows.items()} | {"metrics": sum(lags)}
+    found["topics"] = {who: each["topics_total"] for who, each in (("top", top), ("console", console))}
+    found["events"] = {
+        who: [event["id"] for event in each["events"]] for who, each in (("top", top), ("console", console))
+    }
+    return found
+
+
+def test_top_console_metrics_and_status_show_the_same_number_for_the_same_thing(broker):
+    assert broker.kmq("topics", "create", "same", "--partitions", "3").returncode == 0
+    broker.send_lines([b"same.%d|0|%d|x" % (n, n) for n in range(300)])
+    broker.wait(lambda: metrics(broker).get('kmq_messages_total{stage="router"}', 0) >= 350, "all routed")
+    assert broker.kmq("groups", "reset", "seen", "--topic", "same", "--to", "earliest").returncode == 0
+    differing = {}
+
+    def is_same():
+        differing.clear()
+        differing.update(
+            {
+                name: values
+                for name, values in shown(broker).items()
+                if len({*map(str, map(as_number, values.values()))}) > 1
+            }
+        )
+        return not differing
+
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_same():
+        assert time.monotonic() < deadline, differing
+    assert shown(broker)["same", "records"] == {"top": 300, "console": 300, "metrics": 300.0}
+    assert shown(broker)["seen", "lag"] == {"top": 300, "console": 300, "metrics": 300.0}
+
+
+def as_number(value):
+    return value if isinstance(value, list) or value is None else float(value)
+
+
+def test_top_and_console_show_the_same_rates_while_messages_come(broker):
+    done = threading.Event()
+
+    def send():
+        port = int((broker.pipes / "ingress.port").read_text())
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            while not done.wait(0.05):
+                sock.sendall(b"rated.k|0|1|x\n" * 50)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            top = json.loads(broker.kmq("top", "--once", "--json").stdout)
+            console = json.loads(broker.get("/api/overview")[1])
+            rates = [each["rates"]["router"]["messages"] for each in (top, console)]
+            topics = [{row["topic"]: row for row in each["topics"]}.get("rated", {}) for each in (top, console)]
+            rates += [row.get("rate") or 0.0 for row in topics]
+            if min(rates) > 0.5 * max(rates) > 100:
+                break
+            assert time.monotonic() < deadline, rates
+    finally:
+        done.set()
+        sender.join()

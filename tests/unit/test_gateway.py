@@ -21,13 +21,14 @@ from made_data import write_data
 from made_up import stored
 
 from kmq import gateway
-from kmq.broker import stats
+from kmq.broker import stats, topic_rates
+from kmq.broker.overview import VerdictChanges
 from kmq.broker.stats import ADMISSIONS, STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
 from kmq.errors import ConfigError
 from kmq.files import replace_file
 from kmq.gateway import ports as listeners
-from kmq.gateway.core import busiest_topics, feed, metrics
+from kmq.gateway.core import feed, metrics
 from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
@@ -36,7 +37,7 @@ from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.schema import status_of
 from kmq.gateway.http import server as web
 from kmq.gateway.ports import Doors
-from kmq.gateway.server import Gateway, VerdictChanges
+from kmq.gateway.server import Gateway
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
@@ -568,7 +569,7 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
 
 def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch):
     monkeypatch.setattr(metrics, "_rates", lambda data, most: rates)
-    rates = busiest_topics.BusiestTopics(broker.settings.data, 3)
+    rates = topic_rates.BusiestTopics(broker.settings.data, 3)
     for number in range(9):
         os.makedirs(f"{broker.settings.data}/topics/t{number}/0")
     text = metrics.page(broker, metrics.Requests()).decode()

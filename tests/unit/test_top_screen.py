@@ -1,19 +1,13 @@
 """What `kmq top` draws: pure, from a document and a size."""
 
-import json
-import os
 import time
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kmq.broker import stats
-from kmq.cli.top import command, readers, screen, terminal
-from kmq.cli.top.readers import EventWatcher, Latencies
+from kmq.cli.top import command, screen, terminal
 from kmq.cli.top.snapshot import parse
-from kmq.cli.top.topic_rates import TopicRates
-from kmq.log import topics
 
 SIZES = [(80, 24), (120, 40), (60, 20), (20, 5), (300, 100)]
 HOSTILE = "\x1b[2J\x07\r\n\x9b31m\u202e日本" + "ü" * 300
@@ -200,123 +194,3 @@ def test_colours_are_those_of_the_terminal_and_none_with_no_color(monkeypatch):
 )
 def test_numbers_in_few_cells(shown, text):
     assert shown == text
-
-
-# --- rates and events ------------------------------------------------------------------------------------------------
-
-
-def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process():
-    meter = readers.Meter()
-    assert meter.feed(0.0, 0) is None
-    shown = [meter.feed(step / 4, step * 100) for step in range(1, 40)]
-    assert shown[-1] == pytest.approx(400)
-    later = [meter.feed(10 + step / 4, 3900) for step in range(12)]
-    assert later[-1] == 0
-    assert meter.feed(20.0, 5) is None and meter.feed(21.0, 15) == 10
-
-
-def test_meters_forget_what_is_gone():
-    meters = readers.Meters()
-    meters.feed(0.0, {"a": 1, "b": 1})
-    assert meters.feed(1.0, {"b": 3}) == {"b": 2}
-    assert meters.feed(2.0, {"a": 9, "b": 3})["a"] is None
-
-
-def test_what_differs_between_two_looks_is_an_event():
-    changes = EventWatcher()
-    before = document()["status"]
-    changes.see(before)
-    changes.see(before)
-    assert not changes.events
-    worse = document(stages=[stage("router", restarts=2, started=9, pid=8)], findings=[finding()])["status"]
-    changes.see(worse)
-    changes.see(before | {"stages": worse["stages"]})
-    kinds = [event["kind"] for event in changes.events]
-    assert kinds == ["ready", "cleared", "not_ready", "restarted"]
-    for _ in range(500):
-        changes.see(worse)
-        changes.see(before)
-    assert len(changes.events) <= 100
-
-
-def test_times_are_those_of_the_last_ten_seconds(tmp_path):
-    made = stats.StatsPage(f"top{os.getpid()}", "1", str(tmp_path))
-    try:
-        found, ack = Latencies(), made.histogram("ack")
-        ack.observe(9.0)
-        assert found.feed(0.0, made) == {"ack": None, "sync": None, "routed": None}
-        ack.observe(0.001, n=100)
-        shown = [found.feed(float(second), made)["ack"] for second in range(1, 12)]
-        assert shown[0]["count"] == 100 and 0.0005 < shown[0]["p50"] <= shown[0]["p99"] <= 0.00103
-        assert shown[8] and shown[10] is None
-    finally:
-        os.unlink(made.path)
-
-
-# --- topics from their files -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def data(tmp_path):
-    (tmp_path / "topics").mkdir()
-    return tmp_path
-
-
-def swept(found, clock, monkeypatch):
-    clock[0] += 2.0
-    monkeypatch.setattr("kmq.cli.top.topic_rates.time.monotonic", lambda: clock[0])
-    found.sweep(1.0)
-    return {row["topic"]: row for row in found.rows(100)}
-
-
-def append(data, topic, count, partition=0):
-    directory = data / "topics" / topic / str(partition)
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / f"{0:020}.log", "ab") as file:
-        file.write(b"1|1.0|t|1.0||x\n" * count)
-
-
-def test_topics_are_rated_by_their_files_and_follow_what_comes_and_goes(data, monkeypatch):
-    clock, found = [100.0], TopicRates(str(data))
-    for name, partitions in (("busy", 2), ("idle", 1)):
-        topics.make(str(data), name, topics.Declaration(partitions, 1))
-        for partition in range(partitions):
-            append(data, name, 5, partition)
-            link = f"{name}.log" if partitions == 1 else f"{name}-{partition}.log"
-            (data / link).symlink_to(f"topics/{name}/{partition}/{0:020}.log")
-    first = swept(found, clock, monkeypatch)
-    assert first["busy"]["records"] == 10 and first["busy"]["rate"] is None and found.total == 2
-    append(data, "busy", 10)
-    append(data, "busy", 30, 1)
-    rated = swept(found, clock, monkeypatch)
-    assert rated["busy"]["rate"] == 20 and rated["busy"]["bytes_rate"] == 20 * 15 and rated["busy"]["records"] == 50
-    assert rated["idle"]["rate"] == 0 and next(iter(rated)) == "busy"
-    assert swept(found, clock, monkeypatch)["busy"]["rate"] == 0
-    (data / "busy-0.log").unlink()
-    assert swept(found, clock, monkeypatch)["busy"]["partitions"] == 2
-    (data / "topics" / "busy").rename(data / "topics" / ".gone")
-    assert list(swept(found, clock, monkeypatch)) == ["idle"]
-
-
-def test_a_sweep_over_many_topics_ends_in_time_and_goes_on_where_it_stopped(data, monkeypatch):
-    for number in range(300):
-        topics.make(str(data), f"t{number:03}", topics.Declaration(1, 1))
-        append(data, f"t{number:03}", 1)
-    ticks = iter(range(10_000))
-    monkeypatch.setattr("kmq.cli.top.topic_rates.time.monotonic", lambda: float(next(ticks)))
-    found = TopicRates(str(data))
-    seen = set()
-    for _ in range(300):
-        found.sweep(10.0)
-        now = {row["topic"] for row in found.rows(1000)}
-        assert 0 < len(now - seen) < 30 or len(now) == 300
-        seen |= now
-        if len(seen) == 300:
-            break
-    assert len(seen) == 300 and len(json.dumps(found.rows(20))) < 10_000
-
-
-def test_no_data_directory_has_no_topics(tmp_path):
-    found = TopicRates(str(tmp_path / "none"))
-    found.sweep(1.0)
-    assert found.rows(9) == [] and found.total == 0

@@ -51,8 +51,7 @@ def top(
 
 
 def _reader(settings: Settings, url: str, token: str, sweep_s: float | None = None) -> "TopReader":
-    from kmq.cli.top.overview import GatewayClient
-    from kmq.cli.top.readers import LocalReader, RemoteReader
+    from kmq.cli.top.readers import GatewayClient, LocalReader, RemoteReader
 
     if url:
         return RemoteReader(GatewayClient(url, _token(token)))

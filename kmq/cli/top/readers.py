@@ -3,34 +3,148 @@
 Both return the same document, that of GET /api/overview, with `notes` on what it lacks.
 Invariant   A look never blocks on the network: the gateway is asked in a thread. The local reader needs no gateway,
             no running broker and no data directory.
-Memory      At most _KEPT events. One Meter per counter, with at most _SAMPLES samples; `Meters` forgets a counter that is
-            no longer fed. Of latencies one sample a second, for at most _LATENCY_S.
+Bounded     An answer of more than _MOST bytes is refused; a gateway that does not answer is given up after _TIMEOUT_S.
 """
 
+import http.client
+import json
+import ssl
+import threading
 import time
-from collections import deque
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import urlsplit
 
-from kmq.broker import stats
-from kmq.broker import status as statuses
+from kmq.broker import status
+from kmq.broker.overview import Overview, VerdictChanges
 from kmq.broker.status import BrokerStatus
-from kmq.cli.top.overview import Asker, GatewayClient
+from kmq.cli.top.screen import clean
 from kmq.cli.top.snapshot import Document, TopSnapshot, parse
-from kmq.cli.top.topic_rates import TopicRates
 from kmq.config.settings import Settings
+from kmq.errors import ConfigError, KmqError, RetryError
+
+# --- a gateway -------------------------------------------------------------------------------------------------------
+
+_TIMEOUT_S = 5.0
+_MOST = 4 << 20
+_LONGEST = 200  # characters of a reason that a server gives
+_PATH = "/api/overview"
+OLDER = f"this broker is older than kmq top: it has no {_PATH}"
+
+
+class GatewayClient:
+    """The gateway at a URL. Raises ConfigError if the URL is none."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(f"--url {url!r}: must be http://<host>:<port> or https://<host>:<port>")
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._where = parts.hostname, port or (443 if parts.scheme == "https" else 8082)
+        self._path = parts.path.rstrip("/") + _PATH
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._open: http.client.HTTPConnection | None = None
+
+    def overview(self) -> Document:
+        """Return the overview. Raises RetryError if there is no answer, KmqError if there is another one."""
+        try:
+            status, text = self._get()
+        except (OSError, http.client.HTTPException) as err:
+            self.close()
+            reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
+            raise RetryError(f"{self.url}: {clean(reason[:_LONGEST], False)}") from err
+        if status in (401, 403):
+            raise KmqError(f"{self.url}: {_message(text) or 'may not look'} ({status}); give a token with --token")
+        if status in (404, 405):
+            raise KmqError(f"{self.url}: {OLDER}")
+        found = _parsed(text)
+        if status != 200 or not found:
+            raise RetryError(f"{self.url}: answered {status}, without an overview")
+        return found
+
+    def _get(self) -> tuple[int, bytes]:
+        if self._open is None:
+            host, port = self._where
+            if self._tls is None:
+                self._open = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+            else:
+                self._open = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=self._tls)
+        self._open.request("GET", self._path, headers=self._headers)
+        response = self._open.getresponse()
+        text = response.read(_MOST + 1)
+        if len(text) > _MOST:
+            raise http.client.HTTPException(f"the answer is larger than {_MOST >> 20} MiB")
+        if response.will_close:
+            self.close()
+        return response.status, text
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def _parsed(text: bytes) -> Document:
+    """Return the object in an answer; {} if there is none, because a URL may lead to anything."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _message(text: bytes) -> str:
+    """Return why a gateway refuses."""
+    message = _parsed(text).get("message")
+    return clean(message[:_LONGEST], False) if isinstance(message, str) else ""
+
+
+class Asker:
+    """Asks again and again, in a thread, so that a gateway that hangs does not stop the screen."""
+
+    def __init__(self, find: Callable[[], GatewayClient], pause_s: float) -> None:
+        """`find` returns the gateway to ask; it may raise KmqError."""
+        self._find, self._pause_s = find, pause_s
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._document: Document | None = None
+        self._problem, self._at = "", 0.0
+        threading.Thread(target=self._run, name="kmq-top-ask", daemon=True).start()
+
+    def last(self) -> tuple[Document | None, str, float]:
+        """Return the last answer, why there is no newer one ("": there is), and the age of the answer in seconds."""
+        with self._lock:
+            return self._document, self._problem, time.monotonic() - self._at
+
+    def close(self) -> None:
+        self._end.set()
+
+    def _run(self) -> None:
+        gateway: GatewayClient | None = None
+        while not self._end.wait(self._pause_s if self._at or self._problem else 0):
+            try:
+                gateway = gateway or self._find()
+                document, problem = gateway.overview(), ""
+            except KmqError as err:
+                document, problem, gateway = None, str(err), None  # it may have another port when it is up again
+            with self._lock:
+                self._problem = problem
+                if document is not None:
+                    self._document, self._at = document, time.monotonic()
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
 
 _ASK_S = 1.0  # between two questions to a gateway
 _SWEEP_S = 0.003  # of processor time, in each look
 _OLD_S = 10.0  # what the gateway said is not shown for longer
 _PATIENCE_S = 5.0  # for the first answer of a gateway, where nobody sees the next look
-_MOST = 100  # topics
-_KEPT = 100  # events
-_WINDOW_S = 2.0  # of a rate: long enough to be readable, short enough to see a stop at once
-_SAMPLES = 16
-_LATENCY_S = 10
-_SAMPLE_S = 1.0
-
-_T = TypeVar("_T")
+_TOPICS = 100
 
 
 class TopReader(Protocol):
@@ -54,49 +168,37 @@ class LocalReader:
 
     def __init__(self, settings: Settings, sweep_s: float = _SWEEP_S) -> None:
         self._settings, self._sweep_s = settings, sweep_s
-        self._meters, self._changes, self._topics = (
-            Meters[tuple[str, str, int]](),
-            EventWatcher(),
-            TopicRates(settings.data),
-        )
-        self._latencies = Latencies()
+        self._overview = Overview(settings)
+        self._changes = VerdictChanges(None, self._overview.events.add)
+        self._losses: dict[tuple[str, str, int], int] | None = None  # stage, what, when it was started → messages
         self._asker: Asker | None = None
 
     def look(self) -> Document:
-        at = time.monotonic()
-        found = statuses.collect(self._settings)
-        status = statuses.as_json(found)
-        self._changes.see(status)
-        rates = self._rates(at, found)
-        self._topics.sweep(self._sweep_s)
-        document = {
-            "as_of": status["as_of"],
-            "status": status,
-            "rates": rates,
-            "latency": self._times(at),
-            "topics": self._topics.rows(_MOST),
-            "topics_total": self._topics.total,
-        }
-        has_gateway = found.gateway is not None and found.gateway.state not in ("down", "stopped", "dead")
-        return document | self._from_gateway(has_gateway)
+        self._overview.look(self._sweep_s)
+        found = status.collect(self._settings)
+        self._follow(found)
+        gateway = found.gateway
+        has_gateway = gateway is not None and gateway.state not in ("down", "stopped", "dead")
+        return self._overview.document(found, _TOPICS) | self._from_gateway(has_gateway)
 
-    def _rates(self, at: float, found: BrokerStatus) -> Document:
-        counts = {
-            (stage.name, counter, stage.begun): int(getattr(stage, counter))
-            for stage in found.processes
-            for counter in ("messages", "bytes")
+    def _follow(self, found: BrokerStatus) -> None:
+        """Note what has changed since the look before: what a gateway notes, and lost messages."""
+        losses = {
+            (stage.name, what, stage.begun): int(getattr(stage, what))
+            for stage in found.stages
+            for what in ("refused", "dropped")
         }
-        rates: Document = {}
-        for (name, counter, _), rate in self._meters.feed(at, counts).items():
-            rates.setdefault(name, {})[counter] = rate
-        return rates
-
-    def _times(self, at: float) -> Document:
-        page = stats.peek(self._settings.instance)
-        return self._latencies.feed(at, page) if page is not None and page.serves(self._settings.data) else {}
+        if self._losses is None:
+            self._changes.begin(found.verdict)
+        else:
+            self._changes.follow(found.verdict, time.monotonic())
+            for (name, what, begun), count in losses.items():
+                if (more := count - self._losses.get((name, what, begun), count)) > 0:
+                    self._overview.events.add(what, name, f"{more:,} messages")
+        self._losses = losses
 
     def _from_gateway(self, is_there: bool) -> Document:
-        own = {"groups": [], "groups_total": 0, "events": list(self._changes.events)}
+        own: Document = {"groups": [], "groups_total": 0}
         since = "seen since kmq top was started"
         if not is_there:
             self.close()
@@ -160,109 +262,3 @@ class RemoteReader:
     def close(self) -> None:
         if self._asker is not None:
             self._asker.close()
-
-
-# --- events ----------------------------------------------------------------------------------------------------------
-# What differs between two looks, for a broker without a gateway.
-
-
-class EventWatcher:
-    """The events since this command was started, newest first."""
-
-    def __init__(self) -> None:
-        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self._before: Document | None = None
-
-    def see(self, status: Document) -> None:
-        """Compare with the document of `kmq status` that was seen before."""
-        before, self._before = self._before, status
-        if before is None:
-            return
-        old = {stage["name"]: stage for stage in before["stages"]}
-        for stage in status["stages"]:
-            was = old.get(stage["name"])
-            if was is not None:
-                self._see_stage(was, stage)
-        codes, now = ({(f["code"], f["about"]): f for f in each["findings"]} for each in (before, status))
-        for key in now.keys() - codes.keys():
-            found = now[key]
-            kind = "warning" if found["severity"] == "warning" else "not_ready"
-            self._add(kind, found["about"], f"{found['code']}: {found['why']}")
-        for key in codes.keys() - now.keys():
-            self._add("cleared", codes[key]["about"], key[0])
-        if status["ready"] and not before["ready"]:
-            self._add("ready", "broker", "messages are accepted again")
-
-    def _see_stage(self, was: dict[str, Any], now: dict[str, Any]) -> None:
-        name = now["name"]
-        if now["restarts"] > was["restarts"]:
-            self._add("restarted", name, f"restart {now['restarts']}, pid {now['pid']}")
-        elif now["pid"] != was["pid"]:
-            self._add("started", name, f"pid {now['pid']}")
-        if now["state"] == "stopped" != was["state"]:
-            self._add("stopped", name, "ended in order")
-        for kind in ("refused", "dropped"):
-            if now["pid"] == was["pid"] and now[kind] > was[kind]:
-                self._add(kind, name, f"{now[kind] - was[kind]:,} messages")
-
-    def _add(self, kind: str, about: str, text: str) -> None:
-        self.events.appendleft({"at": time.time(), "kind": kind, "about": about, "text": text})
-
-
-# --- rates -----------------------------------------------------------------------------------------------------------
-
-
-class Meter:
-    """One counter. It may begin again at 0: then its rate begins again, too."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
-
-    def feed(self, at: float, count: int) -> float | None:
-        """Add what the counter says at `at` (monotonic seconds); return its rate, None if it is not known yet."""
-        samples = self._samples
-        if samples and (count < samples[-1][1] or at <= samples[-1][0]):
-            samples.clear()
-        samples.append((at, count))
-        while len(samples) > 2 and at - samples[1][0] >= _WINDOW_S:
-            samples.popleft()
-        if len(samples) < 2:
-            return None
-        first_at, first = samples[0]
-        return (count - first) / (at - first_at)
-
-
-class Meters(Generic[_T]):
-    """The meters of many counters by name."""
-
-    def __init__(self) -> None:
-        self._meters: dict[_T, Meter] = {}
-
-    def feed(self, at: float, counts: dict[_T, int]) -> dict[_T, float | None]:
-        """Add what all counters say; return their rates. A counter that is missing here is forgotten."""
-        self._meters = {name: self._meters.get(name) or Meter() for name in counts}
-        return {name: self._meters[name].feed(at, count) for name, count in counts.items()}
-
-
-# --- latencies -------------------------------------------------------------------------------------------------------
-
-
-class Latencies:
-    """p50 and p99 of the last _LATENCY_S seconds."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, dict[str, stats.HistogramSnapshot]]] = deque(maxlen=_LATENCY_S + 1)
-
-    def feed(self, at: float, page: stats.StatsPage) -> Document:
-        """Look at the page at `at` (monotonic seconds); return what /api/overview has as `latency`."""
-        now = {what: page.histogram(what).snapshot() for what in stats.TIMED.values()}
-        if not self._samples or at - self._samples[-1][0] >= _SAMPLE_S:
-            self._samples.append((at, now))
-        before = self._samples[0][1]
-        return {what: _quantiles(stats.difference(now[what], before[what])) for what in now}
-
-
-def _quantiles(times: stats.HistogramSnapshot) -> Document | None:
-    if not times.count:
-        return None
-    return {"p50": stats.quantile(times, 0.5), "p99": stats.quantile(times, 0.99), "count": times.count}

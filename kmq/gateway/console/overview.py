@@ -1,20 +1,13 @@
-"""The broker as one document: what it is now, how fast it goes, what has happened, and how far groups are behind.
+"""The broker as one document for the console: its overview, an hour of it in steps, and how far groups are behind.
 
-Task        `run` looks once a second at the stats page and the links, and every 5 s at topics and groups.
-Invariant   `status` is the document of `kmq status --json`, made by the same code at the moment that `as_of` names.
-            A step of the history that nobody has measured shows null, never the number of another step.
-            Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
-            strangers cause is one event a minute for each name, with a count. The names stand in our source.
-            Ids of events rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that
-            is kept.
-Cost        A look at the page takes some 0.2 ms; topics have a budget of their own. At most _LAGS_AT_ONCE groups and
-            _PLACES partitions a look, in turn, so thousands of groups take several looks. Only for the groups that are
-            shown one record each is read, for its time, and again only when its offset moves. All of it runs in one
-            thread, so the event loop waits for none of it; it and the event loop both write and read events, so each of
-            them holds the lock.
+Task        `run` looks once a second at the stats page, the links and topics, and every 5 s at groups.
+Invariant   A step of the history that nobody has measured shows null, never the number of another step.
+Cost        At most _LAGS_AT_ONCE groups and _PLACES partitions a look, in turn, so thousands of groups take several
+            looks. Only for the groups that are shown one record each is read, for its time, and again only when its
+            offset moves. All of it runs in one thread, so the event loop waits for none of it; it and the event loop both
+            write and read events.
 Memory      _SLOTS numbers for each series, whose names are fixed, and for each of the _GROUPS groups that were given a
-            series first. A few numbers for each group. At most the events of _CLASSES, each of at most _LONGEST
-            characters a field.
+            series first. A few numbers for each group.
 """
 
 import asyncio
@@ -22,25 +15,19 @@ import logging
 import math
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from heapq import merge
 from itertools import islice
-from threading import RLock
 from typing import Any, NamedTuple
 
 from kmq.broker import status
-from kmq.broker.stats import PROCESSES, TIMED, HistogramSnapshot, StatsPage, difference, quantile
-from kmq.config.settings import STAGES
-from kmq.gateway.console.topic_rates import TopicRates
+from kmq.broker.overview import Overview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition
-from kmq.log import reader
 from kmq.log.damage import DamageError
 from kmq.message.message import Message
 
@@ -121,128 +108,6 @@ class History:
     def _head(self) -> dict[str, Any]:
         begin = self._at - (self.count - 1) * STEP_S
         return {"as_of": round(self._at, 3), "step": STEP_S, "times_from": round(begin, 3)}
-
-
-# --- events ----------------------------------------------------------------------------------------------------------
-
-_LONGEST = 300
-_COALESCED_S = 60.0
-# Class → kinds, and how many events are kept.
-_CLASSES = {
-    "state": (("started", "stopped", "restarted", "not_ready", "ready", "warning", "cleared", "repaired"), 300),
-    "changed": (("changed",), 200),
-    "files": (("rolled",), 100),
-    "refused": (("refused",), 100),
-}
-_CLASS_OF = {kind: name for name, (kinds, _) in _CLASSES.items() for kind in kinds}
-KINDS = tuple(_CLASS_OF)
-
-
-class Event(NamedTuple):
-    """One event. `at`: unix seconds; `about`: a process, topic, group or code; `text`: one sentence."""
-
-    id: int
-    at: float
-    kind: str
-    about: str
-    text: str
-
-    def fields(self) -> dict[str, Any]:
-        """Return what JSON shows."""
-        return self._asdict()
-
-
-class _Counted:
-    """What strangers have caused under one name since it was last told."""
-
-    def __init__(self, told_at: float) -> None:
-        self.told_at, self.count, self.last = told_at, 0, ""
-
-
-class Events:
-    """The last events of one gateway."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._next = int(clock()) * 1000  # above any id of the gateway before, which had fewer than 1,000 a second
-        self._rings = {name: deque[Event](maxlen=most) for name, (_, most) in _CLASSES.items()}
-        self._refused: dict[str, _Counted] = {}
-        self._lock = RLock()
-
-    def add(self, kind: str, about: str, text: str) -> None:
-        """Keep an event."""
-        with self._lock:
-            self._next += 1
-            event = Event(self._next, round(self._clock(), 3), kind, about[:_LONGEST], text[:_LONGEST])
-            self._rings[_CLASS_OF[kind]].append(event)
-
-    def refused(self, name: str, count: int, peer: str, reason: str) -> None:
-        """Count what strangers have caused: told at once the first time, then once a minute."""
-        with self._lock:
-            known = self._refused.get(name)
-            if known is None:
-                known = self._refused[name] = _Counted(self._clock() - _COALESCED_S)
-            known.count += count
-            known.last = f"last {peer}: {reason}" if peer else reason
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Tell what was counted for a minute. Call about once a second."""
-        now = self._clock()
-        with self._lock:
-            for name, known in self._refused.items():
-                if known.count and now - known.told_at >= _COALESCED_S:
-                    self.add("refused", name, f"{known.count} times: {known.last}")
-                    known.told_at, known.count = now, 0
-
-    def after(self, id: int = 0) -> list[Event]:
-        """Return the events with higher ids, in order."""
-        with self._lock:
-            return [event for event in merge(*self._rings.values()) if event.id > id]
-
-    def newest(self, most: int) -> list[Event]:
-        """Return the last events, oldest first."""
-        with self._lock:
-            last = islice(merge(*(reversed(ring) for ring in self._rings.values()), reverse=True), most)
-            return [*last][::-1]
-
-
-# --- transitions -----------------------------------------------------------------------------------------------------
-# Processes that start, stop and come back, logs that roll. Readiness and warnings are not here: the gateway follows them
-# for its log, and tells both.
-
-
-class Transitions:
-    """Notes what has changed since it looked last."""
-
-    def __init__(self, data: str, events: Events) -> None:
-        self._data, self._events = data, events
-        self._starts: dict[str, int] = {}
-        self._states: dict[str, str] = {}
-        self._segment: int | None = None
-
-    def follow(self, page: StatsPage) -> None:
-        """Note what has changed on the page. The first call only looks."""
-        for name in PROCESSES:
-            row = page.rows[name]
-            starts, state = row.starts, row.state_name
-            known = self._starts.get(name)
-            before = self._states.get(name, state)
-            if known is not None and starts > known and starts > 1:
-                self._events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
-            elif known is not None and starts != known and starts:
-                self._events.add("started", name, f"{name} was started, pid {row.pid}")
-            if state == "stopped" != before:
-                self._events.add("stopped", name, f"{name} has ended in order")
-            self._starts[name], self._states[name] = starts, state
-
-    def follow_files(self) -> None:
-        """Note that the WAL has begun a new segment."""
-        segments = reader.wal(self._data).segments()
-        newest = segments[-1][0] if segments else None
-        if self._segment is not None and newest is not None and newest != self._segment:
-            self._events.add("rolled", "append.log", f"the WAL has begun a new segment at seq {newest}")
-        self._segment = newest
 
 
 # --- lags ------------------------------------------------------------------------------------------------------------
@@ -380,29 +245,19 @@ def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) ->
 
 # --- overview --------------------------------------------------------------------------------------------------------
 
-_LOOK_S = 1.0
-_RATES_S = 3  # looks that a rate is measured over
-_LATENCY_S = 10  # looks that latencies are measured over
+_LOOK_S, _BUDGET_S = 1.0, 0.005  # how often it looks, and for how long at topics
 _YOUNG_S = 0.2  # a document of this age is given again, so many callers cost no more than a few
-_EVENTS = 50
+_TOPICS = 20
 
 
-class _Sample(NamedTuple):
-    at: float  # CLOCK_MONOTONIC
-    moved: dict[str, tuple[int, int]]  # stage → messages, bytes
-    times: dict[str, HistogramSnapshot]  # by name of TIMED
-
-
-class Overview:
+class ConsoleOverview:
     """The document, the history and the events of one gateway."""
 
     def __init__(self, core: Core, groups: Groups) -> None:
-        self._settings, self._page = core.settings, core.broker.page
-        self.events, self.history = Events(), History()
-        self.topics = TopicRates(core.settings.data, core.partitions)
+        self._settings = core.settings
+        self._broker = Overview(core.settings)
+        self.events, self.history = self._broker.events, History()
         self.groups = GroupLags(groups, core.partitions)
-        self._transitions = Transitions(core.settings.data, self.events)
-        self._samples: deque[_Sample] = deque(maxlen=_LATENCY_S + 1)
         self._thread = ThreadPoolExecutor(1, "console")
         self._made: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
@@ -433,15 +288,11 @@ class Overview:
     # --- in the thread -----------------------------------------------------------------------------------------------
 
     def _look(self, asked: list[Asked] | None) -> None:
-        """Look at the page; with `asked`, also at topics and groups, and write a step of the history."""
-        page = self._page.copy()
-        self._samples.append(_sample(page))
-        self._transitions.follow(page)
-        self.events.sweep()
+        """Look at the broker; with `asked`, also at groups and files, and write a step of the history."""
+        self._broker.look(_BUDGET_S)
         if asked is None:
             return
-        self._transitions.follow_files()
-        self.topics.look()
+        self._broker.follow_files()
         self.groups.look(asked)
         if self.groups.names is not None:
             self.history.forget(set(self.groups.names))
@@ -449,11 +300,11 @@ class Overview:
 
     def _values(self) -> dict[str, float]:
         found = {f"fill.{link.name}": link.fill for link in status.look(self._settings)}
-        for stage, rate in self._rates(int(STEP_S)).items():
+        for stage, rate in self._broker.pace.rates(STEP_S).items():
             found[f"rate.{stage}"], found[f"bytes.{stage}"] = rate["messages"], rate["bytes"]
         if (lag := self.groups.total) is not None:
             found["lag.total"] = float(lag)
-        for name, latency in self._latency(int(STEP_S)).items():
+        for name, latency in self._broker.pace.latency(STEP_S).items():
             if latency is not None:
                 found[f"{name}.p50"], found[f"{name}.p99"] = latency["p50"], latency["p99"]
         return found
@@ -462,55 +313,10 @@ class Overview:
         at, made = self._made
         if time.monotonic() - at < _YOUNG_S:
             return made
-        shown = status.as_json(status.collect(self._settings))
-        as_of = shown["as_of"]
-        made = {
-            "as_of": as_of,
-            "status": shown,
-            "rates": self._rates(_RATES_S),
-            "latency": self._latency(_LATENCY_S),
-            "topics": self.topics.rows(),
-            "topics_total": self.topics.total,
-            "groups": self.groups.rows(time.time()),
-            "groups_total": None if self.groups.names is None else len(self.groups.names),
-            "events": [event.fields() for event in self.events.newest(_EVENTS)],
-        }
+        made = self._broker.document(status.collect(self._settings), _TOPICS)
+        for row in made["topics"]:  # the API has a number for each
+            row["rate"], row["bytes_rate"] = row["rate"] or 0.0, row["bytes_rate"] or 0.0
+        made["groups"] = self.groups.rows(time.time())
+        made["groups_total"] = None if self.groups.names is None else len(self.groups.names)
         self._made = time.monotonic(), made
         return made
-
-    def _span(self, looks: int) -> tuple[_Sample, _Sample] | None:
-        """Return the newest sample and the one `looks` before it; None without two."""
-        if len(self._samples) < 2:
-            return None
-        return self._samples[-1], self._samples[max(0, len(self._samples) - 1 - looks)]
-
-    def _rates(self, looks: int) -> dict[str, dict[str, float]]:
-        span = self._span(looks)
-        if span is None:
-            return {}
-        new, old = span
-        seconds = max(1e-3, new.at - old.at)
-
-        def rate(stage: str, field: int) -> float:
-            # A stage that was started again counts from 0.
-            return round(max(0, new.moved[stage][field] - old.moved[stage][field]) / seconds, 1)
-
-        return {stage: {"messages": rate(stage, 0), "bytes": rate(stage, 1)} for stage in STAGES}
-
-    def _latency(self, looks: int) -> Mapping[str, dict[str, Any] | None]:
-        span = self._span(looks)
-        if span is None:
-            return dict.fromkeys(TIMED.values())
-        new, old = span
-        return {name: _quantiles(difference(new.times[name], old.times[name])) for name in TIMED.values()}
-
-
-def _sample(page: StatsPage) -> _Sample:
-    moved = {name: (page.rows[name].messages, page.rows[name].bytes) for name in STAGES}
-    return _Sample(time.monotonic(), moved, {name: page.histogram(name).snapshot() for name in TIMED.values()})
-
-
-def _quantiles(found: HistogramSnapshot) -> dict[str, Any] | None:
-    if not found.count:
-        return None
-    return {"p50": quantile(found, 0.5), "p99": quantile(found, 0.99), "count": found.count}

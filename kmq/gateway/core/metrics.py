@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,12 +28,12 @@ from prometheus_client.registry import Collector
 
 import kmq
 from kmq.broker import status
-from kmq.broker.health import ALL_WARNINGS, REASONS, state_of
+from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
 from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot, Row
+from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
-from kmq.gateway.core.busiest_topics import BusiestTopics
-from kmq.links import fifo, layout, received
+from kmq.links import layout, received
 from kmq.log import compaction, passes, segment, topics
 from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
 
@@ -48,66 +48,66 @@ class Metric(NamedTuple):
     name: str
     help: str
     labels: tuple[str, ...]
-    read: Callable[[Broker], Samples]
+    read: Callable[["Scrape"], Samples]
 
 
-def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[[Broker], Samples]:
+def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[["Scrape"], Samples]:
     """Return a reader of one value per process, for the processes that have ever been started."""
-    return lambda broker: [((name,), value(row)) for name in names if (row := broker.page.rows[name]).pid]
+    return lambda scrape: [((name,), value(row)) for name in names if (row := scrape.page.rows[name]).pid]
 
 
-def _single(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
+def _single(name: str, value: Callable[[Row], float]) -> Callable[["Scrape"], Samples]:
     """Return a reader of a value that only the process `name` has."""
-    return lambda broker: [((), value(broker.page.rows[name]))]
+    return lambda scrape: [((), value(scrape.page.rows[name]))]
 
 
-def _agent(value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
+def _agent(value: Callable[[Row], float]) -> Callable[["Scrape"], Samples]:
     """Return a reader of a value of the agent, if this broker has one."""
-    return lambda broker: [((), value(row)) for row in [broker.page.rows[AGENT]] if row.pid]
+    return lambda scrape: [((), value(row)) for row in [scrape.page.rows[AGENT]] if row.pid]
 
 
-def _synced_age(broker: Broker) -> Samples:
-    synced = broker.page.rows["durability"].synced
+def _synced_age(scrape: "Scrape") -> Samples:
+    synced = scrape.page.rows["durability"].synced
     return [((), time.time() - synced / 1e9)] if synced else []
 
 
-def _ready(broker: Broker) -> Samples:
-    return [((), broker.verdict().ready)]
+def _ready(scrape: "Scrape") -> Samples:
+    return [((), scrape.verdict.ready)]
 
 
-def _not_ready(broker: Broker) -> Samples:
-    present = {reason.code for reason in broker.verdict().reasons}
+def _not_ready(scrape: "Scrape") -> Samples:
+    present = {reason.code for reason in scrape.verdict.reasons}
     return [((code,), code in present) for code in REASONS]
 
 
-def _warnings(broker: Broker) -> Samples:
-    present = {warning.code for warning in broker.verdict().warnings}
+def _warnings(scrape: "Scrape") -> Samples:
+    present = {warning.code for warning in scrape.verdict.warnings}
     return [((code,), code in present) for code in ALL_WARNINGS]
 
 
-def _certificates(broker: Broker) -> Samples:
-    certificates = broker.verdict().certificates
+def _certificates(scrape: "Scrape") -> Samples:
+    certificates = scrape.verdict.certificates
     return [((used.process, used.path), used.validity.not_after) for used in certificates]
 
 
-def _errors(broker: Broker) -> Samples:
-    row = broker.page.rows["ingress"]
+def _errors(scrape: "Scrape") -> Samples:
+    row = scrape.page.rows["ingress"]
     counts = {"auth": row.errs_auth, "format": row.errs_format, "limit": row.errs_limit, "order": row.errs_order}
     return [((reason,), count) for reason, count in counts.items()]
 
 
-def _auth_failures(broker: Broker) -> Samples:
+def _auth_failures(scrape: "Scrape") -> Samples:
     for name in _DOORS:
-        row = broker.page.rows[name]
+        row = scrape.page.rows[name]
         if row.pid:
             yield (name, "no_token"), row.auth_missing
             yield (name, "wrong_token"), max(0, row.unauthorized - row.auth_missing - row.auth_local)
             yield (name, "not_local"), row.auth_local
 
 
-def _looked(value: Callable[[Row], float], has: Callable[[Row], int]) -> Callable[[Broker], Samples]:
+def _looked(value: Callable[[Row], float], has: Callable[[Row], int]) -> Callable[["Scrape"], Samples]:
     """Return a reader of a size that ingress has looked at, where there is one."""
-    return lambda broker: [((), value(row)) for row in [broker.page.rows["ingress"]] if has(row)]
+    return lambda scrape: [((), value(row)) for row in [scrape.page.rows["ingress"]] if has(row)]
 
 
 _STAGE = ("stage",)
@@ -294,34 +294,31 @@ _MAX_TABLES = 100  # compacted topics that are shown one by one
 _TABLES_S = 5.0  # the compacted topics are looked for once in this time, because each look reads all declarations
 
 
-def _backlogs(broker: Broker) -> Samples:
-    return [((ring,), layout.backlog(broker.settings.instance, ring)) for ring in ("framed", "durable")]
+def _backlogs(scrape: "Scrape") -> Samples:
+    return [((ring,), layout.backlog(scrape.settings.instance, ring)) for ring in ("framed", "durable")]
 
 
-def _raw_bytes(broker: Broker) -> Samples:
-    fd = os.open(f"{broker.settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return [((), fifo.waiting_bytes(fd) + received.waiting_bytes(broker.settings.instance))]
-    finally:
-        os.close(fd)
+def _raw_bytes(scrape: "Scrape") -> Samples:
+    links = [link for link in scrape.links if link.name in ("raw", received.NAME)]
+    return [((), sum(link.bytes for link in links))] if links else []
 
 
-def _links(broker: Broker, name: str) -> Samples:
+def _links(scrape: "Scrape", name: str) -> Samples:
     """Return one figure of each link that exists."""
-    return [((link.name,), getattr(link, name)) for link in status.look(broker.settings) if link.capacity]
+    return [((link.name,), getattr(link, name)) for link in scrape.links if link.capacity]
 
 
-def _wal_bytes(broker: Broker) -> Samples:
-    return [((), sum(os.stat(path).st_size for _, path in segment.listing(f"{broker.settings.data}/append")))]
+def _wal_bytes(scrape: "Scrape") -> Samples:
+    return [((), sum(os.stat(path).st_size for _, path in segment.listing(f"{scrape.settings.data}/append")))]
 
 
-def _disk_free(broker: Broker) -> Samples:
-    disk = os.statvfs(broker.settings.data)
+def _disk_free(scrape: "Scrape") -> Samples:
+    disk = os.statvfs(scrape.settings.data)
     return [((), disk.f_bavail * disk.f_frsize)]
 
 
-def _topics(broker: Broker) -> Samples:
-    return [((), len(topics.names(broker.settings.data)))]
+def _topics(scrape: "Scrape") -> Samples:
+    return [((), len(topics.names(scrape.settings.data)))]
 
 
 @lru_cache(maxsize=1)
@@ -329,16 +326,16 @@ def _rates(data: str, most: int) -> BusiestTopics:
     return BusiestTopics(data, most)
 
 
-def _of(broker: Broker) -> BusiestTopics:
-    return _rates(broker.settings.data, broker.settings.metrics_topics)
+def _of(scrape: "Scrape") -> BusiestTopics:
+    return _rates(scrape.settings.data, scrape.settings.metrics_topics)
 
 
-def _topic_messages(broker: Broker) -> Samples:
-    return [((name,), count) for name, count in _of(broker).counts()]
+def _topic_messages(scrape: "Scrape") -> Samples:
+    return [((name,), count) for name, count in _of(scrape).counts()]
 
 
-def _end_offsets(broker: Broker) -> Samples:
-    rates = _of(broker)
+def _end_offsets(scrape: "Scrape") -> Samples:
+    rates = _of(scrape)
     for topic in rates.named():
         for partition in range(rates.bounds.declared(topic)[0]):
             yield (topic, str(partition)), rates.bounds.of(topic, partition)[1]
@@ -354,10 +351,10 @@ def _tables(data: str, period: int) -> list[CompactedTopic]:
     return _known(data).found()
 
 
-def _compacted(broker: Broker, value: Callable[[CompactedTopic, int, Pass | None, int], float | None]) -> Samples:
-    data = broker.settings.data
+def _compacted(scrape: "Scrape", value: Callable[[CompactedTopic, int, Pass | None, int], float | None]) -> Samples:
+    data = scrape.settings.data
     found = {table.name: table for table in _tables(data, int(time.monotonic() / _TABLES_S))}
-    tables = [found[name] for name in _of(broker).rank(list(found), _MAX_TABLES)]
+    tables = [found[name] for name in _of(scrape).rank(list(found), _MAX_TABLES)]
     rows, ends = (passes.read(data), compaction.synced_ends(data)) if tables else ({}, {})
     for table in tables:
         for number in range(table.partitions):
@@ -367,13 +364,13 @@ def _compacted(broker: Broker, value: Callable[[CompactedTopic, int, Pass | None
                 yield (table.name, str(number)), figure
 
 
-def _uncompacted_bytes(broker: Broker) -> Samples:
-    data = broker.settings.data
-    return _compacted(broker, lambda table, number, done, end: passes.pending(data, (table.name, number), done, end)[1])
+def _uncompacted_bytes(scrape: "Scrape") -> Samples:
+    data = scrape.settings.data
+    return _compacted(scrape, lambda table, number, done, end: passes.pending(data, (table.name, number), done, end)[1])
 
 
-def _compacted_at(broker: Broker) -> Samples:
-    return _compacted(broker, lambda table, number, done, end: done.at if done else None)
+def _compacted_at(scrape: "Scrape") -> Samples:
+    return _compacted(scrape, lambda table, number, done, end: done.at if done else None)
 
 
 FILES = (
@@ -485,22 +482,30 @@ DECLARED: list[tuple[str, str, tuple[str, ...]]] = [
 ]
 
 
-class _Scrape(Collector):
-    """Reads every metric of SCRAPED at each scrape."""
+class Scrape(Collector):
+    """One scrape: reads every metric of SCRAPED, all from one look at the page and the links."""
 
     def __init__(self, broker: Broker) -> None:
-        self.broker = broker
+        self.settings, self.page = broker.settings, broker.page.copy()
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return judge(self.page, self.settings)
+
+    @cached_property
+    def links(self) -> list[status.LinkStatus]:
+        return status.look(self.settings)
 
     def collect(self) -> Iterator[Family]:
         for metric in SCRAPED:
             kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)
             with contextlib.suppress(FileNotFoundError):  # the file is gone, or not there yet
-                for labels, value in metric.read(self.broker):
+                for labels, value in metric.read(self):
                     family.add_metric(labels, value)
             yield family
         for timed in TIMED:
-            yield _family(timed, self.broker.page.histogram(timed.what).snapshot())
+            yield _family(timed, self.page.histogram(timed.what).snapshot())
         build = GaugeMetricFamily(BUILD_INFO[0], BUILD_INFO[1], labels=BUILD_INFO[2])
         build.add_metric((kmq.__version__, platform.python_version()), 1)
         yield build
@@ -567,5 +572,5 @@ class Requests:
 def page(broker: Broker, requests: Requests) -> bytes:
     """Return all metrics as text. Reads files, so call it in a thread."""
     registry = CollectorRegistry()
-    registry.register(_Scrape(broker))
+    registry.register(Scrape(broker))
     return generate_latest(registry) + generate_latest(requests.registry)

@@ -18,7 +18,7 @@ from aiohttp import web
 import kmq
 from kmq.gateway.console.dead import DeadLetters
 from kmq.gateway.console.messages import EVERY_S, QUIET_S, Finder, Follower, Wanted, position
-from kmq.gateway.console.overview import Overview
+from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.groups.admin import GroupAdmin
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Console:
     """The handlers, by the names of their operations."""
 
-    def __init__(self, core: Core, groups: Groups, overview: Overview, bodies: Bodies) -> None:
+    def __init__(self, core: Core, groups: Groups, overview: ConsoleOverview, bodies: Bodies) -> None:
         self._core, self._overview, self._bodies = core, overview, bodies
         self._settings, self._deadline_s = core.settings, core.settings.line_deadline
         self._finder = Finder(core)

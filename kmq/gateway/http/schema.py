@@ -7,7 +7,7 @@ properties, required, additionalProperties, items, minItems, maxItems, anyOf, $r
 import re
 from typing import Any
 
-from kmq.gateway.console.overview import KINDS
+from kmq.broker.overview import KINDS
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
 from kmq.gateway.http.request import (

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from kmq.broker.health import Finding, Verdict
-from kmq.gateway.console.overview import Overview
+from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.console.page import HEADERS, add_page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
@@ -102,7 +102,7 @@ def _summary(topic: TopicState) -> dict[str, Any]:
 class Api:
     """All handlers of /api/…, and the bounds that they share."""
 
-    def __init__(self, core: Core, groups: Groups, overview: Overview) -> None:
+    def __init__(self, core: Core, groups: Groups, overview: ConsoleOverview) -> None:
         self.bodies = Bodies(core.settings)
         self.topics = Topics(core, self.bodies)
         self.produce = Produce(core, self.bodies)
@@ -143,7 +143,9 @@ PAGES = {
 }
 
 
-def application(core: Core, groups: Groups, requests: Requests, overview: Overview | None = None) -> web.Application:
+def application(
+    core: Core, groups: Groups, requests: Requests, overview: ConsoleOverview | None = None
+) -> web.Application:
     """Return the application with all pages. `overview`: what the console shows; somebody else runs it."""
     broker = core.broker
 
@@ -153,7 +155,7 @@ def application(core: Core, groups: Groups, requests: Requests, overview: Overvi
     app = monitoring(broker, requests, core.answers)
     app.add_routes([web.get("/pages", pages)])
     add_page(app)
-    Api(core, groups, overview or Overview(core, groups)).add_to(app, requests)
+    Api(core, groups, overview or ConsoleOverview(core, groups)).add_to(app, requests)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app

@@ -1,0 +1,244 @@
+"""A broker at a glance: what it is now, how fast it goes, its topics by rate, and what has happened; built once.
+
+Task        `kmq top` and the gateway's console each look again and again, and show the document.
+Invariant   `status` is the document of `kmq status --json`, made by the same code at the moment that `as_of` names.
+            Strangers never push out what an operator must see: each class of kinds has a ring of its own, and what
+            strangers cause is one event a minute for each name, with a count. The names stand in our source.
+            Ids of events rise, over restarts of the gateway too, so a reader that knows the last id misses nothing that
+            is kept.
+Cost        A look at the page takes some 0.2 ms; topics have a budget of their own.
+Memory      At most the events of _CLASSES, each of at most _LONGEST characters a field.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import merge
+from itertools import islice
+from threading import RLock
+from typing import Any, NamedTuple
+
+from kmq.broker import status
+from kmq.broker.health import Verdict
+from kmq.broker.stats import PROCESSES, StatsPage
+from kmq.broker.status import BrokerStatus, Pace
+from kmq.broker.topic_rates import TopicRates
+from kmq.config.settings import Settings
+from kmq.log import reader
+from kmq.logfmt import Logger
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+_LONGEST = 300
+_COALESCED_S = 60.0
+# Class → kinds, and how many events are kept.
+_CLASSES = {
+    "state": (("started", "stopped", "restarted", "not_ready", "ready", "warning", "cleared", "repaired"), 300),
+    "changed": (("changed",), 200),
+    "files": (("rolled",), 100),
+    "refused": (("refused",), 100),
+}
+_CLASS_OF = {kind: name for name, (kinds, _) in _CLASSES.items() for kind in kinds}
+KINDS = tuple(_CLASS_OF)
+
+
+class Event(NamedTuple):
+    """One event. `at`: unix seconds; `about`: a process, topic, group or code; `text`: one sentence."""
+
+    id: int
+    at: float
+    kind: str
+    about: str
+    text: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return what JSON shows."""
+        return self._asdict()
+
+
+class _Counted:
+    """What strangers have caused under one name since it was last told."""
+
+    def __init__(self, told_at: float) -> None:
+        self.told_at, self.count, self.last = told_at, 0, ""
+
+
+class Events:
+    """The last events of one gateway."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._next = int(clock()) * 1000  # above any id of the gateway before, which had fewer than 1,000 a second
+        self._rings = {name: deque[Event](maxlen=most) for name, (_, most) in _CLASSES.items()}
+        self._refused: dict[str, _Counted] = {}
+        self._lock = RLock()
+
+    def add(self, kind: str, about: str, text: str) -> None:
+        """Keep an event."""
+        with self._lock:
+            self._next += 1
+            event = Event(self._next, round(self._clock(), 3), kind, about[:_LONGEST], text[:_LONGEST])
+            self._rings[_CLASS_OF.get(kind, "state")].append(event)
+
+    def refused(self, name: str, count: int, peer: str, reason: str) -> None:
+        """Count what strangers have caused: told at once the first time, then once a minute."""
+        with self._lock:
+            known = self._refused.get(name)
+            if known is None:
+                known = self._refused[name] = _Counted(self._clock() - _COALESCED_S)
+            known.count += count
+            known.last = f"last {peer}: {reason}" if peer else reason
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Tell what was counted for a minute. Call about once a second."""
+        now = self._clock()
+        with self._lock:
+            for name, known in self._refused.items():
+                if known.count and now - known.told_at >= _COALESCED_S:
+                    self.add("refused", name, f"{known.count} times: {known.last}")
+                    known.told_at, known.count = now, 0
+
+    def after(self, id: int = 0) -> list[Event]:
+        """Return the events with higher ids, in order."""
+        with self._lock:
+            return [event for event in merge(*self._rings.values()) if event.id > id]
+
+    def newest(self, most: int) -> list[Event]:
+        """Return the last events, oldest first."""
+        with self._lock:
+            last = islice(merge(*(reversed(ring) for ring in self._rings.values()), reverse=True), most)
+            return [*last][::-1]
+
+
+# --- transitions -----------------------------------------------------------------------------------------------------
+# Processes that start, stop and come back, logs that roll; readiness and warnings, which the gateway logs, too.
+
+SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is not
+
+
+class Transitions:
+    """Notes what has changed since it looked last."""
+
+    def __init__(self, data: str, events: Events) -> None:
+        self._data, self._events = data, events
+        self._starts: dict[str, int] = {}
+        self._states: dict[str, str] = {}
+        self._segment: int | None = None
+
+    def follow(self, page: StatsPage) -> None:
+        """Note what has changed on the page. The first call only looks."""
+        for name in PROCESSES:
+            row = page.rows[name]
+            starts, state = row.starts, row.state_name
+            known = self._starts.get(name)
+            before = self._states.get(name, state)
+            if known is not None and starts > known and starts > 1:
+                self._events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
+            elif known is not None and starts != known and starts:
+                self._events.add("started", name, f"{name} was started, pid {row.pid}")
+            if state == "stopped" != before:
+                self._events.add("stopped", name, f"{name} has ended in order")
+            self._starts[name], self._states[name] = starts, state
+
+    def follow_files(self) -> None:
+        """Note that the WAL has begun a new segment."""
+        segments = reader.wal(self._data).segments()
+        newest = segments[-1][0] if segments else None
+        if self._segment is not None and newest is not None and newest != self._segment:
+            self._events.add("rolled", "append.log", f"the WAL has begun a new segment at seq {newest}")
+        self._segment = newest
+
+
+class VerdictChanges:
+    """What changes in the verdict on the broker: a log line for readiness, an event of the console for warnings too.
+
+    When a ready broker becomes unready, `not_ready` is logged at once. Every other change must last SETTLED_S first.
+    `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
+    """
+
+    def __init__(self, log: Logger | None, report: Callable[[str, str, str], None] = lambda *event: None) -> None:
+        """`log`: None to write no lines. `report` takes each change as an event: kind, about, text."""
+        self.log, self._report = log, report
+        self._said: str | None = None  # code of the reason last logged, "" for ready; None: nothing logged yet
+        self._seen, self._since = "", 0.0
+        self._warnings: dict[tuple[str, str], str] = {}
+
+    def begin(self, verdict: Verdict) -> None:
+        """Take this verdict as known: only what changes from now on is reported."""
+        self._said = self._seen = verdict.first.code if verdict.first else ""
+        self._warnings = _warnings(verdict)
+
+    def follow(self, verdict: Verdict, now: float) -> None:
+        """Report what has changed. Call at each check."""
+        self._follow_readiness(verdict, now)
+        warnings = _warnings(verdict)
+        for key in warnings.keys() - self._warnings.keys():
+            self._report("warning", key[1], warnings[key])
+        for key in self._warnings.keys() - warnings.keys():
+            self._report("cleared", key[1], f"{key[0]}: is over")
+        self._warnings = warnings
+
+    def _follow_readiness(self, verdict: Verdict, now: float) -> None:
+        reason = verdict.first
+        code = reason.code if reason else ""
+        if code != self._seen:
+            self._seen, self._since = code, now
+        is_settled = now - self._since >= SETTLED_S or self._said == ""
+        if code == self._said or not is_settled:
+            return
+        before, self._said = self._said, code
+        if reason:
+            effect = "/readyz and gRPC health say no: a Service sends nothing here"
+            self._report("not_ready", reason.about, str(reason))
+            if self.log is not None:
+                self.log.warn("not_ready", reason=code, why=reason.why, effect=effect, advice=reason.advice)
+        elif before:
+            self._report("ready", "broker", "messages are accepted and become durable again")
+            if self.log is not None:
+                self.log.info("ready_again")
+
+
+def _warnings(verdict: Verdict) -> dict[tuple[str, str], str]:
+    return {(warning.code, warning.about): str(warning) for warning in verdict.warnings}
+
+
+# --- overview --------------------------------------------------------------------------------------------------------
+
+_RATES_S = 2.0  # what a rate is measured over: long enough to be readable, short enough to see a stop at once
+_EVENTS = 50
+
+
+class Overview:
+    """One broker, as whoever has this has seen it. `look` and `document` in one thread; `events` in any."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.events, self.pace, self.topics = Events(), Pace(), TopicRates(settings.data)
+        self._transitions = Transitions(settings.data, self.events)
+
+    def look(self, budget_s: float) -> None:
+        """Look at the page, and for `budget_s` at topics. Call at least about once a second."""
+        page = status.page_of(self._settings)
+        self.pace.add(page)
+        if page is not None:
+            self._transitions.follow(page)
+        self.events.sweep()
+        self.topics.look(budget_s)
+
+    def follow_files(self) -> None:
+        """Look for a new segment of the WAL. Call every few seconds."""
+        self._transitions.follow_files()
+
+    def document(self, found: BrokerStatus, topics: int) -> dict[str, Any]:
+        """Return what is known, ready for JSON, with the `topics` topics that have the highest rates."""
+        shown = status.as_json(found)
+        return {
+            "as_of": shown["as_of"],
+            "status": shown,
+            "rates": self.pace.rates(_RATES_S),
+            "latency": self.pace.latency(),
+            "topics": self.topics.rows(topics),
+            "topics_total": self.topics.total,
+            "events": [event.fields() for event in self.events.newest(_EVENTS)],
+        }
