@@ -71,10 +71,10 @@ def find(
     if (seq is not None) + (offset is not None) + bool(at) != 1:
         raise ConfigError("give one of --seq, --offset, --time")
     places = list(show.find(existing_data(), log, seq, offset, at))
-    for place in places:
-        name = "seq" if place.name == "append" else "offset"
-        text = place.line.decode(errors="replace")
-        print(f"log={place.name} file={place.path} byte={place.byte} {name}={place.offset}\n{text}")
+    for name, found in places:
+        number = "seq" if name == "append" else "offset"
+        text = found.line.decode(errors="replace")
+        print(f"log={name} file={found.path} byte={found.byte} {number}={found.offset}\n{text}")
     raise typer.Exit(EXIT_OK if places else EXIT_FAILED)
 
 

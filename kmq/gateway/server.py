@@ -27,7 +27,7 @@ from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.compactor import Compacting
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.finding import Locator
+from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
@@ -102,7 +102,7 @@ class Gateway:
         self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
         self.changes = VerdictChanges(log, self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)
-        self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
+        self.status = StatusPort(self.consumers, SeqFinder(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:

@@ -224,13 +224,8 @@ def recorded_topics(data: str) -> RecordedTopics:
 
 def _recorded_changes(data: str) -> Iterator[topic_changes.Change]:
     log = reader.partition(data, topic_changes.TOPIC, 0)
-    offset = log.first_offset
-    while True:
-        offset, lines = log.read(offset)
-        if not lines:
-            return
+    for _, lines in log.chunks(log.first_offset):
         yield from topic_changes.changes(lines)
-        offset += lines.count(b"\n")
 
 
 def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedTopics) -> dict[str, Since]:

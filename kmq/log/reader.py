@@ -338,6 +338,13 @@ class LogReader:
         lines = within(checked.lines, offset, 1 << 63)
         return (record.seq_of(lines) if lines else offset), lines
 
+    def chunks(self, offset: int, max_bytes: int = READ_BYTES) -> Iterator[tuple[int, bytes]]:
+        """Yield what `read` returns, from `offset` on, up to the end of the log at the time it is reached."""
+        while (found := self.read(offset, max_bytes))[1]:
+            yield found
+            first, lines = found
+            offset = record.seq_of(last_line(lines)) + 1 if self.by_seq else first + lines.count(b"\n")
+
     def extents(self, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
         """Yield whole blocks of one segment, beginning with the block that holds `offset`.
 
@@ -397,14 +404,14 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
 
     Raises DamageError at damage. The caller must know that `high` is durable; the file is not read beyond it.
     """
-    log = wal(data)
-    while low <= high:
-        low, lines = log.read(low)
-        wanted = within(lines, low, high)
-        if not wanted:
+    if low > high:
+        return
+    for first, lines in wal(data).chunks(low):
+        wanted = within(lines, first, high)
+        if wanted:
+            yield wanted
+        if record.seq_of(last_line(lines)) >= high:
             return
-        yield wanted
-        low = record.seq_of(last_line(lines)) + 1
 
 
 def indexed_end(path: str, first: int, by_seq: bool) -> int:

@@ -14,8 +14,8 @@ from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
 from kmq.files import find_tail
 from kmq.log import reader, segment, topics
-from kmq.log.reader import LogReader
-from kmq.log.segment import RECV_TS, SEQ, is_stored, last_line
+from kmq.log.reader import FoundRecord, LogReader
+from kmq.log.segment import RECV_TS, SEQ, is_stored
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
 
@@ -74,15 +74,11 @@ def parse_time(text: str) -> int:
 
 def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield (seq, recv_ts, line) from `offset` on, up to the end of the log at the time it is reached."""
-    while True:
-        offset, lines = log.read(offset)
-        if not lines:
-            return
+    for _, lines in log.chunks(offset):
         for line in lines.split(b"\n")[:-1]:
             stamp = record.parse_stored(line) if line else None
             if stamp is not None:
                 yield *stamp, line
-        offset = record.seq_of(last_line(lines)) + 1 if log.by_seq else offset + lines.count(b"\n")
 
 
 def cat(
@@ -102,24 +98,14 @@ def cat(
         yield line
 
 
-class RecordPlace(NamedTuple):
-    """Where a record lies: log, file, byte and offset; and its line."""
-
-    name: str
-    path: str
-    byte: int
-    offset: int
-    line: bytes
-
-
-def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[RecordPlace]:
-    """Yield the first record with at least this seq, offset or time, in each log that `what` names."""
+def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[tuple[str, FoundRecord]]:
+    """Yield the first record with at least this seq, offset or time, in each log that `what` names, and the log's name."""
     for name, log in [(what, single_log(data, what))] if offset is not None else logs(data, what):
         if offset is not None:
             seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
         found = log.find(parse_time(at), RECV_TS) if at else log.find(seq or 0, SEQ)
         if found is not None:
-            yield RecordPlace(name, found.path, found.byte, found.offset, found.line)
+            yield name, found
 
 
 class Stat(NamedTuple):

@@ -39,7 +39,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
     monkeypatch.setattr(console, "_WAITING", 2, raising=False)
     begun, may_end, statuses = threading.Semaphore(0), threading.Event(), []
 
-    def find(self, topic, wanted):
+    def find(partitions, finder, topic, wanted):
         begun.release()
         assert may_end.wait(PATIENCE_S)
         return {"as_of": 1.0, "messages": [], "next": [], "error": None}
@@ -48,7 +48,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
         with closing(Api(broker.port)) as api:
             statuses.append(api.get("/api/topics/t/messages").status)
 
-    monkeypatch.setattr(messages.Finder, "find", find)
+    monkeypatch.setattr(console, "find_messages", find)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     try:
         for thread in threads:

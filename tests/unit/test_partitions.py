@@ -10,7 +10,7 @@ from made_data import FIRST_TS, append, write_data
 from made_up import block
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.core.finding import Locator, RecordPlace
+from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
 from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
@@ -216,7 +216,7 @@ def test_closed_batches_leave_no_descriptors(log):
 def test_every_record_is_found_by_its_seq(data, tmp_path):
     with up(data) as broker:
         broker.page.rows["router"].seq = 2000
-        places = Locator(data, broker.page)
+        places = SeqFinder(data, broker.page)
         for seq in (1, 2, 999, 1000, 1001, 2000):
             assert places.is_numbered(seq) and places.is_routed(seq)
             assert places.find(seq) == RecordPlace("t", 0, seq - 1)
@@ -227,7 +227,7 @@ def test_a_record_that_is_gone_has_no_place(tmp_path):
     lines = [b"spread|0||%d" % n for n in range(30)] + [b"gone|0||1"]
     data = write_data(tmp_path / "s", lines, {"spread": 3})
     with up(data) as broker:
-        places = Locator(data, broker.page)
+        places = SeqFinder(data, broker.page)
         for seq in range(1, 31):
             place = places.find(seq)
             assert stored(data, "spread", place.partition)[place.offset].startswith(b"%d|" % seq)

@@ -20,10 +20,8 @@ from kmq.errors import ConfigError, KmqError
 from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.partitions import Partition, Partitions
-from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.message.letters import DLQ, is_dead_letters, parse_letter, why_dead
-from kmq.message.message import messages
 
 _SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
 _EXAMPLES, _REASONS, _REASON = 5, 200, 200
@@ -62,7 +60,7 @@ class DeadLetters:
             first = max(partition.start(), partition.end() - max(1, share))
             more |= first > partition.start()
             try:
-                for message in self._each(partition, first):
+                for message in (each for some, _ in partition.chunks(first, _CHUNK_BYTES) for each in some):
                     if not is_dead_letters(topic) and parse_letter(message.line) is None:
                         continue
                     reason = why_dead(message.line)[:_REASON]
@@ -133,15 +131,6 @@ class DeadLetters:
 
     def _open(self, topic: str) -> list[Partition]:
         return [self._partitions.open(topic, number) for number in range(self._partitions.count(topic))]
-
-    def _each(self, partition: Partition, offset: int) -> Iterator[Any]:
-        marks_from = identity.marks_from(self._data)
-        while True:
-            begin, lines = partition.read(offset, _CHUNK_BYTES)
-            if not lines:
-                return
-            yield from messages(partition.topic, partition.number, begin, lines, marks_from)
-            offset = begin + lines.count(b"\n")
 
 
 def _count(found: dict[str, dict[str, Any]], reason: str, message: Any, room: int) -> int:

@@ -14,17 +14,15 @@ Following   shows a sample of what arrives, and how large a share of it the samp
 import json
 import time
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.broker import RequestRefused, bad_field
-from kmq.gateway.core.core import Core
-from kmq.gateway.core.finding import Locator
+from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
-from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.message.message import Message, messages
+from kmq.message.message import Message
 from kmq.wire.requests import Position
 
 MOST_SHOWN = 64 * KIB
@@ -121,121 +119,106 @@ class _Read:
         self.damage: DamageError | None = None
 
 
-class Finder:
-    """Finds messages. Call it in a thread."""
+def find_messages(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted) -> dict[str, Any]:
+    """Return messages, ready for JSON. Reads files: call it in a thread. Raises RequestRefused."""
+    until = time.monotonic() + (_READ_S if wanted.key is None else _SCAN_S)
+    try:
+        begun = _begin(partitions, finder, topic, wanted)
+    except DamageError as err:
+        return {"as_of": round(time.time(), 3), "messages": [], "next": [], "error": told(err)}
+    found: list[Message] = []
+    behind: dict[int, int] = {}  # partition → first offset that was found and is not shown
 
-    def __init__(self, core: Core) -> None:
-        data = core.settings.data
-        self._partitions, self._locator = core.partitions, Locator(data, core.broker.page)
-        self._marks_from = identity.marks_from(data)
+    def leave(out: Sequence[Message]) -> None:
+        for message in () if wanted.is_tail else out:
+            behind[message.partition] = min(message.offset, behind.get(message.partition, message.offset))
 
-    def find(self, topic: str, wanted: Wanted) -> dict[str, Any]:
-        """Return messages, ready for JSON. Raises RequestRefused."""
-        until = time.monotonic() + (_READ_S if wanted.key is None else _SCAN_S)
-        try:
-            begun = self._begin(topic, wanted)
-        except DamageError as err:
-            return {"as_of": round(time.time(), 3), "messages": [], "next": [], "error": told(err)}
-        found: list[Message] = []
-        behind: dict[int, int] = {}  # partition → first offset that was found and is not shown
+    room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
+    look = _read_last if wanted.is_tail and wanted.key is None else _read
+    for read in begun:
+        if read is begun[0] or time.monotonic() < until:
+            look(read, wanted, room, until)
+            found, out = _held([*found, *read.found], wanted)
+            read.found = []
+            leave(out)
+    rows, out = _rows(found, wanted)
+    leave(out)
+    damage = next((read.damage for read in begun if read.damage is not None), None)
+    return {
+        "as_of": round(time.time(), 3),
+        "messages": rows,
+        "next": [
+            {"partition": read.partition.number, "offset": behind.get(read.partition.number, read.offset)}
+            for read in begun
+        ],
+        "error": None if damage is None else told(damage),
+    }
 
-        def leave(out: Sequence[Message]) -> None:
-            for message in () if wanted.is_tail else out:
-                behind[message.partition] = min(message.offset, behind.get(message.partition, message.offset))
 
-        room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
-        for read in begun:
-            if read is begun[0] or time.monotonic() < until:
-                look = self._read_last if wanted.is_tail and wanted.key is None else self._read
-                look(read, wanted, room, until)
-                found, out = _held([*found, *read.found], wanted)
-                read.found = []
-                leave(out)
-        rows, out = _rows(found, wanted)
-        leave(out)
-        damage = next((read.damage for read in begun if read.damage is not None), None)
-        return {
-            "as_of": round(time.time(), 3),
-            "messages": rows,
-            "next": [
-                {"partition": read.partition.number, "offset": behind.get(read.partition.number, read.offset)}
-                for read in begun
-            ],
-            "error": None if damage is None else told(damage),
-        }
+def _begin(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted) -> list[_Read]:
+    count = partitions.count(topic)
+    if wanted.seq is not None:
+        place = finder.find(wanted.seq)
+        if place is None or place.topic != topic:
+            raise RequestRefused("not_found", f"seq {wanted.seq}: no record of topic {topic!r} has it, or any more")
+        return [_Read(partitions.open(topic, place.partition), place.offset)]
+    if wanted.partition is None and wanted.at.kind == "offset" and count > 1:
+        raise bad_field("partition", f"is missing; topic {topic!r} has {count} partitions")
+    numbers = range(count) if wanted.partition is None else (wanted.partition,)
+    opened = [partitions.open(topic, number) for number in numbers]
+    return [_Read(partition, _first(partition, wanted)) for partition in opened]
 
-    def _begin(self, topic: str, wanted: Wanted) -> list[_Read]:
-        count = self._partitions.count(topic)
-        if wanted.seq is not None:
-            place = self._locator.find(wanted.seq)
-            if place is None or place.topic != topic:
-                raise RequestRefused("not_found", f"seq {wanted.seq}: no record of topic {topic!r} has it, or any more")
-            return [_Read(self._partitions.open(topic, place.partition), place.offset)]
-        if wanted.partition is None and wanted.at.kind == "offset" and count > 1:
-            raise bad_field("partition", f"is missing; topic {topic!r} has {count} partitions")
-        numbers = range(count) if wanted.partition is None else (wanted.partition,)
-        opened = [self._partitions.open(topic, number) for number in numbers]
-        return [_Read(partition, self._first(partition, wanted)) for partition in opened]
 
-    def _first(self, partition: Partition, wanted: Wanted) -> int:
-        if wanted.at == _LATEST:
-            back = wanted.limit if wanted.key is None else _SCANNED
-            return max(partition.start(), partition.end() - back)
-        offset = partition.locate(wanted.at)
-        return max(offset, partition.start())
+def _first(partition: Partition, wanted: Wanted) -> int:
+    if wanted.at == _LATEST:
+        back = wanted.limit if wanted.key is None else _SCANNED
+        return max(partition.start(), partition.end() - back)
+    return max(partition.locate(wanted.at), partition.start())
 
-    def _read(self, read: _Read, wanted: Wanted, room: int, until: float) -> None:
-        """Read messages of one partition, until there are enough, or the bounds are reached."""
-        partition, scanned, size = read.partition, 0, 0
-        while scanned < _SCANNED and (wanted.is_tail or (len(read.found) < wanted.limit and size < room)):
-            try:
-                begin, lines = partition.read(read.offset, _CHUNK_BYTES)
-            except DamageError as err:
-                read.damage, read.offset = err, max(read.offset + 1, err.next_offset)
-                break
-            if not lines:
-                break
-            some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
-            if wanted.key is not None:
-                some = [message for message in some if message.key == wanted.key]
-            read.found += some
+
+def _read(read: _Read, wanted: Wanted, room: int, until: float) -> None:
+    """Read messages of one partition, until there are enough, or the bounds are reached."""
+    last, size = read.offset + _SCANNED, 0
+    try:
+        for some, following in read.partition.chunks(read.offset, _CHUNK_BYTES):
+            read.offset = following
+            read.found += [message for message in some if wanted.key in (None, message.key)]
             size = sum(message.size for message in read.found)
             while wanted.is_tail and read.found and (len(read.found) > wanted.limit or size > room):
                 size -= read.found.pop(0).size
-            count = lines.count(b"\n")
-            scanned += count
-            read.offset = begin + count
-            if time.monotonic() > until:
+            is_full = not wanted.is_tail and (len(read.found) >= wanted.limit or size >= room)
+            if is_full or read.offset >= last or time.monotonic() > until:
                 break
+    except DamageError as err:
+        read.damage, read.offset = err, max(read.offset + 1, err.next_offset)
 
-    def _read_last(self, read: _Read, wanted: Wanted, room: int, until: float) -> None:
-        """Read the last messages of one partition, backwards in windows: the newest come first if they are large."""
-        first, low, size = read.offset, read.partition.end(), 0
-        read.offset, window = low, min(_WINDOW, wanted.limit)
-        while low > first and len(read.found) < wanted.limit and size < room:
-            high, low = low, max(first, low - window)
-            read.found[:0] = self._window(read, low, high)
-            size = sum(message.size for message in read.found)
-            window = max(1, min(wanted.limit, (room - size) * len(read.found) // max(1, size)))
-            if time.monotonic() > until:
-                break
 
-    def _window(self, read: _Read, low: int, high: int) -> list[Message]:
-        """Return the messages with these offsets, but for damaged ones."""
-        partition, at = read.partition, low
-        found: list[Message] = []
-        while at < high:
-            try:
-                begin, lines = partition.read(at, _CHUNK_BYTES)
-            except DamageError as err:
-                read.damage, at = err, max(at + 1, err.next_offset)
-                continue
-            if not lines:
-                break
-            some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
-            found += [message for message in some if message.offset < high]
-            at = begin + lines.count(b"\n")
-        return found
+def _read_last(read: _Read, wanted: Wanted, room: int, until: float) -> None:
+    """Read the last messages of one partition, backwards in windows: the newest come first if they are large."""
+    first, low, size = read.offset, read.partition.end(), 0
+    read.offset, window = low, min(_WINDOW, wanted.limit)
+    while low > first and len(read.found) < wanted.limit and size < room:
+        high, low = low, max(first, low - window)
+        read.found[:0] = _window(read, low, high)
+        size = sum(message.size for message in read.found)
+        window = max(1, min(wanted.limit, (room - size) * len(read.found) // max(1, size)))
+        if time.monotonic() > until:
+            break
+
+
+def _window(read: _Read, low: int, high: int) -> list[Message]:
+    """Return the messages with these offsets, except damaged ones."""
+    at, found = low, list[Message]()
+    while at < high:
+        try:
+            for some, following in read.partition.chunks(at, _CHUNK_BYTES):
+                found += [message for message in some if message.offset < high]
+                if (at := following) >= high:
+                    break
+            return found
+        except DamageError as err:
+            read.damage, at = err, max(at + 1, err.next_offset)
+    return found
 
 
 def _held(found: list[Message], wanted: Wanted) -> tuple[list[Message], list[Message]]:
@@ -276,18 +259,6 @@ def told(damage: DamageError) -> dict[str, Any]:
     }
 
 
-def position(query: Mapping[str, Any], micros: int | None) -> Position:
-    """Return where to begin; `micros`: the time that was asked for. Raises RequestRefused."""
-    given: Sequence[str] = [name for name in ("offset", "seq", "timestamp", "from") if query[name] is not None]
-    if len(given) > 1:
-        raise bad_field(given[1], f"excludes {given[0]}; give one of offset, seq, timestamp and from")
-    if query["offset"] is not None:
-        return Position("offset", query["offset"])
-    if micros is not None:
-        return Position("time", micros)
-    return Position(query["from"] or "latest")
-
-
 # --- following -------------------------------------------------------------------------------------------------------
 
 _LINES_S, _ROWS_S = 4, 200
@@ -314,7 +285,6 @@ class Follower:
     def __init__(self, partitions: Partitions, topic: str, only: int | None) -> None:
         """Begin at the end. `only`: one partition. Raises RequestRefused."""
         self._partitions, self._topic, self._only = partitions, topic, only
-        self._marks_from = identity.marks_from(partitions.data)
         numbers = range(partitions.count(topic)) if only is None else (only,)
         self._places = [_PartitionEnd(partitions.open(topic, number)) for number in numbers]
         self._turn = 0
@@ -374,9 +344,7 @@ class Follower:
         return max(0, place.end - before)
 
     def _last(self, place: _PartitionEnd, count: int) -> list[dict[str, Any]]:
-        partition = place.partition
-        begin, lines = partition.read(place.end - count, _READ_BYTES)
-        found = messages(partition.topic, partition.number, begin, lines, self._marks_from)
+        found, _ = next(place.partition.chunks(place.end - count, _READ_BYTES), ([], 0))
         return [shown(message) for message in found[:count] if message.offset < place.end]
 
 

@@ -29,7 +29,6 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition
 from kmq.log.damage import DamageError
-from kmq.message.message import Message
 
 # --- history ---------------------------------------------------------------------------------------------------------
 # An hour of the broker in steps of 5 s: one number a step and series.
@@ -196,9 +195,11 @@ class GroupLags:
         self._lags |= {row.group: _lag_of(row, bounds) for row in asked}
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
         self._received = {place: at for place, at in self._received.items() if place in shown}
-        for place in shown - self._received.keys():
-            with suppress(RequestRefused, DamageError, OSError, ValueError):
-                self._received[place] = self._time_of(*place)
+        for topic, number, offset in shown - self._received.keys():
+            with suppress(RequestRefused, DamageError, OSError):
+                received = self._partitions.open(topic, number).received_at(offset)
+                if received is not None:
+                    self._received[topic, number, offset] = received
 
     def rows(self, now: float) -> list[dict[str, Any]]:
         """Return the groups with the largest lag, ready for JSON. `now`: unix seconds."""
@@ -221,11 +222,6 @@ class GroupLags:
             return 0.0
         received = self._received.get(lag.oldest)
         return None if received is None else round(max(0.0, now - received), 3)
-
-    def _time_of(self, topic: str, number: int, offset: int) -> float:
-        begin, lines = self._partitions.open(topic, number).read(offset, 1)
-        line = next((line for line in lines.split(b"\n") if line), b"")
-        return Message(topic, number, begin, line).recv_timestamp
 
 
 def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) -> _Lag:

@@ -1,6 +1,6 @@
 """Where records are: a seq → its topic, partition and offset, from the WAL and the partition logs.
 
-Cost        `Locator`: O(log n) reads of the WAL and of one partition. The table of topics is read again when a record
+Cost        `SeqFinder`: O(log n) reads of the WAL and of one partition. The table of topics is read again when a record
             is not found by it, at most once in _TABLE_S. `PlaceFinder`: a partition is read on from where the last read
             ended, about a microsecond for each record; a lookup in its index is only needed for older records, or after
             many records that nobody asked for. Requests that come while a topic is being read are answered together by
@@ -37,7 +37,7 @@ class RecordPlace(NamedTuple):
     offset: int
 
 
-class Locator:
+class SeqFinder:
     """The records of a data directory by seq. Reads files: call it in a thread."""
 
     def __init__(self, data: str, page: StatsPage) -> None:

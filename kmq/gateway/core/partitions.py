@@ -20,19 +20,20 @@ Not covered Who may read, and how far a group has come. A disk that returns othe
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.log import deletions, reader
+from kmq.log import deletions, identity, reader
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 from kmq.log.segment import CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
+from kmq.message.message import Message, messages
 from kmq.wire.requests import Position
 
 # --- ranges of records -----------------------------------------------------------------------------------------------
@@ -368,6 +369,19 @@ class Partition:
         self._owner.reach(self, first + lines.count(b"\n"))
         return first, lines
 
+    def chunks(self, offset: int, max_bytes: int) -> Iterator[tuple[list[Message], int]]:
+        """Yield the messages from `offset` on, at most `max_bytes` at once, each time with the offset after them."""
+        while (found := self.read(offset, max_bytes))[1]:
+            first, lines = found
+            offset = first + lines.count(b"\n")
+            yield messages(self.topic, self.number, first, lines, self._owner.marks_from), offset
+
+    def received_at(self, offset: int) -> float | None:
+        """Return when the record at `offset`, or the next one that is left, was received, in unix seconds."""
+        first, lines = self.read(offset, 1)
+        line = next((line for line in lines.split(b"\n") if line), b"")
+        return Message(self.topic, self.number, first, line).recv_timestamp if line else None
+
 
 def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
     """Return the batch of at most `max_bytes` at the start of `span`."""
@@ -384,7 +398,7 @@ class Partitions:
     """All partitions of a data directory."""
 
     def __init__(self, data: str) -> None:
-        self.data = data
+        self.data, self.marks_from = data, identity.marks_from(data)
         self._bounds = Bounds(data)
         self._reached: dict[tuple[str, int], int] = {}
 

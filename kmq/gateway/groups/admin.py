@@ -25,7 +25,6 @@ from kmq.gateway.groups.events import GroupView, TopicPartition
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.log.damage import DamageError
-from kmq.message.message import Message
 from kmq.wire.requests import Position
 
 
@@ -185,11 +184,9 @@ class GroupAdmin:
 def _received(partition: Partition, offset: int) -> float:
     """Return when the record at `offset`, or the next one that is left, was received, in unix seconds; 0.0: unknown."""
     try:
-        begin, lines = partition.read(offset, 1)
+        return partition.received_at(offset) or 0.0
     except (RequestRefused, DamageError):
         return 0.0
-    line = next((line for line in lines.split(b"\n") if line), b"")
-    return Message(partition.topic, partition.number, begin, line).recv_timestamp if line else 0.0
 
 
 # --- stalled groups --------------------------------------------------------------------------------------------------

@@ -366,13 +366,8 @@ def _blocks(data: str) -> Iterator[bytes]:
     """Yield the lines of the log, without the newlines of records that compaction removed."""
     if not os.path.isdir(f"{data}/topics/{TOPIC}"):
         return
-    log, offset = reader.partition(data, TOPIC, 0), 0
-    while True:
-        first, lines = log.read(offset, _READ_BYTES)
-        if not lines:
-            return
+    for _, lines in reader.partition(data, TOPIC, 0).chunks(0, _READ_BYTES):
         yield _REMOVED.sub(b"", lines)
-        offset = first + lines.count(b"\n")
 
 
 def _first_foreign(lines: bytes) -> str:

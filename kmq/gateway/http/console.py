@@ -17,14 +17,15 @@ from aiohttp import web
 
 import kmq
 from kmq.gateway.console.dead import DeadLetters
-from kmq.gateway.console.messages import EVERY_S, QUIET_S, Finder, Follower, Wanted, position
+from kmq.gateway.console.messages import EVERY_S, QUIET_S, Follower, Wanted, find_messages
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.exchange import exchange, time_limit
-from kmq.gateway.http.messages import micros
+from kmq.gateway.http.messages import micros, position
 from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller
 from kmq.gateway.http.schema import read_body
 from kmq.log.damage import DamageError
@@ -44,7 +45,7 @@ class Console:
     def __init__(self, core: Core, groups: Groups, overview: ConsoleOverview, bodies: Bodies) -> None:
         self._core, self._overview, self._bodies = core, overview, bodies
         self._settings, self._deadline_s = core.settings, core.settings.line_deadline
-        self._finder = Finder(core)
+        self._finder = SeqFinder(core.settings.data, core.broker.page)
         self._dead = DeadLetters(core.partitions)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
@@ -106,10 +107,11 @@ class Console:
 
     async def messages(self, call: Call) -> web.Response:
         query = call.query
-        at = position(query, None if query["timestamp"] is None else micros(query["timestamp"]))
+        at = position(query, "latest")
         key = None if query["key"] is None else query["key"].encode(errors="surrogateescape")
         wanted = Wanted(query["partition"], at, query["seq"], key, query["limit"])
-        return await self._answer(lambda: self._finder.find(call.path["topic"], wanted))
+        topic, partitions = call.path["topic"], self._core.partitions
+        return await self._answer(lambda: find_messages(partitions, self._finder, topic, wanted))
 
     async def letters(self, call: Call) -> web.Response:
         return await self._answer(lambda: self._dead.grouped(call.path["topic"]))

@@ -187,7 +187,7 @@ class Consume:
         if query["member"] is not None or query["autoCommit"]:
             raise bad_field("group", "is missing; member= and autoCommit= need it")
         number = await self._partition(topic, query["partition"])
-        cursor = await self._fetching.open(topic, number, _position(query))
+        cursor = await self._fetching.open(topic, number, position(query, "earliest"))
         limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
 
         def shape(found: list[Message]) -> web.Response:
@@ -231,15 +231,17 @@ def response(
     return web.Response(text=text, content_type=JSON)
 
 
-def _position(query: Mapping[str, Any]) -> Position:
-    given = [name for name in ("offset", "timestamp", "from") if query[name] is not None]
+def position(query: Mapping[str, Any], otherwise: str) -> Position:
+    """Return where to begin; `otherwise`: if the query does not say it. Raises RequestRefused."""
+    names = [name for name in ("offset", "seq", "timestamp", "from") if name in query]
+    given = [name for name in names if query[name] is not None]
     if len(given) > 1:
-        raise bad_field(given[1], f"excludes {given[0]}; give one of offset, timestamp and from")
+        raise bad_field(given[1], f"excludes {given[0]}; give one of {', '.join(names[:-1])} and from")
     if query["offset"] is not None:
         return Position("offset", query["offset"])
     if query["timestamp"] is not None:
         return Position("time", micros(query["timestamp"]))
-    return Position(query["from"] or "earliest")
+    return Position(query["from"] or otherwise)
 
 
 def micros(text: str, field: str = "timestamp") -> int:

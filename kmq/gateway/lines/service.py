@@ -20,7 +20,7 @@ from kmq.config.settings import Settings
 from kmq.gateway.core.answers import PATIENCE_S
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Waking
-from kmq.gateway.core.finding import Locator, RecordPlace
+from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.lines.connection import Connection, TooLong
@@ -164,8 +164,8 @@ class Question:
 class StatusPort:
     """The connections of the status port. An instance is a factory of protocols."""
 
-    def __init__(self, service: Service, locator: Locator, has_committed: HasCommitted) -> None:
-        self._service, self._locator, self._has_committed = service, locator, has_committed
+    def __init__(self, service: Service, finder: SeqFinder, has_committed: HasCommitted) -> None:
+        self._service, self._finder, self._has_committed = service, finder, has_committed
         self._connections: set[Connection] = set()
 
     def __call__(self) -> Connection:
@@ -203,8 +203,8 @@ class StatusPort:
 
     def _place(self, seq: int) -> RecordPlace | bytes:
         """Return where the record is, or the answer if it is nowhere."""
-        if not self._locator.is_numbered(seq):
+        if not self._finder.is_numbered(seq):
             return b"UNKNOWN\n"
         # Asked before the search: what is routed after it must not be taken for gone.
-        is_routed = self._locator.is_routed(seq)
-        return self._locator.find(seq) or (b"UNKNOWN\n" if is_routed else b"PENDING\n")
+        is_routed = self._finder.is_routed(seq)
+        return self._finder.find(seq) or (b"UNKNOWN\n" if is_routed else b"PENDING\n")
