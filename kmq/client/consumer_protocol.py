@@ -51,7 +51,7 @@ from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
 from kmq.wire import replies
 from kmq.wire import requests as lines
-from kmq.wire.refusals import find
+from kmq.wire.refusals import REJOIN, find
 from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartition
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
@@ -60,8 +60,6 @@ ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is
 _FETCH_WAIT, _BEAT = 0.3, 0.33
 _PAUSE_S = 0.2  # after a fetch that may come again later
 _POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
-# A member that the broker has ended for one of these joins again.
-REJOIN = frozenset({"session_timeout", "poll_timeout", "rebalance_timeout", "unknown_member"})
 
 
 class Phase(Enum):
@@ -554,4 +552,4 @@ class ConsumerCore:
         raise refused
 
 
-__all__ = ["ANSWER_S", "REJOIN", "ConsumerCore", "Phase"]
+__all__ = ["ANSWER_S", "ConsumerCore", "Phase"]

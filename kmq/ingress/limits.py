@@ -139,21 +139,7 @@ class Gate:
         return True
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-_AUTH = (b"unauthorized",)
-_LIMIT = (b"disk_full", b"quota", b"connections", b"producers_full", b"too_many_topics", b"busy")
-_ORDER = (b"fenced", b"id_reused", b"id_too_old", b"drop_oldest", b"stopping")
-
-
 def count_err(row: Row, refusal: bytes, n: int = 1) -> None:
     """Count `n` messages or connections that were refused, by class. `refusal`: the code, perhaps with its text."""
-    code = refusal.partition(b" ")[0]
-    if code in _AUTH:
-        row.errs_auth += n
-    elif code in _LIMIT:
-        row.errs_limit += n
-    elif code in _ORDER:
-        row.errs_order += n
-    else:
-        row.errs_format += n
+    word = f"errs_{refusals.find(refusal.partition(b' ')[0].decode(errors='replace')).counted}"
+    setattr(row, word, getattr(row, word) + n)

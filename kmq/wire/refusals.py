@@ -18,26 +18,37 @@ CONNECTION = "connection"  # a connection, or everything that it still sends
 REQUEST = "request"  # one request to the gateway
 CLIENT = "client"  # found by the client, never sent by a broker: the client ends its connection
 
-# Rows that agree in more than one column: gRPC status, HTTP status, exit code of a program that gives up.
-_BAD = ("INVALID_ARGUMENT", 400, EXIT_FAILED)
-_LONG = ("RESOURCE_EXHAUSTED", 413, EXIT_FAILED)
-_MANY = ("RESOURCE_EXHAUSTED", 429, EXIT_FAILED)
-_UNKNOWN = ("NOT_FOUND", 404, EXIT_FAILED)
-_LATER = ("UNAVAILABLE", 503, EXIT_RETRY)
-_STALE = ("FAILED_PRECONDITION", 409, EXIT_FAILED)
-_NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG)  # refused as long as the broker has these settings
-_FULL = ("UNAVAILABLE", 507, EXIT_RETRY)
-_BUG = ("INTERNAL", 500, EXIT_CONFIG)  # broker and client do not understand one another
+# In which class ingress counts what it refuses: words `errs_…` of its row of the stats page.
+AUTH, FORMAT, LIMIT, ORDER = CLASSES = ("auth", "format", "limit", "order")
+
+# Rows that agree in more than one column: gRPC status, HTTP status, exit code of a program that gives up, class.
+_BAD = ("INVALID_ARGUMENT", 400, EXIT_FAILED, FORMAT)
+_LONG = ("RESOURCE_EXHAUSTED", 413, EXIT_FAILED, FORMAT)
+_MANY = ("RESOURCE_EXHAUSTED", 429, EXIT_FAILED, LIMIT)
+_UNKNOWN = ("NOT_FOUND", 404, EXIT_FAILED, FORMAT)
+_LATER = ("UNAVAILABLE", 503, EXIT_RETRY, LIMIT)
+_ENDS = ("UNAVAILABLE", 503, EXIT_RETRY, ORDER)
+_STALE = ("FAILED_PRECONDITION", 409, EXIT_FAILED, ORDER)
+_EXISTS = ("ALREADY_EXISTS", 409, EXIT_FAILED, ORDER)
+_NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG, ORDER)  # refused as long as the broker has these settings
+_MAY_NOT = ("PERMISSION_DENIED", 403, EXIT_CONFIG, FORMAT)
+_FULL = ("UNAVAILABLE", 507, EXIT_RETRY, LIMIT)
+_BUG = ("INTERNAL", 500, EXIT_CONFIG, FORMAT)  # broker and client do not understand one another
 
 
 class Refusal:
-    """One row. `is_retryable`: the same request may be served later, so the sender repeats it unchanged."""
+    """One row.
 
-    __slots__ = ("code", "exit_code", "grpc", "http", "is_retryable", "scope", "text")
+    `is_retryable`: the same request may be served later, so the sender repeats it unchanged. `counted`: one of CLASSES.
+    """
 
-    def __init__(self, scope: str, code: str, meaning: tuple[str, int, int], text: str, retry: bool = False) -> None:
+    __slots__ = ("code", "counted", "exit_code", "grpc", "http", "is_retryable", "scope", "text")
+
+    def __init__(
+        self, scope: str, code: str, meaning: tuple[str, int, int, str], text: str, retry: bool = False
+    ) -> None:
         self.scope, self.code, self.text, self.is_retryable = scope, code, text, retry
-        self.grpc, self.http, self.exit_code = meaning
+        self.grpc, self.http, self.exit_code, self.counted = meaning
 
 
 _ROWS = (
@@ -54,12 +65,12 @@ _ROWS = (
     Refusal(MESSAGE, "unknown_topic", _UNKNOWN, "no such topic is declared, and KMQ_AUTO_CREATE_TOPICS is off"),
     Refusal(MESSAGE, "unknown_partition", _UNKNOWN, "the topic has no such partition"),
     Refusal(MESSAGE, "bad_id", _BAD, "the id is none that this connection may send"),
-    Refusal(MESSAGE, "id_reused", ("ALREADY_EXISTS", 409, EXIT_FAILED), "the id was stored before with other content"),
+    Refusal(MESSAGE, "id_reused", _EXISTS, "the id was stored before with other content"),
     Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
     Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
     Refusal(CONNECTION, "disk_full", _FULL, "the disk has no room for more; what is on the way will be stored", True),
     Refusal(CONNECTION, "quota", _FULL, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
-    Refusal(CONNECTION, "stopping", _LATER, "the process is stopping", True),
+    Refusal(CONNECTION, "stopping", _ENDS, "the process is stopping", True),
     Refusal(CONNECTION, "busy", _LATER, "too much waits for the broker already", True),
     Refusal(
         CONNECTION, "connections", _LATER, "KMQ_CONNECTIONS, or as many as ulimit -n allows, are open already", True
@@ -68,21 +79,16 @@ _ROWS = (
     Refusal(
         CONNECTION,
         "bad_hello",
-        ("INVALID_ARGUMENT", 400, EXIT_CONFIG),
+        ("INVALID_ARGUMENT", 400, EXIT_CONFIG, FORMAT),
         "the first line is no !hello that ingress knows",
     ),
     Refusal(
         CONNECTION,
         "unauthorized",
-        ("UNAUTHENTICATED", 401, EXIT_CONFIG),
+        ("UNAUTHENTICATED", 401, EXIT_CONFIG, AUTH),
         "a token that `kmq token new` made is required",
     ),
-    Refusal(
-        CONNECTION,
-        "forbidden",
-        ("PERMISSION_DENIED", 403, EXIT_CONFIG),
-        "the token has no role for this, or nobody may do it here",
-    ),
+    Refusal(CONNECTION, "forbidden", _MAY_NOT, "the token has no role for this, or nobody may do it here"),
     Refusal(CONNECTION, "session_timeout", _STALE, "the member gave no sign of life for its session timeout"),
     Refusal(CONNECTION, "poll_timeout", _STALE, "the member asked for no records for its max.poll.interval"),
     Refusal(CONNECTION, "rebalance_timeout", _STALE, "the member did not answer a rebalance in its rebalance timeout"),
@@ -91,13 +97,13 @@ _ROWS = (
     Refusal(
         REQUEST,
         "bad_field",
-        ("INVALID_ARGUMENT", 422, EXIT_FAILED),
+        ("INVALID_ARGUMENT", 422, EXIT_FAILED, FORMAT),
         "one field is missing, unknown or wrong; `field` names it",
     ),
     Refusal(
         REQUEST,
         "cross_site",
-        ("PERMISSION_DENIED", 403, EXIT_CONFIG),
+        _MAY_NOT,
         "a browser sent this for a page of another site, or under a name that is not this broker's",
     ),
     Refusal(REQUEST, "empty_id", _BAD, "message_id must not be empty: a retry is recognised by it"),
@@ -115,19 +121,14 @@ _ROWS = (
     Refusal(
         REQUEST,
         "method_not_allowed",
-        ("UNIMPLEMENTED", 405, EXIT_FAILED),
+        ("UNIMPLEMENTED", 405, EXIT_FAILED, FORMAT),
         "this path is not served with this method",
     ),
-    Refusal(
-        REQUEST,
-        "topic_exists",
-        ("ALREADY_EXISTS", 409, EXIT_FAILED),
-        "a topic of this name exists with another declaration",
-    ),
+    Refusal(REQUEST, "topic_exists", _EXISTS, "a topic of this name exists with another declaration"),
     Refusal(
         REQUEST,
         "out_of_range",
-        ("OUT_OF_RANGE", 416, EXIT_FAILED),
+        ("OUT_OF_RANGE", 416, EXIT_FAILED, FORMAT),
         "the partition has no such offset; `first` and `end` say which it has",
     ),
     Refusal(REQUEST, "too_large", _LONG, "the request is over a limit of the gateway"),
@@ -140,12 +141,12 @@ _ROWS = (
     Refusal(
         REQUEST,
         "stored_not_routed",
-        ("DEADLINE_EXCEEDED", 504, EXIT_RETRY),
+        ("DEADLINE_EXCEEDED", 504, EXIT_RETRY, FORMAT),
         "the message is on disk as `seq`, but not in its partition yet; the same id again stores it once",
         True,
     ),
     Refusal(REQUEST, "not_ready", _LATER, "the broker has not recovered yet", True),
-    Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, EXIT_CORRUPT), "the files are damaged there"),
+    Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, EXIT_CORRUPT, FORMAT), "the files are damaged there"),
     Refusal(REQUEST, "internal", _BUG, "the broker or the gateway failed; its log says more"),
     Refusal(CLIENT, "not_kmq", _LATER, "what listens there does not answer !hello as KMQ does", True),
     Refusal(CLIENT, "protocol", _LATER, "the broker sent a reply that does not fit what it was sent", True),
@@ -154,6 +155,9 @@ _BY_CODE = {row.code: row for row in _ROWS}
 _INTERNAL = _BY_CODE["internal"]
 # Temporary refusals by a broker. They apply to the whole connection: reconnect later, and send the messages again.
 RETRYABLE = frozenset(row.code for row in _ROWS if row.is_retryable and row.scope == CONNECTION)
+# A member of a group that the broker has ended for one of these joins again.
+REJOIN = frozenset({"session_timeout", "poll_timeout", "rebalance_timeout", "unknown_member"})
+GONE = ("unknown_topic", "unknown_partition")  # what was asked for is not there, or not any more
 
 
 def table() -> tuple[Refusal, ...]:

@@ -6,7 +6,7 @@ from received_ends import new_row
 from kmq.ingress.limits import count_err
 from kmq.wire import refusals
 
-CLASSES = ("errs_auth", "errs_format", "errs_limit", "errs_order")
+CLASSES = [f"errs_{name}" for name in refusals.CLASSES]
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,10 @@ def test_every_refusal_is_counted_in_one_class(row):
     assert sum(counts.values()) == 3 and 3 in counts.values()
     assert bool(counts["errs_auth"]) == (row.code == "unauthorized")
     assert counts["errs_format"] == 0 or not row.is_retryable
+
+
+def test_a_refusal_of_another_version_counts_as_a_fault_of_format():
+    words = new_row()
+    count_err(words, b"of_tomorrow \xff")
+    count_err(words, b"\xff")
+    assert words.errs_format == 2

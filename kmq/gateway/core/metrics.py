@@ -36,6 +36,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.links import layout, received
 from kmq.log import compaction, passes, segment, topics
 from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
+from kmq.wire import refusals
 
 # --- from the stats page ---------------------------------------------------------------------------------------------
 
@@ -92,8 +93,7 @@ def _certificates(scrape: "Scrape") -> Samples:
 
 def _errors(scrape: "Scrape") -> Samples:
     row = scrape.page.rows["ingress"]
-    counts = {"auth": row.errs_auth, "format": row.errs_format, "limit": row.errs_limit, "order": row.errs_order}
-    return [((reason,), count) for reason, count in counts.items()]
+    return [((reason,), getattr(row, f"errs_{reason}")) for reason in refusals.CLASSES]
 
 
 def _auth_failures(scrape: "Scrape") -> Samples:

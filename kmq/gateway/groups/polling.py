@@ -28,6 +28,7 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import MAX_NACKS
 from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.terms import Client, Terms
+from kmq.wire.refusals import GONE
 from kmq.wire.requests import Position
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
@@ -190,7 +191,7 @@ class Poller:
                 try:
                     cursor = await self._fetching.open(*place, at)
                 except RequestRefused as err:
-                    if err.code not in ("unknown_topic", "unknown_partition", "damaged"):
+                    if err.code not in (*GONE, "damaged"):
                         raise
                     if err.code != "damaged":
                         continue  # it is gone, and the coordinator will hear of it

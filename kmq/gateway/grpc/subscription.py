@@ -43,7 +43,7 @@ from kmq.gateway.grpc.calls import Call, Calls
 from kmq.gateway.grpc.schema import KMQ
 from kmq.log.damage import DamageError
 from kmq.message.message import Message
-from kmq.wire.refusals import known
+from kmq.wire.refusals import GONE, known
 from kmq.wire.requests import Position, TopicPartition
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Deliveries:
             except DamageError:
                 offset = committed.get(place, 0)  # the first fetch says what is damaged
             except RequestRefused as err:
-                if err.code not in ("unknown_topic", "unknown_partition"):
+                if err.code not in GONE:
                     raise
                 continue
             opened[place] = Cursor(partition, offset)

@@ -37,7 +37,7 @@ from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
 from kmq.wire import replies, requests
-from kmq.wire.refusals import known
+from kmq.wire.refusals import GONE, known
 from kmq.wire.replies import (
     NO_RECORDS,
     Assigned,
@@ -129,7 +129,7 @@ class Session:
                 try:
                     partition = self.service.partitions.open(*place)
                 except RequestRefused as err:
-                    if may_be_gone and err.code in ("unknown_topic", "unknown_partition"):
+                    if may_be_gone and err.code in GONE:
                         continue
                     raise
                 cursor = Cursor(partition, committed.get(place, 0))

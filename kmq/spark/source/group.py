@@ -28,11 +28,11 @@ from kmq.logfmt import Logger
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Remote
 from kmq.spark.source.plan import Key, Offsets
+from kmq.wire.refusals import GONE
 
 BUDGET_S = 3.0  # of one call: what is left goes with the next one
 PAUSE_S = 5.0  # between a failure and the next attempt
 LOOK_S = 30.0  # between two looks whether others commit to the same partitions
-_GONE = ("unknown_topic", "unknown_partition")
 _HAS_MEMBERS = ("unknown_member", "fenced", "group_not_empty")
 
 
@@ -109,7 +109,7 @@ class GroupOffsets:
         try:
             self._ask(connection, remote, "POST", f"/api/topics/{quote(topic, safe='')}/commit", body)
         except _RefusedError as refused:
-            if refused.code not in _GONE:
+            if refused.code not in GONE:
                 raise
             if len(rows) > 1:
                 for key, at in rows.items():
