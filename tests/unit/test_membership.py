@@ -22,7 +22,7 @@ from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Committed, RowKey, encode_payload, routing_key
 from kmq.gateway.groups.offsets import Commit, OffsetStore
-from kmq.gateway.groups.redelivery import Reader, Turn
+from kmq.gateway.groups.reader import Reader, Turn
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics
@@ -163,19 +163,18 @@ def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path,
             poller = await calls._pollers.member("g", "one", ME, ["t"], lambda terms: terms)
             await poller.first_assignment(PATIENCE_S)
 
-            async def turn(self, *_, **__):
+            async def turn(self, cursors, *_, **__):
                 monkeypatch.undo()
                 await groups.join("g", "two", ME, Terms(("t",)), lambda event: None)
                 while len(poller.assigned) == 4:
                     await asyncio.sleep(0.01)
-                return Turn([])
+                return Turn([], cursors)
 
             monkeypatch.setattr(Reader, "turn", turn)
             call = SimpleNamespace(query={"format": "text"}, request=SimpleNamespace(headers={}))
-            reader = Reader(calls._redelivery, "g", "one")
             try:
                 for count in (4, 0):
-                    _, _, answer = await calls._read(call, poller, reader, "t", Limit(10, 10_000))
+                    _, _, answer = await calls._read(call, poller, "t", Limit(10, 10_000))
                     answer = json.loads(answer.body)
                     places = {place["partition"] for place in answer["assignment"]}
                     assert len(answer["messages"]) == count

@@ -167,7 +167,7 @@ def test_a_partition_may_be_given_up_before_the_assignment_of_that_rebalance_is_
         await client.ask("GROUP g member=a topics=u")
         assert (await client.line()).endswith(" u/0@0 u/1@0")
         other = await Client.at(client.address)
-        service.holds = "_cursors"
+        service.holds = "_open"
         service.gate.clear()
         await other.ask("GROUP g member=b topics=u")
         assert (await client.line()).startswith("!revoke u/")
@@ -189,6 +189,22 @@ def test_the_gateway_ends_while_a_refused_client_still_reads(run):
         await client.ask("NONSENSE")
         assert (await client.line()).startswith("!err bad_request ")
         assert await client.line() == ""
+
+    run(work)
+
+
+def test_the_fetch_of_a_refused_client_waits_no_longer(run):
+    """It would take a message that comes again, and nobody would have it."""
+
+    async def work(service, client):
+        before = asyncio.all_tasks()
+        await client.wait_for_records()
+        await client.ask("NONSENSE")
+        assert (await client.line()).startswith("!err bad_request ")
+        assert await client.line() == ""
+        await client.close()
+        while left := asyncio.all_tasks() - before:
+            await asyncio.wait(left)
 
     run(work)
 

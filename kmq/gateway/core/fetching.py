@@ -33,11 +33,11 @@ from kmq.config.values import KIB
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, READER, Budget
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.partitions import Partition, Partitions, Signature
+from kmq.gateway.core.partitions import Partition, Partitions, Signature, moment
 from kmq.log import identity
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.message import Message, messages
-from kmq.wire.requests import Position
+from kmq.wire.requests import Position, TopicPartition
 
 # --- waking ----------------------------------------------------------------------------------------------------------
 # Readers that wait for new records are woken by the kernel: inotify on the directories of their partitions.
@@ -232,15 +232,24 @@ class Damage:
 class Cursor:
     """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read.
 
-    `skips`: offsets whose messages are left out.
+    `skips`: offsets whose messages are left out. `start`: the position to begin at, until `locate` has found its offset.
     """
 
-    def __init__(self, partition: Partition, offset: int, is_strict: bool = False) -> None:
-        self.partition, self.offset, self.is_strict = partition, offset, is_strict
+    def __init__(
+        self, partition: Partition, offset: int, is_strict: bool = False, start: Position | None = None
+    ) -> None:
+        self.partition, self.offset, self.is_strict, self.start = partition, offset, is_strict, start
+        self.place = TopicPartition(partition.topic, partition.number)
         self.skips: frozenset[int] = frozenset()
         self.end = offset  # of the partition, when it was read last
         self.seen: Signature | None = None  # when a read found nothing
         self.damage = Damage()
+
+    def locate(self) -> None:
+        """Find the offset of the start, if that is not known yet; reads files. Raises DamageError."""
+        if (start := self.start) is not None:
+            self.start = moment(start)
+            self.offset, self.start = self.partition.locate(start), None
 
     def has_news(self) -> bool:
         return not self.damage.is_resting and self.partition.signature() != self.seen
@@ -257,7 +266,7 @@ class Fetching:
     def __init__(
         self, data: str, page: StatsPage, partitions: Partitions, waking: Waking, answers: Budget | None = None
     ) -> None:
-        self._partitions, self._waking, self._router = partitions, waking, page.rows["router"]
+        self.partitions, self.waking, self._router = partitions, waking, page.rows["router"]
         self.answers = answers or Budget(ANSWER_BYTES)
         self.damaged = Damaged(page.rows["gateway"])
         self._marks_from = identity.marks_from(data)
@@ -294,7 +303,7 @@ class Fetching:
         """Return a cursor at that position. An offset is taken as it is, and judged by the first read."""
 
         def opened() -> Cursor:
-            partition = self._partitions.open(topic, number)
+            partition = self.partitions.open(topic, number)
             if at.kind == "offset":
                 return Cursor(partition, at.value, is_strict=True)
             return Cursor(partition, partition.locate(at))
@@ -366,7 +375,7 @@ class Fetching:
         self._waiting.add(event)
         try:
             while (left := deadline - time.monotonic()) > 0 and not is_over() and not self.is_stopping:
-                if await self._waking.news(looks, min(left, _LOOK_S), event):
+                if await self.waking.news(looks, min(left, _LOOK_S), event):
                     return not self.is_stopping
         except RequestRefused:  # the gateway stops
             pass

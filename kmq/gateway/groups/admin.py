@@ -21,11 +21,11 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
 from kmq.gateway.core.partitions import Partition, Partitions
-from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.events import GroupView
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.log.damage import DamageError
-from kmq.wire.requests import Position
+from kmq.wire.requests import Position, TopicPartition
 
 
 class PartitionLag(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import cycle
 
-from kmq.gateway.groups.events import TopicPartition
+from kmq.wire.requests import TopicPartition
 
 # --- sticky ----------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ Not covered A caller that does not count its starts: two kills with no commit be
 from collections.abc import Collection, Iterable, Mapping
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.groups.events import Assignment, Event, Forgotten, GroupView, State, TopicPartition
+from kmq.gateway.groups.events import Assignment, Event, Forgotten, GroupView, State
 from kmq.gateway.groups.group import Alarms, Group, Member, check_exists
 from kmq.gateway.groups.terms import (
     SHARED,
@@ -57,6 +57,7 @@ from kmq.gateway.groups.terms import (
     check_resume,
     check_terms,
 )
+from kmq.wire.requests import TopicPartition
 
 # --- registry --------------------------------------------------------------------------------------------------------
 # All groups by name: room for them, who watches which topic, and when each of them needs attention.

@@ -6,13 +6,7 @@ for event in coordinator.take_events(): …      Revoke | Assigned | Ended | For
 from enum import Enum
 from typing import NamedTuple
 
-
-class TopicPartition(NamedTuple):
-    """One partition. Equal to the plain tuple (topic, partition)."""
-
-    topic: str
-    partition: int
-
+from kmq.wire.requests import TopicPartition
 
 Partitions = tuple[TopicPartition, ...]  # in the order of topics and numbers
 

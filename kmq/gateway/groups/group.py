@@ -25,18 +25,9 @@ from heapq import heapify, heappop, heappush
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import COOPERATIVE, assign
-from kmq.gateway.groups.events import (
-    Assigned,
-    Ended,
-    Event,
-    GroupView,
-    MemberView,
-    Partitions,
-    Revoke,
-    State,
-    TopicPartition,
-)
+from kmq.gateway.groups.events import Assigned, Ended, Event, GroupView, MemberView, Partitions, Revoke, State
 from kmq.gateway.groups.terms import Client, Terms
+from kmq.wire.requests import TopicPartition
 
 # --- alarms ----------------------------------------------------------------------------------------------------------
 

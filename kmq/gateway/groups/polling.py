@@ -22,14 +22,15 @@ from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Fetching
-from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
+from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import MAX_NACKS
 from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.reader import Reader
+from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.groups.terms import Client, Terms
-from kmq.wire.refusals import GONE
-from kmq.wire.requests import Position
+from kmq.wire.requests import TopicPartition
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
 _LOST = ("unknown_member", "fenced")
@@ -47,19 +48,21 @@ class Move(NamedTuple):
 class Poller:
     """A member. `generation` and `assigned` are what it was told last."""
 
-    def __init__(self, groups: Groups, fetching: Fetching, group: str) -> None:
-        self._groups, self._fetching, self.group = groups, fetching, group
-        self.id = ""
+    def __init__(self, groups: Groups, reader: Reader) -> None:
+        self._groups, self.reader, self.group = groups, reader, reader.group
         self.topics: set[str] = set()
         self.generation = 0
         self.assigned: list[TopicPartition] = []
-        self.cursors: dict[TopicPartition, Cursor] = {}
         self.delivered: dict[TopicPartition, int] = {}  # has arrived, with autoCommit: the next call commits it
         self.ended = ""  # the code with which the coordinator ended it
         self.lock = asyncio.Lock()
         self.watchers: set[asyncio.Event] = set()  # of calls that wait: set when the coordinator says something
         self._has_assignment = asyncio.Event()
         self._revoking = False
+
+    @property
+    def id(self) -> str:
+        return self.reader.member
 
     def hear(self, event: Event) -> None:
         """Take over what the coordinator says."""
@@ -68,11 +71,11 @@ class Poller:
             self._has_assignment.set()
         elif isinstance(event, Revoke):
             self._revoking = True
-            gone = {TopicPartition(*place) for place in event.partitions}
+            gone = set(event.partitions)
             self.assigned = [place for place in self.assigned if place not in gone]
         elif isinstance(event, Assigned):
             self.generation = event.generation
-            self.assigned = [TopicPartition(*place) for place in event.partitions]
+            self.assigned = [*event.partitions]
             self._has_assignment.set()
         for watcher in self.watchers:
             watcher.set()
@@ -80,7 +83,7 @@ class Poller:
     def begin_anew(self) -> None:
         """Begin at the committed offsets again: the member's program has started, and what its predecessor had is lost."""
         self._groups.in_hand.died(self.group, self.id)
-        self.cursors.clear()
+        self.reader.cursors.clear()
         self.delivered.clear()
 
     async def first_assignment(self, wait_s: float) -> None:
@@ -108,8 +111,7 @@ class Poller:
 
     def answer(self) -> None:
         """Tell the coordinator that the member knows its assignment, and reads nothing that it was asked to give up."""
-        for place in [place for place in self.cursors if place not in self.assigned]:
-            del self.cursors[place]
+        self.reader.revoke([place for place in self.reader.cursors if place not in self.assigned])
         if self._revoking:
             self._revoking = False
             self._groups.revoked(self.group, self.id)
@@ -144,7 +146,7 @@ class Poller:
 
         return known
 
-    def keep_near(self, cursors: Mapping[tuple[str, int], Cursor]) -> None:
+    def keep_near(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
         """Let cursors go back where so much is on the way that not all of it could be kept to come again."""
         committed, store = self._groups.committed(self.group), self._groups.store
         for place, cursor in cursors.items():
@@ -174,7 +176,7 @@ class Poller:
 
     def close(self, topic: str) -> None:
         """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""
-        self.cursors = {place: cursor for place, cursor in self.cursors.items() if place.topic != topic}
+        self.reader.revoke([place for place in self.reader.cursors if place.topic == topic])
         self.delivered = {place: offset for place, offset in self.delivered.items() if place.topic != topic}
 
     async def turn(self, topic: str) -> list[Cursor]:
@@ -183,32 +185,20 @@ class Poller:
         The member asks for messages, which is a sign of life. Raises RequestRefused (unknown_member).
         """
         self._groups.beat(self.group, self.id, polled=True)
-        places = [place for place in self.assigned if place.topic == topic]
-        committed = self._groups.committed(self.group)
-        for place in places:
-            if place not in self.cursors:
-                at = Position("offset", committed[place].offset) if place in committed else Position("earliest")
-                try:
-                    cursor = await self._fetching.open(*place, at)
-                except RequestRefused as err:
-                    if err.code not in (*GONE, "damaged"):
-                        raise
-                    if err.code != "damaged":
-                        continue  # it is gone, and the coordinator will hear of it
-                    cursor = await self._fetching.open(*place, Position("offset", 0))  # the first read says it
-                cursor.is_strict = False
-                self.cursors[place] = cursor
-        turn = [place for place in self.cursors if place.topic == topic and place in self.assigned]  # still
+        cursors = self.reader.cursors
+        new = [(place, None) for place in self.assigned if place.topic == topic and place not in cursors]
+        cursors |= await self.reader.open(new, {}, may_be_gone=True, is_shown=False)
+        turn = [cursor for place, cursor in cursors.items() if place.topic == topic and place in self.assigned]  # still
         if turn:
-            self.cursors[turn[0]] = self.cursors.pop(turn[0])
-        return [self.cursors[place] for place in turn]
+            self.reader.pass_turn(turn[0])
+        return turn
 
 
 class Pollers:
     """The members that joined here."""
 
-    def __init__(self, groups: Groups, fetching: Fetching) -> None:
-        self._groups, self._fetching = groups, fetching
+    def __init__(self, groups: Groups, fetching: Fetching, redelivery: Redelivery) -> None:
+        self._groups, self._fetching, self._redelivery = groups, fetching, redelivery
         self._members: dict[tuple[str, str], Poller] = {}
         self._joining = asyncio.Lock()
 
@@ -232,15 +222,18 @@ class Pollers:
             asked = terms(Terms(tuple(sorted(wanted)), keeps_topics=True))
             if known is not None and not known.ended and asked.keeps_topics and wanted <= known.topics:
                 return known
-            poller = known if known is not None and not known.ended else Poller(self._groups, self._fetching, group)
+            if known is not None and not known.ended:
+                poller = known
+            else:
+                reader = Reader(self._fetching, self._groups, self._redelivery, group, name or "")
+                poller = Poller(self._groups, reader)
 
             def hear(event: Event) -> None:
                 poller.hear(event)
                 if isinstance(event, Ended) and self._members.get((group, poller.id)) is poller:
                     del self._members[group, poller.id]
 
-            poller.id = name or ""
-            poller.id = await self._groups.join(group, name, client, asked, hear)
+            poller.reader.member = await self._groups.join(group, name, client, asked, hear)
             poller.ended = ""
             poller.topics = poller.topics | wanted if asked.keeps_topics else wanted
             self._members[group, poller.id] = poller

@@ -1,16 +1,7 @@
-"""What a member of a group reads next, by whatever door: messages that come again, before new ones.
-
-    reader = Reader(redelivery, group, member)                  one for each member that a door serves
-    turn = await reader.turn(positions, limit, is_idle)         messages that are due, each counted on disk
-    turn.skips(place)                                           which new messages may follow
-    reader.read(positions)                                      up to where it was given new ones
-    await reader.nack(place, offset, reason, delay_s)           gives one back
+"""Messages that members of groups gave back: they come again when they are due, or are put aside as dead letters.
 
 Given back  A message that a member gave back is delivered again when it is due, to whoever has its partition then.
-Apart       What a reader had when it died comes again one at a time: as the only message that its reader has. Only
-            there a delivery is counted for it, so a message that kills its readers becomes a letter, and the messages
-            beside it do not. It is asked for by a reader that is idle: one that has come back from all it was given
-            before. Where a topic has no maxDeliveries nobody is put aside, so all of it comes as before.
+            Which one a member is given next: reader.py.
 Letters     After maxDeliveries a message is put aside as a dead letter. Then it is behind the group: its row stays
             until the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
 
@@ -26,8 +17,7 @@ Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its ne
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kmq.client.handling import Rules
@@ -38,9 +28,7 @@ from kmq.gateway.core.broker import RequestRefused, bad_field, refusal_of
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.topics import UNLIMITED
-from kmq.gateway.groups.events import State
-from kmq.gateway.groups.group import NEVER
-from kmq.gateway.groups.in_hand import Hand, given_back, is_paused, is_spent
+from kmq.gateway.groups.in_hand import given_back, is_spent
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import DONE, Nack, Partition
 from kmq.message.letters import Failure
@@ -51,11 +39,7 @@ from kmq.wire.requests import EARLIEST, Position, TopicPartition
 MOST_DELAY_S = 604_800.0
 MOST_REASON = 250  # characters
 _LETTER_S = 5.0  # longest wait for a dead letter to be on disk
-_LOOK_AGAIN_S = 0.5  # until a message is tried again that is due and could not be delivered
 _WINDOW = "http"
-_DIED = "in hand when its consumer died"
-_NOTHING: frozenset[int] = frozenset()
-_numbers = count(1)
 
 
 class NackOutcome(NamedTuple):
@@ -74,19 +58,8 @@ class RedeliveredMessage(NamedTuple):
     position: int
 
     @property
-    def place(self) -> Partition:
-        return self.message.topic, self.message.partition
-
-
-class Turn(NamedTuple):
-    """What a reader is given next. `apart`: what new messages leave out, by partition; None: all may come."""
-
-    again: list[RedeliveredMessage]
-    apart: Mapping[Partition, frozenset[int]] | None = None
-
-    def skips(self, place: Partition) -> frozenset[int] | None:
-        """Return the offsets that new messages of a partition leave out; None: no new one comes now."""
-        return _NOTHING if self.apart is None else self.apart.get(place)
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.message.topic, self.message.partition)
 
 
 class Redelivery:
@@ -223,194 +196,6 @@ class Redelivery:
             rows[offset] = row._replace(deliveries=row.deliveries + counts)
         await store.nack(group, *place, rows)
         return found, rows
-
-
-class Reader:
-    """What one member of a group reads next. `member` None: a client of a group that has no members now."""
-
-    def __init__(self, redelivery: Redelivery, group: str, member: str | None) -> None:
-        self._redelivery, self._groups, self.group = redelivery, redelivery.groups, group
-        self._is_member, self.member = member is not None, member or f"\0{next(_numbers)}"  # no member's name
-
-    def close(self) -> None:
-        """Note that a client that is no member has gone: what it had in hand is due again."""
-        if not self._is_member:
-            self._groups.in_hand.release(self.group, self.member)
-
-    @property
-    def _is_in_force(self) -> bool:
-        return self._is_member or self._groups.coordinator.state(self.group) in (State.EMPTY, State.DEAD)
-
-    # --- reading -----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_turns(self) -> bool:
-        """Return True if something may come again, or may be left out, now: else all new messages may come."""
-        is_plain = not self._groups.store.table.has_nacks(self.group) and self._groups.in_hand.is_quiet(self.group)
-        return not is_plain and self._is_in_force
-
-    async def turn(self, positions: Mapping[Partition, int], limit: Limit, is_idle: bool) -> Turn:
-        """Return what the member is given next of partitions that go on at these positions.
-
-        `is_idle`: it has come back from all that it was given before; one that has committed all that is idle, too.
-        If something cannot be written now, the partition waits, and others go on.
-        """
-        group, groups, in_hand = self.group, self._groups, self._groups.in_hand
-        if is_idle:
-            in_hand.came_back(group, self.member)
-        elif in_hand.has_one_alone(group, self.member):
-            return Turn([], {})
-        if not self.has_turns:
-            return Turn([])
-        known = groups.committed(group)
-        is_idle = is_idle or in_hand.has_nothing(
-            group, self.member, lambda place: known[place].offset if place in known else 0
-        )
-        again: list[RedeliveredMessage] = []
-        apart: list[Partition] = []
-        held: set[Partition] = set()
-        for place, position in positions.items():
-            if not groups.store.nacks(group, *place) and position >= in_hand.doubted(group, place):
-                continue
-            try:
-                nbytes = sum(each.message.size for each in again)
-                room = Limit(limit.messages - len(again), limit.nbytes - nbytes)
-                again += await self._several(place, position, room)
-            except RequestRefused:
-                held.add(place)
-            if self._due(place, is_apart=True) or position < in_hand.doubted(group, place):
-                apart.append(place)
-        if is_idle and not again:
-            while apart:
-                place = apart.pop()
-                try:
-                    one = await self._one(place, positions[place])
-                except RequestRefused:
-                    held.add(place)
-                    continue
-                if one is not None:
-                    return Turn([one], {})
-        if apart:
-            return Turn(again, {})  # no new ones, so that the reader becomes idle
-        rows = {place: groups.store.nacks(group, *place) for place in positions if place not in held}
-        return Turn(
-            again,
-            {
-                place: frozenset(nacks)
-                for place, nacks in rows.items()
-                if not is_paused(nacks) and positions[place] >= in_hand.doubted(group, place)
-            },
-        )
-
-    def _due(self, place: Partition, is_apart: bool) -> list[int]:
-        in_hand, store = self._groups.in_hand, self._groups.store
-        due = in_hand.due(self.group, place, store.nacks(self.group, *place), store.now_s())
-        return [offset for offset in due if in_hand.is_apart(self.group, place, offset) == is_apart]
-
-    async def _several(self, place: Partition, position: int, room: Limit) -> list[RedeliveredMessage]:
-        """Return the messages of a partition that are due and need not come apart."""
-        in_hand = self._groups.in_hand
-        is_apart = bool(self._due(place, is_apart=True)) or position < in_hand.doubted(self.group, place)
-        if is_apart and not await self._redelivery.max_deliveries(place[0]):
-            in_hand.trust(self.group, place)
-        due = self._due(place, is_apart=False)
-        if not due or room.messages <= 0 or room.nbytes <= 0:
-            return []
-        return self._take(place, await self._redelivery.take(self.group, place, due, room), position, is_alone=False)
-
-    def _take(
-        self, place: Partition, found: tuple[list[Message], dict[int, Nack]], position: int, is_alone: bool
-    ) -> list[RedeliveredMessage]:
-        messages, rows = found
-        for message in messages:
-            # Only a commit that goes beyond what the member may have read before says that it has handled this one.
-            self._groups.in_hand.take(self.group, place, message.offset, Hand(self.member, position + 1, is_alone))
-        return [RedeliveredMessage(message, rows[message.offset].deliveries, position) for message in messages]
-
-    async def _one(self, place: Partition, position: int) -> RedeliveredMessage | None:
-        """Return a message that comes apart: one that is due, else the next new one that is in doubt."""
-        group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
-        due = self._due(place, is_apart=True)
-        found = await self._redelivery.take(group, place, due, Limit(1, 1))
-        if found[0]:
-            return self._take(place, found, position, is_alone=True)[0]
-        while position < in_hand.doubted(group, place):
-            try:
-                message = await self._redelivery.first(place, position)
-            except RequestRefused as err:
-                if err.code != "damaged":
-                    raise
-                message = None  # whoever reads on there hears of it
-            if message is None:
-                break
-            position = message.offset + 1
-            if position > in_hand.doubted(group, place):
-                break
-            if message.offset not in store.nacks(group, *place):  # else it comes when it is due, or was put aside
-                now = store.now_s()
-                row = Nack(2, now, _DIED, first=now)
-                await store.nack(group, *place, {message.offset: row})
-                return self._take(place, ([message], {message.offset: row}), position, is_alone=True)[0]
-        in_hand.trust_new(group, place)
-        return None
-
-    def read(self, positions: Mapping[Partition, int]) -> None:
-        """Note up to where the member was given new messages."""
-        self._groups.in_hand.read(self.group, self.member, positions)
-
-    def shown(self, again: Iterable[RedeliveredMessage], positions: Mapping[Partition, int]) -> None:
-        """Note that the answer shows these positions: to commit them is to be done with what came again in it."""
-        in_hand = self._groups.in_hand
-        for each in again:
-            in_hand.show(self.group, each.place, each.message.offset, positions[each.place])
-
-    def take_back(self, again: Iterable[RedeliveredMessage]) -> None:
-        """Note that the member has not got these messages: they are due again."""
-        for each in again:
-            self._groups.in_hand.give_back(self.group, each.place, each.message.offset)
-
-    # --- waiting -----------------------------------------------------------------------------------------------------
-
-    def wait_s(self, positions: Mapping[Partition, int]) -> float:
-        """Return after how many seconds to ask for a turn again, without any news."""
-        group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
-        if not self.has_turns:
-            return NEVER
-        if any(at < in_hand.doubted(group, place) for place, at in positions.items()):
-            return _LOOK_AGAIN_S
-        due = min((in_hand.next_due(group, at, store.nacks(group, *at)) for at in positions), default=NEVER)
-        left = due - store.now_s()
-        return left if left > 0 else _LOOK_AGAIN_S
-
-    def watch(self, event: asyncio.Event) -> contextlib.AbstractContextManager[None]:
-        """Set the event whenever a message of the group was given back."""
-        return self._groups.watch(self.group, event)
-
-    # --- giving back, and being done --------------------------------------------------------------------------------
-
-    async def done(self, messages: Sequence[tuple[Partition, int]]) -> None:
-        """Note on disk that the member is done with these messages, which had come again.
-
-        Raises RequestRefused (fenced) for one that the member has not: it comes once more, or another one has it.
-        """
-        await self._check([place for place, _ in messages])
-        for place, offset in messages:
-            hand = self._groups.in_hand.hand(self.group, place, offset)
-            if hand is not None and hand.member == self.member:
-                await self._redelivery.done(self.group, place, offset)
-            elif (row := self._groups.store.nacks(self.group, *place).get(offset)) and not row.letter:
-                where = f"{TopicPartition(*place)} offset {offset}"
-                raise RequestRefused("fenced", f"{where}: comes again, because this member does not have it any more")
-
-    async def nack(self, place: Partition, offset: int, reason: str, delay_s: float) -> NackOutcome:
-        """Give a message of a partition that the member owns back. Raises RequestRefused."""
-        await self._check([place])
-        return await self._redelivery.nack(self.group, *place, offset, reason, delay_s)
-
-    async def _check(self, places: Iterable[Partition]) -> None:
-        """Raise RequestRefused for a partition that the member does not own."""
-        member = self.member if self._is_member else None
-        await self._groups.check_commit(self.group, member, None, places)
 
 
 class _Letters:

@@ -18,12 +18,12 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.groups.admin import GroupAdmin
-from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.events import GroupView
 from kmq.gateway.groups.in_hand import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import Commit
 from kmq.gateway.groups.polling import Move, Poller, Pollers
-from kmq.gateway.groups.redelivery import Reader, RedeliveredMessage, Redelivery
+from kmq.gateway.groups.redelivery import RedeliveredMessage, Redelivery
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.console import where_to
 from kmq.gateway.http.exchange import exchange, time_limit
@@ -31,6 +31,7 @@ from kmq.gateway.http.messages import response
 from kmq.gateway.http.request import Bodies, Call
 from kmq.gateway.http.schema import read_body
 from kmq.message.message import Message
+from kmq.wire.requests import TopicPartition
 
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
@@ -50,8 +51,8 @@ class GroupCalls:
     def __init__(self, core: Core, groups: Groups, bodies: Bodies) -> None:
         self._groups, self._fetching, self._bodies = groups, core.fetching, bodies
         self._topics, self._deadline_s = core.topics, core.settings.line_deadline
-        self._pollers = Pollers(groups, core.fetching)
         self._redelivery = Redelivery(groups, core)
+        self._pollers = Pollers(groups, core.fetching, self._redelivery)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self.handlers = {
             "commit": self.commit,
@@ -95,22 +96,22 @@ class GroupCalls:
         await poller.first_assignment(limit.wait_s)
         async with poller.lock:
             await poller.come_back()
-        current, reader = exchange(), Reader(self._redelivery, poller.group, poller.id)
+        current = exchange()
         watcher = current.interrupt
         poller.watchers.add(watcher)
         try:
-            with reader.watch(watcher):
+            with poller.reader.watch(watcher):
                 while True:
                     watcher.clear()
-                    cursors, given, answer = await self._read(call, poller, reader, topic, limit)
+                    cursors, given, answer = await self._read(call, poller, topic, limit)
                     if given:
                         await self._send(call, answer, poller, given)
                         return answer
                     if time.monotonic() >= deadline:
                         break
                     # Look again for a message that becomes due, or to give a sign of life.
-                    positions = {_place(cursor): cursor.offset for cursor in poller.cursors.values()}
-                    until = min(deadline, time.monotonic() + min(_BEAT_S, reader.wait_s(positions)))
+                    due_s = poller.reader.wait_s(poller.reader.cursors.values())
+                    until = min(deadline, time.monotonic() + min(_BEAT_S, due_s))
                     await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
                     if current.is_over or self._fetching.is_stopping:
                         break
@@ -122,24 +123,18 @@ class GroupCalls:
         return answer
 
     async def _read(
-        self, call: Call, poller: Poller, reader: Reader, topic: str, limit: Limit
+        self, call: Call, poller: Poller, topic: str, limit: Limit
     ) -> tuple[list[Cursor], _Batch | None, web.Response]:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
-            cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
+            reader, cursors = poller.reader, {cursor.place: cursor for cursor in await poller.turn(topic)}
             # Before anything else is waited for: what is revoked meanwhile is in this answer, and its call gives it up next.
             more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
             poller.keep_near(cursors)
             before = {place: cursor.offset for place, cursor in cursors.items()}
-            turn = await reader.turn(before, limit, is_idle=True)
-            again = turn.again
+            again, fresh = await reader.turn([*cursors.values()], limit, is_idle=True)
             for each in again:
                 cursors[each.place].move(each.position)
-            fresh = []
-            for place, cursor in cursors.items():
-                if (skips := turn.skips(place)) is not None:
-                    cursor.skips = skips
-                    fresh.append(cursor)
             room = limit.messages - len(again), limit.nbytes - sum(each.message.size for each in again)
             wanted = fresh if min(room) > 0 else []
             unread = [cursor for cursor in cursors.values() if cursor not in wanted]
@@ -161,10 +156,10 @@ class GroupCalls:
                 raise
             after = {place: cursor.offset for place, cursor in cursors.items()}
             reader.shown(again, after)
-            reader.read({place: offset for place, offset in after.items() if offset > before[place]})
+            reader.delivered([cursor for place, cursor in cursors.items() if cursor.offset > before[place]])
             shown = {each.place for each in again}
             moves = [
-                Move(TopicPartition(*place), cursor, before[place], cursor.offset)
+                Move(place, cursor, before[place], cursor.offset)
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
@@ -281,10 +276,6 @@ class GroupCalls:
 
 def _summary(view: GroupView) -> dict[str, Any]:
     return {"group": view.name, "state": view.state.value, "generation": view.generation, "protocol": view.protocol}
-
-
-def _place(cursor: Cursor) -> tuple[str, int]:
-    return cursor.partition.topic, cursor.partition.number
 
 
 def _places(places: Any) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ from contextlib import suppress
 from functools import partial
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.core.fetching import Damage
-from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature, moment
+from kmq.gateway.core.fetching import Cursor
+from kmq.gateway.core.partitions import END, MAX_BATCH
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.redelivery import Reader, Redelivery
+from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.service import Service
-from kmq.gateway.lines.session import Commits, MemberSession, Session
+from kmq.gateway.lines.session import Session
 from kmq.log.damage import DamageError
 from kmq.wire.replies import Batch, Failed, Started
 from kmq.wire.requests import (
@@ -38,7 +38,6 @@ from kmq.wire.requests import (
     Group,
     Opening,
     Position,
-    TopicPartition,
     further,
     opening,
 )
@@ -46,26 +45,6 @@ from kmq.wire.requests import (
 # --- consume ---------------------------------------------------------------------------------------------------------
 
 _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
-
-
-class _Reader:
-    """Where one partition is read next."""
-
-    def __init__(self, partition: Partition, start: Position) -> None:
-        self.partition, self.offset = partition, 0
-        self.start: Position | None = start  # None: `offset` is known
-        self.place = TopicPartition(partition.topic, partition.number)
-        self.seen: Signature | None = None  # when a read found nothing
-        self.damage = Damage()
-
-    def locate(self) -> None:
-        """Find where to begin, if that is not known. Raises DamageError."""
-        if (start := self.start) is not None:
-            self.start = moment(start)
-            self.offset, self.start = self.partition.locate(start), None
-
-    def has_news(self) -> bool:
-        return not self.damage.is_resting and self.partition.signature() != self.seen
 
 
 class Consumption:
@@ -79,127 +58,127 @@ class Consumption:
         """Serve the request to its end. Raises RequestRefused, and OSError if the client is gone."""
         asked = self._asked
         numbers = None if asked.partition is None else [asked.partition]
-        readers = await self._service.run(self._open, numbers, asked.first)
+        cursors = await self._service.run(self._open, numbers, asked.first)
         damaged: RequestRefused | None = None
-        for reader in readers:
+        for cursor in cursors:
             try:
-                await self._send_past(reader)
+                await self._send_past(cursor)
             except DamageError as err:
                 # The last one is named: so a consumer that asks how many partitions there are sees them all.
-                damaged = await self._tell(reader, err) or damaged
+                damaged = await self._tell(cursor, err) or damaged
         if damaged is not None:
             raise damaged
         if asked.follow:
-            await self._follow(readers)
+            await self._follow(cursors)
 
-    async def _tell(self, reader: _Reader, err: DamageError) -> RequestRefused | None:
+    async def _tell(self, cursor: Cursor, err: DamageError) -> RequestRefused | None:
         """Tell a follower of other partitions, too, of damage, once. Return how a request ends that goes on with none."""
         if not self._asked.follow or self._asked.partition is not None:
-            return RequestRefused("damaged", f"{reader.place}: {err}")
-        if reader.damage.is_new(err):
-            await self._connection.write(Failed("consume", "damaged", f"{reader.place}: {err}").encode())
+            return RequestRefused("damaged", f"{cursor.place}: {err}")
+        if cursor.damage.is_new(err):
+            await self._connection.write(Failed("consume", "damaged", f"{cursor.place}: {err}").encode())
         return None
 
-    def _open(self, numbers: Sequence[int] | None, start: Position) -> list[_Reader]:
+    def _open(self, numbers: Sequence[int] | None, start: Position) -> list[Cursor]:
         topic, partitions = self._asked.topic, self._service.partitions
         opened = [
             partitions.open(topic, number)
             for number in (range(partitions.count(topic)) if numbers is None else numbers)
         ]
-        readers = [_Reader(partition, start) for partition in opened]
-        for reader in readers:
+        cursors = [Cursor(partition, 0, start=start) for partition in opened]
+        for cursor in cursors:
             with suppress(DamageError):
-                reader.locate()
-        return readers
+                cursor.locate()
+        return cursors
 
-    async def _begin(self, reader: _Reader, offset: int) -> None:
-        reader.offset = offset
+    async def _begin(self, cursor: Cursor, offset: int) -> None:
+        cursor.offset = offset
         if not self._asked.raw:
-            await self._connection.write(Started(reader.place, offset).encode())
+            await self._connection.write(Started(cursor.place, offset).encode())
 
-    async def _send_past(self, reader: _Reader) -> None:
+    async def _send_past(self, cursor: Cursor) -> None:
         """Send what is there now."""
-        await self._service.run(reader.locate)
-        await self._begin(reader, reader.offset)
-        end = await self._service.run(reader.partition.end)
-        while self._left and reader.offset < end:
-            before = reader.offset
+        await self._service.run(cursor.locate)
+        await self._begin(cursor, cursor.offset)
+        end = await self._service.run(cursor.partition.end)
+        while self._left and cursor.offset < end:
+            before = cursor.offset
             async with self._service.reading(self._connection):
                 try:
-                    await self._send_range(reader, min(end, before + self._left))
+                    await self._send_range(cursor, min(end, before + self._left))
                 except FileNotFoundError:  # a segment is gone, or another one by compaction: look again
                     continue
-            if reader.offset == before:
-                start = await self._service.run(reader.partition.start)
+            if cursor.offset == before:
+                start = await self._service.run(cursor.partition.start)
                 if start <= before:
                     return
-                await self._begin(reader, start)  # more than was asked for is gone
+                await self._begin(cursor, start)  # more than was asked for is gone
 
-    async def _send_range(self, reader: _Reader, end: int) -> None:
-        found = await self._service.run(reader.partition.range, reader.offset, end)
+    async def _send_range(self, cursor: Cursor, end: int) -> None:
+        found = await self._service.run(cursor.partition.range, cursor.offset, end)
         try:
-            if found.first_offset > reader.offset:
-                await self._begin(reader, found.first_offset)
+            if found.first_offset > cursor.offset:
+                await self._begin(cursor, found.first_offset)
             while span := await self._service.run(found.take):
                 await self._connection.send(span)
                 self._service.requests.count_sent(span.nbytes)
-                self._left -= found.reached - reader.offset
-                reader.offset = found.reached
+                self._left -= found.reached - cursor.offset
+                cursor.offset = found.reached
         finally:
             self._service.release(found)
 
     # --- following ---------------------------------------------------------------------------------------------------
 
-    async def _follow(self, readers: list[_Reader]) -> None:
+    async def _follow(self, cursors: list[Cursor]) -> None:
         """Send what comes, until the client goes or `max` lines were sent."""
         while self._left:
             has_sent = False
-            for reader in readers:
+            for cursor in cursors:
                 try:
-                    has_sent |= await self._send_new(reader)
+                    has_sent |= await self._send_new(cursor)
                 except DamageError as err:
-                    if (damaged := await self._tell(reader, err)) is not None:
+                    if (damaged := await self._tell(cursor, err)) is not None:
                         raise damaged from err
             if not has_sent and self._left:
-                looks = {reader.partition.directory: reader.has_news for reader in readers}
+                looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
                 if self._asked.partition is None:
-                    looks[os.path.dirname(readers[0].partition.directory)] = partial(self._has_grown, len(readers))
+                    looks[os.path.dirname(cursors[0].partition.directory)] = partial(self._has_grown, len(cursors))
                 await self._service.waking.news(looks, _WAIT_S)
-                await self._add_partitions(readers)
+                await self._add_partitions(cursors)
 
-    async def _send_new(self, reader: _Reader) -> bool:
-        seen = reader.partition.signature()
-        if seen == reader.seen or not self._left or reader.damage.is_resting:
+    async def _send_new(self, cursor: Cursor) -> bool:
+        seen = cursor.partition.signature()
+        if seen == cursor.seen or not self._left or cursor.damage.is_resting:
             return False
         async with self._service.reading(self._connection):
-            if reader.start is not None:
-                await self._service.run(reader.locate)
-                await self._begin(reader, reader.offset)
-            batch = await self._service.run(reader.partition.batch, reader.offset, MAX_BATCH, self._left)
+            if cursor.start is not None:
+                await self._service.run(cursor.locate)
+                await self._begin(cursor, cursor.offset)
+            batch = await self._service.run(cursor.partition.batch, cursor.offset, MAX_BATCH, self._left)
             if batch is None:
-                reader.seen = seen
+                cursor.seen = seen
                 return False
             try:
                 if not self._asked.raw:
-                    said = Batch(reader.place, batch.offset, batch.lines, batch.span.nbytes)
+                    said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
                     await self._connection.write(said.encode())
                 await self._connection.send(batch.span)
             finally:
                 self._service.release(batch)
         self._service.requests.count_sent(batch.span.nbytes)
         self._left -= batch.lines
-        reader.offset = batch.next_offset
+        cursor.offset = batch.next_offset
         return True
 
     def _has_grown(self, known: int) -> bool:
         return self._service.partitions.count(self._asked.topic) > known
 
-    async def _add_partitions(self, readers: list[_Reader]) -> None:
+    async def _add_partitions(self, cursors: list[Cursor]) -> None:
         """Follow the partitions that the topic has been given meanwhile, from their first record on."""
         if self._asked.partition is None:
             count = await self._service.run(self._service.partitions.count, self._asked.topic)
-            if count > len(readers):
-                readers += await self._service.run(self._open, range(len(readers), count), EARLIEST)
+            if count > len(cursors):
+                cursors += await self._service.run(self._open, range(len(cursors), count), EARLIEST)
 
 
 # --- door ------------------------------------------------------------------------------------------------------------
@@ -269,15 +248,8 @@ class Lines:
     async def _handle(self, connection: Connection, asked: Opening) -> None:
         if isinstance(asked, Consume):
             await Consumption(self._service, connection, asked).run()
-        elif isinstance(asked, Assign):
-            reader = Reader(self._redelivery, asked.group, None) if asked.group and self._redelivery else None
-            session = Session(self._service, connection, Commits(self._groups, asked.group), reader)
-            await session.assign(0, await session.open_all(asked.partitions))
-            connection.pending = 0
-            await session.run()
         else:
-            connection.pending = 0
-            await MemberSession(self._service, connection, self._groups, asked, self._redelivery).run()
+            await Session(self._service, connection, self._groups, self._redelivery, asked).run()
 
 
 async def _whole(connection: Connection, asked: Group | Assign, nbytes: int) -> Group | Assign:

@@ -1,0 +1,292 @@
+"""Members of groups that hold a stream, as by lines and gRPC: their fetches, and the rebalances that are pushed to them.
+
+    fetches = Fetches(reader, wire, …)                  begin | put | finish by who reads requests; serve beside that
+    rebalances = Rebalances(groups, reader, wire)       hear by the coordinator; pass_on beside; revoked | leave
+    await serve_until_one_ends(…)                       all of these
+
+Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The
+            partitions take turns. Fetches are answered in order.
+Again       A message that comes again is a batch of its own. A fetch that waits, or follows an empty answer, says that
+            the client has come back from all it was given.
+Doors       differ in what is sent and what it may cost (Wire), in whether a fetch is tried at once (lines: `begin`) or
+            beside its stream's other requests (gRPC, whose reads wait for memory: `put`), in what becomes of a fetch
+            whose partition is revoked (`refuses_revoked`), and of those that wait when the client leaves (`finish`).
+Invariant   `pass_turn` is asked by who has the turn to write, so nothing is written of a partition after its revoke,
+            or from before a seek. A revoke is passed on before the assignment of the same generation. Requests before
+            the client's answer to it are served before it counts, so a commit in front of it is always allowed.
+Memory      At most _MOST_FETCHES fetches that wait. One event for each kind that follows another, so at most a few
+            while the client does not read.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Collection, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.fetching import Cursor, Limit
+from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
+from kmq.gateway.groups.group import NEVER
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.reader import Reader, Turn
+from kmq.gateway.groups.redelivery import RedeliveredMessage
+from kmq.wire.requests import TopicPartition
+
+# --- fetches ---------------------------------------------------------------------------------------------------------
+
+_MOST_FETCHES = 64
+_LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
+
+
+class Fetch(NamedTuple):
+    """What a client asks for. `places`: of these partitions only; empty: of all. `request_id`: of the door."""
+
+    limit: Limit
+    places: Collection[TopicPartition]
+    until: float
+    request_id: int = 0
+
+
+class Wire(Protocol):
+    """How a door writes to a client that is pushed to. What a method writes is whole before the next one writes."""
+
+    turn: asyncio.Lock  # who writes has it
+
+    async def give(self, fetch: Fetch, cursor: Cursor) -> bool:
+        """Answer with new messages of a partition; return False if there are none, or the cursor is not in force."""
+
+    async def write_again(self, fetch: Fetch, cursor: Cursor, again: RedeliveredMessage) -> None:
+        """Answer with a message that comes again. The caller has `turn`."""
+
+    async def give_nothing(self, fetch: Fetch) -> None: ...
+
+    async def refuse(self, fetch: Fetch, refused: RequestRefused) -> None: ...
+
+    def note_waiting(self, fetches: int) -> None:
+        """Note how many fetches wait."""
+
+    async def say_revoke(self, revoke: Revoke) -> None: ...
+
+    async def say_assigned(self, generation: int) -> None:
+        """Tell of an assignment, which the reader has as its partitions."""
+
+
+class Fetches:
+    """The fetches of one stream, answered in order."""
+
+    def __init__(self, reader: Reader, wire: Wire, stream: str, refuses_revoked: bool) -> None:
+        """`stream`: what a refusal calls it. `refuses_revoked`: a fetch that waits is refused as soon as a partition
+        that it names was revoked; else it goes on with its others, and is answered with nothing when all were."""
+        self._reader, self._wire, self._stream, self._refuses_revoked = reader, wire, stream, refuses_revoked
+        self._waiting: deque[tuple[Fetch | None, bool]] = deque()  # None: the last one is in front of it; was it tried?
+        self._has_fetch = asyncio.Event()
+        self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
+        self._was_empty = True  # the last answer
+        self._is_ending = False
+
+    async def begin(self, fetch: Fetch) -> None:
+        """Answer a fetch now, or let it wait for messages or behind others that wait. Raises RequestRefused."""
+        is_tried = not self._waiting
+        if is_tried:
+            self._reader.changed.clear()
+            if await self._answer(fetch):
+                return
+            if not fetch.limit.wait_s and not self._reader.changed.is_set():
+                return await self._give_nothing(fetch)
+        self.put(fetch, is_tried)
+
+    def put(self, fetch: Fetch, is_tried: bool = False) -> None:
+        """Let a fetch wait for its turn. Raises RequestRefused."""
+        self._reader.select(fetch.places)
+        if len(self._waiting) >= _MOST_FETCHES:
+            raise RequestRefused("too_many", f"{_MOST_FETCHES} fetches of this {self._stream} wait already")
+        self._waiting.append((fetch, is_tried))
+        self._wire.note_waiting(len(self._waiting))
+        self._has_fetch.set()
+
+    def finish(self, at_once: bool = False) -> None:
+        """No fetch comes any more. `at_once`: those that wait are answered now, without messages."""
+        self._is_ending |= at_once
+        self._waiting.append((None, False))
+        self._has_fetch.set()
+        self._reader.changed.set()
+
+    async def serve(self) -> None:
+        """Answer the fetches that wait, until the last one is answered."""
+        try:
+            with self._reader.watch(self._reader.changed):
+                while True:
+                    await self._has_fetch.wait()
+                    self._has_fetch.clear()
+                    while self._waiting:
+                        fetch, is_tried = self._waiting[0]
+                        if fetch is None:
+                            return
+                        try:
+                            await self._finish(fetch, is_tried)
+                        except RequestRefused as err:
+                            await self._wire.refuse(fetch, err)
+                        self._waiting.popleft()
+                        self._wire.note_waiting(len(self._waiting))
+        finally:
+            self._reader.close()
+
+    async def _finish(self, fetch: Fetch, is_tried: bool) -> None:
+        """Answer a fetch as soon as there is something. `is_tried`: it must wait for news."""
+        while not self._is_ending:
+            if not is_tried:
+                self._reader.changed.clear()
+                if await self._answer(fetch):
+                    return
+            is_tried = False
+            if not await self._wait(fetch):
+                break
+        await self._give_nothing(fetch)
+
+    async def _give_nothing(self, fetch: Fetch) -> None:
+        self._was_empty = True
+        await self._wire.give_nothing(fetch)
+
+    def _cursors(self, fetch: Fetch) -> list[Cursor]:
+        if self._refuses_revoked:
+            return self._reader.select(fetch.places)
+        cursors = self._reader.cursors.items()
+        return [cursor for place, cursor in cursors if not fetch.places or place in fetch.places]
+
+    async def _answer(self, fetch: Fetch) -> bool:
+        """Answer a fetch with messages of one partition. Return False if there are none.
+
+        A fetch that waits may leave out a partition whose next event will wake it.
+        """
+        reader, cursors, is_patient = self._reader, self._cursors(fetch), fetch.limit.wait_s > 0
+        turn = Turn([], cursors)
+        if reader.has_turns:
+            turn = await reader.turn(cursors, Limit(1, fetch.limit.nbytes), is_patient or self._was_empty)
+        self._held = frozenset()
+        if len(turn.fresh) < len(cursors):
+            self._held = frozenset({cursor.place for cursor in cursors} - {cursor.place for cursor in turn.fresh})
+        for again in turn.again:
+            return await self._answer_again(fetch, again)
+        for cursor in turn.fresh:
+            if is_patient and cursor.seen is not None and reader.waiter.is_quiet(cursor.partition.directory):
+                continue
+            try:
+                if await self._wire.give(fetch, cursor):
+                    self._was_empty = False
+                    return True
+            except RequestRefused:
+                reader.pass_turn(cursor)
+                raise
+        return False
+
+    async def _answer_again(self, fetch: Fetch, again: RedeliveredMessage) -> bool:
+        """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
+        cursor = self._reader.cursors.get(again.place)
+        async with self._wire.turn:
+            if cursor is None or not self._reader.pass_turn(cursor):
+                self._reader.take_back([again])
+                return False
+            if again.position != cursor.offset:
+                cursor.move(again.position)
+                self._reader.waiter.look_again(cursor.partition.directory)
+            self._was_empty = False
+            await self._wire.write_again(fetch, cursor, again)
+        return True
+
+    async def _wait(self, fetch: Fetch) -> bool:
+        """Wait until there may be something. Return False if the time is up, or there is no partition left."""
+        reader, left_s = self._reader, fetch.until - time.monotonic()
+        cursors = self._cursors(fetch)
+        if fetch.places and not cursors:
+            return False
+        if reader.changed.is_set():
+            return True  # what was read was not wanted any more
+        if left_s <= 0:
+            return False
+        looks = {
+            cursor.partition.directory: cursor.has_news
+            for cursor in cursors
+            if cursor.place not in self._held and not cursor.damage.is_resting
+        }
+        due_s = min(reader.wait_s(cursors), _LOOK_AGAIN_S if len(looks) < len(cursors) else NEVER)
+        is_news = await reader.files.waking.next_news(reader.waiter, looks, min(left_s, due_s))
+        return is_news or due_s < left_s
+
+
+# --- rebalances ------------------------------------------------------------------------------------------------------
+
+
+class Rebalances:
+    """What the coordinator says to a member, passed on in order, and what its client answers."""
+
+    def __init__(self, groups: Groups, reader: Reader, wire: Wire) -> None:
+        self._groups, self._reader, self._wire = groups, reader, wire
+        self._events: deque[Event] = deque()
+        self._has_event = asyncio.Event()
+        self._unanswered: deque[int] = deque()  # generations of the revokes that the client has not answered
+        self._told = 0  # generation of the last assignment
+        self._has_left = False
+        self.has_assigned = asyncio.Event()
+
+    def hear(self, event: Event) -> None:
+        """Take an event of the coordinator; it is passed on in its turn."""
+        if self._events and isinstance(event, Assigned) and isinstance(self._events[-1], Assigned):
+            self._events.pop()  # only the last one is in force
+        self._events.append(event)
+        self._has_event.set()
+
+    async def pass_on(self) -> Ended:
+        """Pass on what the coordinator says, until it ends the member."""
+        while True:
+            await self._has_event.wait()
+            self._has_event.clear()
+            while self._events and not self._has_left:
+                event = self._events.popleft()
+                if isinstance(event, Ended):
+                    return event
+                if isinstance(event, Revoke):
+                    self._reader.revoke(event.partitions)
+                    self._unanswered.append(event.generation)
+                    await self._wire.say_revoke(event)
+                elif isinstance(event, Assigned):
+                    await self._assign(event)
+
+    async def _assign(self, event: Assigned) -> None:
+        await self._reader.assign([(place, None) for place in event.partitions], may_be_gone=True)
+        await self._wire.say_assigned(event.generation)
+        self._told = event.generation
+        self.has_assigned.set()
+        if not self._unanswered and not self._has_left:
+            self._groups.sync(self._reader.group, self._reader.member, event.generation)
+
+    def revoked(self) -> None:
+        """Note that the client has given up what it was asked to."""
+        if not self._unanswered:
+            return
+        generation = self._unanswered.popleft()
+        group, member = self._reader.group, self._reader.member
+        self._groups.revoked(group, member, generation)
+        # The assignment of this generation may not be written yet; then the one that was told is older, and fenced.
+        if not self._unanswered and self._told > generation:
+            self._groups.sync(group, member, self._told)
+
+    def leave(self) -> None:
+        """End the member: nothing more is passed on."""
+        self._has_left = True
+        self._groups.leave(self._reader.group, self._reader.member)
+
+
+async def serve_until_one_ends(served: Iterable[Awaitable[Any]], *others: Awaitable[Any]) -> None:
+    """Run all these until those of `served` have ended, or one of `others` has. An error of any ends them all."""
+    beside, serving = ([asyncio.ensure_future(each) for each in some] for some in (others, served))
+    all_served = asyncio.gather(*serving)
+    try:
+        await asyncio.wait((*beside, all_served), return_when=asyncio.FIRST_COMPLETED)
+        for task in (*beside, all_served):
+            if task.done():
+                task.result()
+    finally:
+        for task in (*beside, *serving):
+            task.cancel()
+        await asyncio.gather(*beside, *serving, all_served, return_exceptions=True)
