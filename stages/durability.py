@@ -3,8 +3,10 @@
 Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines
+Invariant   Nothing of the WAL is shown before it is on disk. Records that were shown, or acknowledged, are never cut.
+            A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines
             has returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
+            Waiting blocks are stored only after the records that the WAL has under their seqs; these must be the same.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the
                                   start and appended again;
             after the fsync       they are read again and compared with what the WAL has under their seqs. They are not
@@ -12,13 +14,14 @@ Crash       before the fsync      the blocks are still in the ring: what the WAL
                                   records end the process: the block is of a ring that gave these seqs to other
                                   messages, and nothing of it has been stored;
             inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
-            fsync failed          the ring remembers it, the process ends, the next start uses a new segment (wal.py).
+            fsync failed          the ring remembers it, the process ends, the next start uses a new segment (wal.py);
+            inside the start      it may be cut off anywhere and starts again.
 Not covered A disk that lies about fdatasync.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,38 +29,53 @@ from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
 from kmq.broker.stage import OomKills, SlowSyncs, Stage, main, wait_for_ring
 from kmq.config.states import InForce
-from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
+from kmq.links import layout
 from kmq.links.fifo import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, remnant
+from kmq.log import checkpoint, dropped, identity, remnant, wal
 from kmq.log.segment import Limits
-from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal, last_numbered, torn_bytes
+from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 
 
 class Durability:
-    """The job: from `framed` through the WAL to `durable`."""
+    """The job: from `framed` through the WAL to `durable`. It is made once all of the WAL is on disk."""
 
-    def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
-        self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self._is_started = stage, False
+        self.wal = open_wal(stage, self._wait_for_room, self._count_sync)
+        self.framed = attach_framed(stage)
+        recover_wal(stage, self.wal, self.framed)
+        self.durable = open_durable(stage, self.wal, self.framed)
         self.acks = AckWriter(stage.acks)
-        self.syncs = SlowSyncs(stage.row)
+        self.syncs, self.sync_times = SlowSyncs(stage.row), stage.page.histogram("sync")
         self.admission = Admission(stage.settings, lambda: stage.row.bytes)
         self.in_force = InForce(stage.settings)
-        wal.limits = Limits.of(self.in_force.settings)
+        self.wal.limits = Limits.of(self.in_force.settings)
         self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
-        self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
+        self.clock = AgeClock(stage.row, self.wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
         self._postponed = self._has_more_due = False
-        wal.while_full = self._retain
-        wal.on_sync = stage.page.histogram("sync").observe
-        stage.row.last_record = wal.last_ts * 1000
+        self._is_started = True
+        stage.row.last_record = self.wal.last_ts * 1000
         self.oom_kills = OomKills(stage.row)
         self.roll_if_over()
         remnant.claim_spare(stage.settings.data)
+
+    def _wait_for_room(self, path: str) -> None:
+        """Make room while the disk is full, then wait; perhaps in the middle of an append."""
+        if self._is_started:
+            self._retain()
+        else:
+            remnant.release_spare(self.stage.settings.data)
+        self.stage.wait_for_room(path)
+
+    def _count_sync(self, seconds: float) -> None:
+        if self._is_started:
+            self.sync_times.observe(seconds)
 
     def turn(self) -> bool:
         """Commit all blocks that wait as one group; return False if there were none."""
@@ -185,53 +203,129 @@ class Durability:
         self.stage.beat()
 
 
-def run(stage: Stage) -> None:
-    """Promise: see the module. Settings → links → recover → loop → drain."""
+# --- the start -------------------------------------------------------------------------------------------------------
+
+
+def open_wal(stage: Stage, wait_for_room: Callable[[str], None], on_sync: Callable[[float], None]) -> Wal:
+    """Return the WAL, and log what was found wrong with it."""
     settings = stage.settings
-    directory = f"{settings.data}/append"
-    owner = stage.own(f"{directory}/.owner", f"WAL {directory}", traces=f"{directory}/*.log")
-    stage.state("recovering")
-    if identity.raise_version(settings.data, last_numbered(settings.data)[0] + 1):
+    if identity.raise_version(settings.data, wal.last_numbered(settings.data)[0] + 1):
         stage.log.info(
             "format_raised", to=identity.LABELLED, effect="releases before this one do not open the directory any more"
         )
-    unindexed = torn_bytes(settings.ring_bytes)
-    wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
-    for path in wal.restored:
+    unindexed = wal.torn_bytes(settings.ring_bytes)
+    log = Wal(settings.data, wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check, on_sync)
+    for path in log.restored:
         stage.log.warn("index_restored", file=path)
-    for err in wal.misplaced:
+    for err in log.misplaced:
         stage.log.error("damaged", file=err.path, reason=err)
         stage.row.found_damage()
-    if wal.cut_bytes:
-        stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
-    if wal.set_aside:
+    if log.cut_bytes:
+        stage.log.warn("torn_tail_cut", file=log.path, bytes=log.cut_bytes, last_seq=log.last_seq)
+    if log.set_aside:
         stage.log.warn(
-            "set_aside", file=f"{settings.data}/append.log", now=wal.set_aside, effect="the symlink is made again"
+            "set_aside", file=f"{settings.data}/append.log", now=log.set_aside, effect="the symlink is made again"
         )
+    return log
+
+
+def attach_framed(stage: Stage) -> RingReader:
     framed = stage.wait_for("ring framed, from the framer", partial(stage.attach_ring, "framed"))
     assert isinstance(framed, RingReader)
-    recover_wal(stage, wal, framed)
-    durable = stage.open_ring("durable", lambda: (wal.last_seq + 1, wal.last_ts))
-    if durable.last.next_seq > wal.last_seq + 1 and not framed.drops:
+    return framed
+
+
+def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
+    """Make everything in the WAL durable, so that the router and the producers may learn of it from here on."""
+    synced = framed.synced_seq
+    last_framed = framed.committed().next_seq - 1
+    if log.last_seq > last_framed:  # another instance has written here meanwhile: cut nothing
         raise CorruptError(
-            f"the WAL ends at seq {wal.last_seq}, but the ring {durable.path} has shown seq {durable.last.next_seq - 1}"
+            f"the WAL ends at seq {log.last_seq}, but the ring {framed.path} has numbered up to {last_framed} only:"
+            " it is older than the WAL; remove it while the broker is down"
         )
-    job = Durability(stage, framed, wal, durable)
-    stage.row.seq = wal.last_seq
-    stage.ready(last_seq=wal.last_seq)
+    waiting = framed.first_waiting_seq()
+    if dropped.without(log.last_seq + 1, waiting - 1, dropped.accounted(log.data)) and not framed.drops:
+        raise CorruptError(
+            f"the WAL ends at seq {log.last_seq}, but the ring goes on at {waiting}: the WAL was cut;"
+            " run kmq verify --repair, which restores it from the queues"
+        )
+    if synced is None:
+        log.rewrite_tail(wal.torn_bytes(framed.size))
+    elif log.last_seq > synced or framed.sync_failed:
+        # Records were appended that are not known to be on disk. Trust the ring rather than the page cache as long as
+        # the ring still has them. Keep what `durable` has been shown: under a lax KMQ_FSYNC that is more than is
+        # synced, and the router has it. Under drop_oldest `framed` may have only the end of these records, and the WAL
+        # only the first lines of a block that the ring has whole.
+        shown = layout.last_seq(stage.settings.instance, "durable", stage.ring_identity("durable"))
+        keep = max(synced, waiting - 1, shown)
+        if keep < log.last_seq or framed.sync_failed:
+            if framed.sync_failed and not stage.settings.fsync:
+                keep = synced  # else what the ring has released counts as acknowledged
+            stage.log.info("unsynced_cut", from_seq=keep + 1, to_seq=log.last_seq, new_segment=framed.sync_failed)
+            log.cut_after(keep)
+            if framed.sync_failed:
+                log.rewrite_after(synced)
+                log.roll()
+        else:
+            log.rewrite_tail(wal.torn_bytes(framed.size))
+    log.sync()
+    framed.set_synced(log.last_seq)
+    framed.sync_failed = False
+
+
+def open_durable(stage: Stage, log: Wal, framed: RingReader) -> RingWriter:
+    """Return the ring `durable`. Raises CorruptError if it has shown what the WAL does not have."""
+    durable = stage.open_ring("durable", lambda: (log.last_seq + 1, log.last_ts))
+    if durable.last.next_seq > log.last_seq + 1 and not framed.drops:
+        raise CorruptError(
+            f"the WAL ends at seq {log.last_seq}, but the ring {durable.path} has shown seq {durable.last.next_seq - 1}"
+        )
+    return durable
+
+
+def without_stored(log: Wal, framed: RingReader, blocks: list[Block]) -> list[Stored]:
+    """Return (lines, first seq, count, recv_ts) of what the WAL lacks; CorruptError if it has other records."""
+    last = log.last_seq
+    new: list[Stored] = []
+    for block in blocks:
+        data, first_seq = block.data, block.first_seq
+        if first_seq <= last:  # after a restart: stored before the ring was told so
+            until = min(block.last_seq, last)
+            stored = b"".join(wal.read(log.data, first_seq, until))
+            if stored.count(b"\n") != until - first_seq + 1 or data[: len(stored)] != stored:
+                raise CorruptError(
+                    f"the WAL {log.path} and the ring {framed.path} hold different records from seq {first_seq} on: run"
+                    " kmq verify --repair, and if it finds no damage remove the ring; what only the ring holds has not"
+                    " been acknowledged"
+                )
+            data, first_seq = data[len(stored) :], until + 1
+        if data:
+            new.append((data, first_seq, block.last_seq - first_seq + 1, block.recv_ts))
+    return new
+
+
+def run(stage: Stage) -> None:
+    """Promise: see the module. Settings → links → recover → loop → drain."""
+    directory = f"{stage.settings.data}/append"
+    owner = stage.own(f"{directory}/.owner", f"WAL {directory}", traces=f"{directory}/*.log")
+    stage.state("recovering")
+    job = Durability(stage)
+    stage.row.seq = job.wal.last_seq
+    stage.ready(last_seq=job.wal.last_seq)
 
     while True:
         busy = job.turn()
         stage.beat()
         if stage.stopping:
             stage.state("draining")
-            if not busy and framed.writer_is_gone():
+            if not busy and job.framed.writer_is_gone():
                 break
             stage.check()
-        framed.wait()  # returns at once if there is more
-    wal.close()
-    durable.close()
-    framed.close()
+        job.framed.wait()  # returns at once if there is more
+    job.wal.close()
+    job.durable.close()
+    job.framed.close()
     owner.release()
 
 

@@ -65,7 +65,7 @@ def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
         yield run
 
 
-def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
+def wait_for_quota(stage: Stage, admission: Admission, queues: Queues) -> None:
     """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
         queues.set_limits_early()  # a lower limit may make the room
@@ -111,7 +111,7 @@ def run(stage: Stage) -> None:
     assert isinstance(ring, RingReader)
     stage.wait_for("formats of the newest version, by durability", lambda: identity.is_newest(settings.data) or None)
     stage.state("recovering")
-    in_force = InForce(settings)
+    in_force, admission = InForce(settings), Admission(settings, lambda: stage.page.rows["durability"].bytes)
     queues = Queues(
         settings.data,
         stage.wait_for_room,
@@ -121,12 +121,12 @@ def run(stage: Stage) -> None:
         most_open=stage.most_files - files.OWN,
         are_recorded=True,
         damaged=Damaged(stage.row).note,
+        check=stage.check,
+        lacks_room=lambda: bool(admission.refusal()),
+        now_s=AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s,
+        before_topic=partial(wait_for_quota, stage, admission),
     )
-    queues.recover(ring.committed().next_seq - 1, stage.check)
-    queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
-    admission = Admission(settings, lambda: stage.page.rows["durability"].bytes)
-    queues.context.lacks_room = lambda: bool(admission.refusal())
-    queues.declarations.before_topic = partial(wait_for_quota, stage, queues, admission)
+    queues.recover(ring.committed().next_seq - 1)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=queues.count)
 

@@ -31,7 +31,7 @@ def write_data(
         topics.declare(data, name, partitions, partitioner="crc32")  # takes turns by single seqs, so all get records
     limits = Limits(segment_bytes=segment_bytes)
     wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
-    queues.recover(0, lambda: None)
+    queues.recover(0)
     made: list[Any] = [wal, queues, 1]
     append(made, lines, group)
     if not closed:

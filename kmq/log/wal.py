@@ -26,7 +26,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError, RetryError
@@ -118,19 +117,18 @@ class Wal:
         limits: Limits | None = None,
         fsync: float = 0.0,
         check: Callable[[], None] = lambda: None,
+        on_sync: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         """Open the WAL of `data`: cut a torn end, and write lost indexes again (`restored`; not of `misplaced`).
 
         `unindexed_bytes`: how many bytes at the end are searched for NULs; must cover at least one group commit.
         `fsync`: seconds between two syncs; 0: every commit; FOREVER: only at a roll and at the end.
-        `check` is called repeatedly while a missing index is rebuilt.
+        `wait_for_room` is called while the disk is full, also inside an append; it may call `retain`.
+        `check` is called repeatedly while a missing index is rebuilt, `on_sync` with the time that an fdatasync took.
         """
         self.data = data
         self.directory = f"{data}/append"
-        self._wait_outside = wait_for_room
-        # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
-        self.while_full: Callable[[], object] = partial(remnant.release_spare, data)
-        self.on_sync: Callable[[float], object] = lambda seconds: None  # called with the time that an fdatasync took
+        self._wait_for_room, self._on_sync = wait_for_room, on_sync
         self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
         self._synced_at = time.monotonic()
@@ -172,10 +170,6 @@ class Wal:
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
         self._first, self._first_ts = first, 0
-
-    def _wait_for_room(self, path: str) -> None:
-        self.while_full()
-        self._wait_outside(path)
 
     def _point_link(self, path: str, wait_for_room: WaitForRoom) -> None:
         # Sync the directory even if the file existed: the process that made it may have died before its own sync. Sync
@@ -251,7 +245,7 @@ class Wal:
         """Sync everything appended. On RetryError the process must end."""
         begun = time.monotonic()
         self._file.sync()
-        self.on_sync(time.monotonic() - begun)
+        self._on_sync(time.monotonic() - begun)
         self._index.flush()
         self.synced_seq, self._synced_at = self.last_seq, time.monotonic()
 

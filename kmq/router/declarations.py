@@ -33,9 +33,11 @@ from kmq.router.logs import Logs
 class Declarations:
     """Puts topics in force, and writes their declarations."""
 
-    def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs) -> None:
-        self._context, self._in_force, self._logs = context, in_force, logs
-        self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
+    def __init__(
+        self, context: Context, in_force: TopicsInForce, logs: Logs, before_topic: Callable[[], object]
+    ) -> None:
+        """Take the parts of the router. `before_topic` is called before a message makes a topic, and may wait."""
+        self._context, self._in_force, self._logs, self._before_topic = context, in_force, logs, before_topic
 
     def create(self, name: bytes, seq: int) -> Topic:
         """Make a topic that a message named: one partition, in force from that message on.
@@ -50,7 +52,7 @@ class Declarations:
         is_late = is_there and self._context.are_recorded and topic_changes.asks_to_create(data, topic.name)
         if is_there and not is_late:
             return self.adopt(topic.name, seq)
-        self.before_topic()
+        self._before_topic()
 
         def write() -> None:
             # Synced, because other topics depend on its from_seq, which cannot be guessed after a power cut; and because

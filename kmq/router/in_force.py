@@ -7,13 +7,11 @@ Invariant   `table` is always the same object, so the sorter may keep a referenc
 Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from kmq.errors import ConfigError
 from kmq.files import WaitForRoom, replace_file, with_room
-from kmq.log import deletions, identity, remnant, topic_changes, topics
+from kmq.log import deletions, identity, topic_changes, topics
 from kmq.log.damage import DamageError
 from kmq.log.partition import State
 from kmq.log.segment import Limits
@@ -25,7 +23,7 @@ class Context:
     """What all parts of the router share, so that no part needs another part just to wait or to log."""
 
     __slots__ = (
-        *("are_recorded", "check", "damaged", "data", "lacks_room", "logger", "make_room", "now_s"),
+        *("_make_room", "are_recorded", "check", "damaged", "data", "lacks_room", "logger", "now_s"),
         *("wait_outside", "wal_is_synced"),
     )
 
@@ -37,19 +35,19 @@ class Context:
         wal_is_synced: bool,
         are_recorded: bool,
         damaged: Callable[[DamageError], object],
+        check: Callable[[], None],
+        lacks_room: Callable[[], bool],
+        now_s: Callable[[], float],
+        make_room: Callable[[], object],
     ) -> None:
-        """Take what the stage gives. See Queues."""
+        """Take what the stage gives, see Queues; and `make_room`, which is called while the disk is full."""
         self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
         self.wait_outside, self.are_recorded, self.damaged = wait_for_room, are_recorded, damaged
-        # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
-        self.make_room: Callable[[], object] = partial(remnant.release_spare, data)
-        self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
-        self.lacks_room: Callable[[], bool] = lambda: False  # is the disk or the quota full? The stage knows
-        self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (kmq/broker/clock.py)
+        self.check, self.lacks_room, self.now_s, self._make_room = check, lacks_room, now_s, make_room
 
     def wait_for_room(self, path: str) -> None:
         """Make room, then wait, because the disk is full; perhaps in the middle of an append."""
-        self.make_room()
+        self._make_room()
         self.wait_outside(path)
 
     def replace(self, path: str, content: bytes) -> None:

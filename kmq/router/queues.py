@@ -212,19 +212,37 @@ class Queues:
         most_open: int = MAX_OPEN,
         are_recorded: bool = False,
         damaged: Callable[[DamageError], object] = lambda err: None,
+        check: Callable[[], None] = lambda: None,
+        lacks_room: Callable[[], bool] = lambda: False,
+        now_s: Callable[[], float] = time.time,
+        before_topic: "Callable[[Queues], object]" = lambda queues: None,
     ) -> None:
         """Join the parts of the router. `recover` must be called before anything is routed.
 
         `wal_is_synced`: False if the WAL may show records that are not on disk; then each checkpoint syncs the WAL
         first, because it must never be ahead of the WAL. `most_open`: maximum of open logs. `are_recorded`: changes of
         topics come as records; without a framer they are carried out as they are asked. `damaged` is called with damage
-        that is met.
+        that is met, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
+        `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
+        wait, and make room meanwhile.
         """
-        context = self.context = Context(data, wait_for_room, log, wal_is_synced, are_recorded, damaged)
+        context = self.context = Context(
+            data,
+            wait_for_room,
+            log,
+            wal_is_synced,
+            are_recorded,
+            damaged,
+            check,
+            lacks_room,
+            now_s,
+            make_room=self.make_room,
+        )
+        self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
         logs = self.logs = Logs(context, in_force, most_open)
-        self.declarations = Declarations(context, in_force, logs)
+        self.declarations = Declarations(context, in_force, logs, self._wait_before_topic)
         self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
         self.retention = Retention(context, in_force, logs, self.checkpoints)
@@ -257,9 +275,8 @@ class Queues:
         """Return True while a checkpoint is written or waits for room."""
         return self.checkpoints.is_busy
 
-    def recover(self, high: int, check: Callable[[], None]) -> None:
-        """Complete every log from the WAL, up to the durable seq `high`. `check` is called during all long work."""
-        self.context.check = check
+    def recover(self, high: int) -> None:
+        """Complete every log from the WAL, up to the durable seq `high`."""
         self.changes.finish_deletions()
         recovery = Recovery(self.context, self.in_force, self.logs, self.declarations, self.checkpoints)
         replay_from = recovery.run(high)
@@ -267,7 +284,7 @@ class Queues:
         self.sorter.sorted_seq = replay_from - 1
         self.replay(replay_from, high)
         self.adopt_declarations()
-        self.context.make_room = self._make_room
+        self._is_recovered = True
 
     def route(self, blocks: list[Block]) -> int:
         """Append consecutive blocks, all after sorted_seq, to their partition logs; return the bytes written.
@@ -327,12 +344,16 @@ class Queues:
 
     def make_room(self) -> None:
         """Delete what retention may delete. May be called in the middle of any other method."""
-        self.context.make_room()
-
-    def _make_room(self) -> None:
+        if not self._is_recovered:  # retention must not delete anything before all logs are known
+            remnant.release_spare(self.context.data)
+            return
         self.retention.make_room()
         while self.changes.sweep():
             self.context.check()
+
+    def _wait_before_topic(self) -> None:
+        if self._is_recovered:
+            self._before_topic(self)
 
     def sweep(self) -> bool:
         """Remove some files of deleted topics; return True if more are left."""

@@ -60,7 +60,6 @@ UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
 )
 FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/producers.py"
 SOURCE, UNIT_SOURCE = "kmq/framing/parser.py", "tests/unit/test_source.py"
-DURABILITY_START = "kmq/durability/recovery.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/dedupe.py", "kmq/framing/recovery.py", "kmq/links/fifo.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
@@ -246,7 +245,7 @@ MUTANTS = [
     ),
     Mutant(
         "durability: no seq check against the WAL",
-        [(DURABILITY_START, "        if first_seq <= last:", "        if False:")],
+        [(DURABILITY, "        if first_seq <= last:", "        if False:")],
         [crash("durability"), KILLS],
     ),
     Mutant(
@@ -476,7 +475,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start goes on after the first lines of a block that the ring has whole",
-        [(DURABILITY_START, "        if keep < log.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
+        [(DURABILITY, "        if keep < log.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
         [WRITES],
     ),
     Mutant(
@@ -491,7 +490,7 @@ MUTANTS = [
     ),
     Mutant(
         "after a failed fdatasync the same segment goes on",
-        [(DURABILITY_START, "                log.roll()\n", "                pass\n")],
+        [(DURABILITY, "                log.roll()\n", "                pass\n")],
         [FSYNC],
     ),
     Mutant(
@@ -506,7 +505,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a ring shows again is not compared with the WAL",
-        [(DURABILITY_START, " or data[: len(stored)] != stored:", ":")],
+        [(DURABILITY, " or data[: len(stored)] != stored:", ":")],
         [REMOVED],
     ),
     Mutant(

@@ -53,7 +53,7 @@ def from_the_wal(data: Path) -> dict[str, bytes | str]:
     for name in ("id", "lineage", "format"):
         shutil.copy(data / name, again / name)
     queues = Queues(str(again), no_room, FakeLogger(), are_recorded=True)
-    queues.recover(wal.last_numbered(str(again))[0], lambda: None)
+    queues.recover(wal.last_numbered(str(again))[0])
     queues.close()
     return content(again)
 

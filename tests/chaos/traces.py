@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-TRACED = ("/kmq/files.py", "/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/durability/", "/kmq/router/", "/stages/")
+TRACED = ("/kmq/files.py", "/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/router/", "/stages/")
 
 
 class Point(NamedTuple):

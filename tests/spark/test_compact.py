@@ -210,7 +210,7 @@ def test_the_router_installs_while_it_goes_on_and_its_next_start_finds_everythin
     queues.close()
     lock.release()
     again = Queues(data, queues.context.wait_for_room, queues.context.logger, queues.in_force.default_limits)
-    again.recover(1000, lambda: None)
+    again.recover(1000)
     assert again.logs.states["users", 0].values() == queues.logs.states["users", 0].values()
     assert records(data) == after and damages(data) == []
 

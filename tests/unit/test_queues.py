@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def open_queues(data, high, limits=None, log=None, check=lambda: None):
-    made = Queues(data, no_room, log or FakeLogger(), limits)
-    made.recover(high, check)
+    made = Queues(data, no_room, log or FakeLogger(), limits, check=check)
+    made.recover(high)
     return made
 
 
@@ -500,9 +500,7 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
         return filled
 
     monkeypatch.setattr(Recovery, "_fill", counted)
-    again = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=2000))
-    again.recover(400, lambda: signs.append(None))
-    again.close()
+    open_queues(data, 400, Limits(segment_bytes=2000), check=lambda: signs.append(None)).close()
     before, after = before_and_after
     assert after - before >= 2 * (lost.size // 250)  # read twice: to count, and to copy
     assert b"".join(files(data)[name] for name in sorted(files(data))) == b"".join(stored(lines))
@@ -522,9 +520,7 @@ def test_indexes_that_are_made_anew_give_signs_of_life(data):
     assert len(signs) >= pieces > 2
     signs.clear()
     os.unlink(segment.index_path(f"{data}/topics/t/0/{segment.name(0)}"))
-    again = Queues(data, no_room, FakeLogger())
-    again.recover(3000, lambda: signs.append(None))
-    again.close()
+    open_queues(data, 3000, check=lambda: signs.append(None)).close()
     assert len(signs) >= pieces
 
 

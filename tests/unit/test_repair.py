@@ -38,7 +38,7 @@ def original(tmp_path_factory):
     rng = random.Random(1)
     lines = [b"%b|%d|%d|%b" % (rng.choice(KEYS), n, n, b"x" * rng.randrange(90)) for n in range(900)]
     wal, queues = Wal(data, no_room, 1 << 20, LIMITS), Queues(data, no_room, FakeLogger(), LIMITS)
-    queues.recover(0, lambda: None)
+    queues.recover(0)
     for at in range(0, len(lines), 7):
         made = block(lines[at : at + 7], at + 1)
         wal.append([(made.data, at + 1, made.count, FIRST_TS + at)])
@@ -130,7 +130,7 @@ def go_on(data):
     """A broker starts on what is there, and takes another 100 messages."""
     wal = Wal(data, no_room, 1 << 20, LIMITS)
     queues = Queues(data, no_room, FakeLogger(), LIMITS)
-    queues.recover(wal.last_seq, lambda: None)
+    queues.recover(wal.last_seq)
     at = wal.last_seq
     more = block([b"%b|%d|%d|more" % (KEYS[n % len(KEYS)], n, n) for n in range(100)], at + 1)
     wal.append([(more.data, at + 1, more.count, FIRST_TS + at)])

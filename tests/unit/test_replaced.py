@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 def queues_of(data, high):
     queues = Queues(data, no_room, FakeLogger(), LIMITS)
-    queues.recover(high, lambda: None)
+    queues.recover(high)
     return queues
 
 

@@ -30,9 +30,9 @@ BLOCK_BYTES = 256  # of the index, see small_blocks
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-def open_queues(data, high=400, limits=KEEP, log=None):
-    made = Queues(data, no_room, log or FakeLogger(), limits)
-    made.recover(high, lambda: None)
+def open_queues(data, high=400, limits=KEEP, log=None, wait_for_room=no_room, **given):
+    made = Queues(data, wait_for_room, log or FakeLogger(), limits, **given)
+    made.recover(high)
     return made
 
 
@@ -176,11 +176,12 @@ def test_the_active_segment_stays_while_it_is_within_its_limits(data):
 
 def test_an_active_segment_larger_than_its_log_may_be_goes_while_the_disk_is_full(data):
     write_wal(data, LINES[:40]).close()
-    made = open_queues(data, 0, Limits(retention_bytes=150))
+    lacks_room = []
+    made = open_queues(data, 0, Limits(retention_bytes=150), lacks_room=lambda: bool(lacks_room))
     route(made, LINES[:40], 1)
     settle(made)
     assert content(data) == b"".join(stored(LINES[:40]))
-    made.context.lacks_room = lambda: True
+    lacks_room.append(True)
     settle(made)
     assert content(data) == stored(LINES)[39] and not damage_of_queues(data)
     route(made, LINES[40:42], 41)
@@ -204,9 +205,7 @@ def idle(data, why, log=None):
     route(wide, LINES[:40], 1)
     wide.close()
     limits, later_s = IDLE[why]
-    made = open_queues(data, 40, limits, log)
-    made.context.now_s = lambda: time.time() + later_s
-    return made
+    return open_queues(data, 40, limits, log, now_s=lambda: time.time() + later_s)
 
 
 @pytest.mark.parametrize("why", IDLE)
@@ -293,8 +292,6 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
     made = open_queues(data, 0, NEVER)
     route(made, lines[:300], 1)
     made.close()
-    made = open_queues(data, 300, KEEP)
-    assert segments_of(data)[0].first == 0
     image, real, refusals = str(tmp_path / "image"), files.write_some, iter([False, True])
 
     def full_once(fd, buffers):
@@ -308,7 +305,8 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
         assert segments_of(data)[0].first > 0, "retention has made room"
         shutil.copytree(data, image, symlinks=True)
 
-    made.context.wait_outside = waited
+    made = open_queues(data, 300, KEEP, wait_for_room=waited)
+    assert segments_of(data)[0].first == 0
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_some", full_once)
         route(made, lines[300:], 301)
@@ -452,7 +450,7 @@ def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data
         fsync(fd)
 
     made = Queues(data, no_room, FakeLogger(), NEVER, wal_is_synced=False)
-    made.recover(400, lambda: None)
+    made.recover(400)
     monkeypatch.setattr(os, "fsync", note)
     made.close()
     log, saved = f"{data}/append/{segment.name(1)}", f"{data}/router.ckpt.new"
@@ -472,8 +470,9 @@ def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monk
 def test_a_checkpoint_that_waits_for_room_waits_only(data, monkeypatch):
     waits, real, refusals = [], checkpoint.replace_file, iter([True])
     made = Queues(data, waits.append, FakeLogger(), NEVER)
-    made.recover(0, lambda: None)
-    made.context.make_room = lambda: waits.append("made room")  # that changes logs, which belong to another thread
+    made.recover(0)
+    # it changes logs, which belong to another thread
+    monkeypatch.setattr(made.retention, "make_room", lambda: waits.append("made room"))
 
     def full_once(path, content):
         if path.endswith("router.ckpt") and next(refusals, False):

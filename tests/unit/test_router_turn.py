@@ -26,7 +26,7 @@ def test_a_gap_behind_any_block_of_a_turn_is_read_from_the_wal(data, rings, show
     """Durability was killed before it showed what it had stored, and drop_oldest took it from the ring in front."""
     write_wal(data, LINES).close()
     queues = Queues(data, no_room, FakeLogger())
-    queues.recover(routed, lambda: None)
+    queues.recover(routed)
     writer, ring = rings()
     for first_seq, last_seq in shown:
         push(writer, first_seq, last_seq)

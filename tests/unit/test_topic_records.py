@@ -137,10 +137,10 @@ def stored(data, *changes):
     return blocks
 
 
-def started(data, high=0):
+def started(data, high=0, lacks_room=lambda: False):
     """The queues of a router that is up."""
-    queues = Queues(data, no_room, FakeLogger(), are_recorded=True)
-    queues.recover(high, lambda: None)
+    queues = Queues(data, no_room, FakeLogger(), are_recorded=True, lacks_room=lacks_room)
+    queues.recover(high)
     return queues
 
 
@@ -303,8 +303,7 @@ def test_thousands_of_new_topics_cost_no_look_at_all_others(data, monkeypatch):
 
 
 def test_a_lower_limit_of_a_topic_that_is_only_declared_waits_for_its_declaration(data):
-    queues = started(data)
-    queues.context.lacks_room = lambda: True
+    queues = started(data, lacks_room=lambda: True)
     topics.declare(data, "nova", 4)
     topic_changes.submit(data, topic_changes.SET, "nova", {"retention_bytes": "1MiB"})
     queues.tick()
@@ -315,7 +314,7 @@ def test_a_lower_limit_of_a_topic_that_is_only_declared_waits_for_its_declaratio
 def test_retention_keeps_the_records_of_changes(data):
     changed(data, *CHANGES)
     queues = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=300, retention_bytes=400))
-    queues.recover(len(CHANGES), lambda: None)
+    queues.recover(len(CHANGES))
     for _ in range(3):
         queues.tick()
         queues.settle()
@@ -327,11 +326,12 @@ def test_retention_keeps_the_records_of_changes(data):
 
 def test_a_lower_limit_is_in_force_before_its_record_while_there_is_no_room_for_that(data):
     changed(data, *CHANGES)
-    queues = started(data, len(CHANGES))
+    lacks_room = []
+    queues = started(data, len(CHANGES), lambda: bool(lacks_room))
     topic_changes.submit(data, topic_changes.SET, "orders", {"retention_bytes": "1MiB"})
     queues.tick()
     assert topics.read(data, "orders").limits == LIMITS
-    queues.context.lacks_room = lambda: True
+    lacks_room.append(True)
     queues.tick()
     queues.tick()
     assert topics.read(data, "orders").limits == LIMITS | {"retention_bytes": "1MiB"}

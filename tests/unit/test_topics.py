@@ -50,7 +50,7 @@ def test_a_file_without_its_text_is_made_good_from_the_partitions_there(data, te
 
 def adopt(data, log=None):
     made = Queues(data, no_room, log or FakeLogger())
-    made.recover(0, lambda: None)
+    made.recover(0)
     return made
 
 

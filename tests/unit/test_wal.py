@@ -377,8 +377,12 @@ def test_a_segment_that_has_no_room_to_be_sealed_goes_on_as_it_is(data, monkeypa
 def test_what_waits_for_room_lets_retention_make_it(data, monkeypatch):
     roll_every(data, 100).close()
     waited = []
-    log = Wal(data, waited.append, 1 << 20, Limits(retention_bytes=1))
-    log.while_full = lambda: log.retain(lambda: 1000, time.time())
+
+    def wait_for_room(path):
+        log.retain(lambda: 1000, time.time())
+        waited.append(path)
+
+    log = Wal(data, wait_for_room, 1 << 20, Limits(retention_bytes=1))
     real, refusals = files.write_some, iter([True])
 
     def full_once(fd, buffers):

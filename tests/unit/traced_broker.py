@@ -29,7 +29,7 @@ class Broker:
     def start(self) -> None:
         self.log = FakeLogger()
         self.queues = Queues(self.data, no_room, self.log)
-        self.queues.recover(self.seq - 1, lambda: None)
+        self.queues.recover(self.seq - 1)
 
     def send(self, *lines: bytes) -> None:
         made = block(list(lines), self.seq)

@@ -1,1 +1,0 @@
-"""The back room of the durability stage."""
