@@ -269,7 +269,7 @@ def check(run: Run) -> Findings:
 
 def note(found: Findings, run: Run, line: bytes) -> None:
     """Take a record that is where it belongs into the figures, if it is of this run."""
-    seq, _, routing_key, _, id, payload = line[:-1].split(b"|", 5)
+    seq, _, routing_key, _, id, payload = record.fields(line[:-1])
     if routing_key == record.MALFORMED and b"|%b-" % run.id in payload[:1024]:
         found.cut.append(sha256(payload).digest())
     elif not id.startswith(run.id + b"-"):

@@ -79,6 +79,7 @@ _MOST_NAMES = 64  # of one partition: how many selections may each have left out
 _NAME_BYTES, _DIGITS = 64, 16
 _NAMES = "dlq-"  # begins each name under which letters go back
 _CLAIM = b";p=" + _NAMES.encode()
+# hot loop: one search for all lines of a block
 _WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(dlq-[^;|\n]+)", re.MULTILINE)
 _REPLAY_BYTES = 1 << 20  # sent at once: each block waits for its replies
 

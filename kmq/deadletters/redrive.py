@@ -107,7 +107,7 @@ def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = Tru
 
 def as_sent(line: bytes, new_key: bytes, number: int = 0) -> bytes:
     """Return a stored line as it is sent again, with its newline. A `number` becomes its id, to store it once."""
-    seq, _, _, ts, id, payload = line.split(b"|", 5)
+    seq, _, _, ts, id, payload = record.fields(line)
     letter = parse_letter(line)
     if letter is not None:
         id = b";".join([b"%d" % number if number else id.split(b";")[0], *letters.headers_back(id, letter)])

@@ -47,6 +47,7 @@ _DEAD = record.MALFORMED.partition(b".")[0]
 _CHANGES = topic_changes.TOPIC.encode()  # the framer's own topic does not count
 _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
 _KEYS = re.compile(rb"\n([^|\n]+)")
+# hot loop: one search for all lines
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
 _STORED_KEYS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([^|\n]+)")
 _FEW = 32  # most names in the pattern: it tries them one by one
@@ -177,7 +178,7 @@ class Catalog(AnyTopic):
 
     def absorb(self, lines: bytes) -> None:
         """Count the topics of numbered records, which may not have been made yet."""
-        last_seq = int(lines[lines.rfind(b"\n", 0, -1) + 1 :].partition(b"|")[0])
+        last_seq = record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :])
         labels = set(_STORED_LABELS.findall(lines))
         if b".@" in lines:
             labels |= {mark.topic for key in _STORED_KEYS.findall(lines) if (mark := record.marked(key)) is not None}

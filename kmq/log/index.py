@@ -183,6 +183,7 @@ def _first_fields(data: Buffer, at: int) -> list[bytes]:
         head = bytes(data[at : at + _HEAD_BYTES])
         record_at = at + len(head) - len(head.lstrip(b"\n"))
         if record_at == at:
+            # hot loop: record.stamp would parse the time, which the index takes as it is stored
             return head.split(b"|", 2) if head else [b"0", b"0.000000"]
         at = record_at
 

@@ -102,7 +102,7 @@ def _disorder(first: int, last: int, before: Segment | None, after: Segment | No
         return f"begins with seq {first}, but the segment before it ends with seq {seq}"
     if after is not None:
         with open(after.path, "rb") as file:
-            seq = segment.stamp(file.read(64).lstrip(b"\n"))[0]
+            seq = record.stamp(file.read(64).lstrip(b"\n"))[0]
         if 0 < seq <= last:
             return f"ends with seq {last}, but the segment after it begins with seq {seq}"
     return ""

@@ -22,6 +22,7 @@ from kmq.log import reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before, line_end
 from kmq.log.segment import Limits, Segment, count_lines
+from kmq.message import record
 
 
 class State:
@@ -138,7 +139,7 @@ class PartitionLog:
         expected = self.state.active_bytes
         if self._file.size != expected:  # changed while it was closed; an append would hide the gap for ever
             raise RetryError(f"{path}: changed by another process (expected {expected} bytes)")
-        self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
+        self._first_ts = record.stamp(os.pread(self._file.fd, 64, 0))[1]
         with_room(path, self._wait_for_room, lambda: self._point_link(path))
         if self._index is None:
             try:  # an append would give the damage a valid crc
@@ -188,7 +189,7 @@ class PartitionLog:
             raise RetryError(f"{self.path}: changed by another process (expected {self._file.size} bytes)")
         written = len(data)
         dense = last_seq - first_seq + 1 == count
-        next_ts = segment.stamp(data)[1]
+        next_ts = record.stamp(data)[1]
         while True:
             if self._limits.is_full(self._file.size, self._first_ts, next_ts):
                 self.roll()
@@ -201,7 +202,7 @@ class PartitionLog:
             lines = bytes(data[:end]).count(b"\n")
             self._write(data[:end], lines, first_seq if dense else 0, next_ts)
             data, count = data[end:], count - lines
-            first_seq, next_ts = segment.stamp(data)
+            first_seq, next_ts = record.stamp(data)
             state.last_seq = first_seq - 1  # an upper bound: the seqs written so far are lower
         self._write(data, count, first_seq if dense else 0, next_ts)
         state.last_seq = last_seq

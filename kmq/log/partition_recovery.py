@@ -164,7 +164,7 @@ def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
 
 def _first_seq(of: Segment) -> int:
     with open(of.path, "rb") as file:
-        return segment.stamp(file.read(64))[0]
+        return record.stamp(file.read(64))[0]
 
 
 def _check_order(later: Segment, before: int) -> None:

@@ -22,7 +22,6 @@ from kmq.files import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.message import record
 
-_STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"
 DELETE_RETENTION_S = 86400.0
 _RETENTION = ("retention_age", "retention_bytes")
@@ -89,15 +88,6 @@ def last_seq(of: Segment) -> int:
     with open(of.path, "rb") as file:
         tail = find_tail(file.fileno(), of.size, is_stored)
     return record.seq_of(tail.last) if tail.last else 0
-
-
-def stamp(data: bytes | memoryview) -> tuple[int, int]:
-    """Return (seq, recv_ts in µs) of the first line of `data`; (0, 0) if there is none."""
-    fields = bytes(data[:_STAMP_BYTES]).split(b"|", 2)
-    try:
-        return int(fields[0]), record.parse_ts(fields[1])
-    except (ValueError, IndexError):
-        return 0, 0
 
 
 def _cleanup(text: str) -> str:
@@ -263,6 +253,7 @@ def is_stored(line: bytes) -> bool:
 
 def seqs_of(lines: bytes) -> list[int]:
     """Return the seqs of whole stored lines, without the records that compaction removed."""
+    # hot loop: record.seq_of, without the call
     return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
 
 

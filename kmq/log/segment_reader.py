@@ -242,7 +242,7 @@ class SegmentReader:
     def first_record(self) -> FirstRecord | None:
         """Return the first record; None if it cannot be read."""
         head = os.pread(self.fd, _HEAD, 0)
-        fields = head.lstrip(b"\n").split(b"|", 3)
+        fields = head.lstrip(b"\n").split(b"|", 3)  # not record.fields: its line may end behind the head
         is_torn = len(fields) == 3 and len(head) < _HEAD
         if len(fields) < 3 or is_torn or not fields[0].isdigit():
             return None
@@ -272,8 +272,8 @@ class SegmentReader:
         """Return what `fault` returns, but do not count the records."""
         if zlib.crc32(data) != entry.crc:
             return "crc mismatch"
-        head = bytes(data[:64])
-        fields = head.split(b"|", 2)
+        head = bytes(data[: record.STAMP_BYTES])
+        fields = head.split(b"|", 2)  # hot loop: record.stamp would parse the time
         if head[:1] != b"\n" and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
             return "the index line describes another record"
         return ""
@@ -391,12 +391,10 @@ class SegmentReader:
             data = os.pread(self.fd, 4096, position)
             line = data.lstrip(b"\n")
             if line:
-                if len(line) <= 64:
-                    line = os.pread(self.fd, 64, position + len(data) - len(line))
-                fields = line.split(b"|", 2)
-                with contextlib.suppress(ValueError, IndexError):
-                    return int(fields[0]), record.parse_ts(fields[1])
-                return None
+                if len(line) <= record.STAMP_BYTES:
+                    line = os.pread(self.fd, record.STAMP_BYTES, position + len(data) - len(line))
+                stamp = record.stamp(line)
+                return stamp if stamp[0] else None
             position += len(data)
         return None
 

@@ -87,14 +87,14 @@ def encode(change: Change, now: bytes) -> bytes:
 
 def decode(line: bytes) -> Change:
     """Return the change in a stored record. Raises ValueError if it is none."""
-    seq, ts, key, _, id_field, payload = line.rstrip(b"\n").split(b"|", 5)
-    verb, topic, *words = payload.decode("ascii").split(" ")
+    stored = record.fields(line.rstrip(b"\n"))
+    verb, topic, *words = stored.payload.decode("ascii").split(" ")
     pairs = [word.partition("=") for word in words]
     values = {_unquote(name): _unquote(text) for name, _, text in pairs}
-    if key != KEY or verb not in VERBS or not record.is_topic_name(topic) or "incarnation" not in values:
-        raise ValueError(f"{payload[:80]!r}: is no change of a topic")
-    incarnation, request = int(values.pop("incarnation")), id_field.partition(b";request=")[2].decode("ascii")
-    return Change(verb, topic, incarnation, values, request, int(seq), ts.decode("ascii"))
+    if stored.routing_key != KEY or verb not in VERBS or not record.is_topic_name(topic) or "incarnation" not in values:
+        raise ValueError(f"{stored.payload[:80]!r}: is no change of a topic")
+    incarnation, request = int(values.pop("incarnation")), stored.id.partition(b";request=")[2].decode("ascii")
+    return Change(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
 
 
 def parts(lines: bytes) -> Iterator[tuple[bytes, bool]]:

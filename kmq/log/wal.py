@@ -92,7 +92,7 @@ def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         tail = find_tail(fd, os.fstat(fd).st_size, is_stored)
-        return segment.stamp(os.pread(fd, 64, 0))[0], record.parse_stored(tail.last)
+        return record.stamp(os.pread(fd, 64, 0))[0], record.parse_stored(tail.last)
     finally:
         os.close(fd)
 
@@ -145,7 +145,7 @@ class Wal:
         self._cut_tail(unindexed_bytes)
         self.last_seq, self.last_ts = last_stored(data)
         self.synced_seq = 0  # not known yet
-        self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
+        self._first_ts = record.stamp(os.pread(self._file.fd, 64, 0))[1]
         self._index.resume(self._file.fd, self._file.size, active.first, check)
 
     def _restore_indexes(

@@ -50,7 +50,7 @@ def letter_id(message: Message, group: str) -> str:
 
 def format_letter(message: Message, dlq: str, failure: Failure, max_payload: int | None = None) -> bytes:
     """Return the line of a dead letter. `max_payload`: cut the payload to so many bytes."""
-    _, _, _, ts, field, payload = message.line.split(b"|", 5)
+    _, _, _, ts, field, payload = record.fields(message.line)
     _, semicolon, headers = field.partition(b";")
     kept = _OLD.sub(b"", semicolon + headers)
     values = (
@@ -111,7 +111,7 @@ def parse_letter(line: bytes) -> Letter | None:
     """Return what a stored line says as a dead letter; None if it is none."""
     if b";origin_topic=" not in line and b";from=" not in line:
         return None
-    _, _, routing_key, _, field, payload = line.split(b"|", 5)
+    _, _, routing_key, _, field, payload = record.fields(line)
     headers = stored_headers(field)
     origin = _origin(headers, routing_key)
     if origin is None:
@@ -135,7 +135,7 @@ def parse_letter(line: bytes) -> Letter | None:
 def why_dead(line: bytes) -> str:
     """Return why a stored line is where dead letters are, in one line: as its letter says, else its header `reason`."""
     letter = parse_letter(line)
-    reason = "" if letter else stored_headers(line.split(b"|", 5)[4]).get("reason", "")
+    reason = "" if letter else stored_headers(record.fields(line).id).get("reason", "")
     return " ".join((letter.why if letter else reason or "(it says nothing about an origin)").split())
 
 

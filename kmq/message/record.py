@@ -296,6 +296,50 @@ def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
     return b"".join(parts), added
 
 
+# --- the fields of a line --------------------------------------------------------------------------------------------
+# Hot loops cut out the field they need themselves, and say so: a named tuple of six fields costs half a microsecond.
+
+STAMP_BYTES = 64  # a seq and a time are shorter
+
+
+class Fields(namedtuple("Fields", ("seq", "recv_ts", "routing_key", "producer_ts", "id", "payload"))):
+    """The fields of a stored line, as stored; the headers belong to `id`."""
+
+    __slots__ = ()
+
+    @property
+    def line(self) -> bytes:
+        return b"|".join(self)
+
+
+class SentFields(namedtuple("SentFields", ("routing_key", "producer_ts", "id", "payload"))):
+    """The fields of a line as it is sent; the headers belong to `id`."""
+
+    __slots__ = ()
+
+
+def fields(line: bytes) -> Fields:
+    """Return the fields of a stored line, without newline. Raises ValueError if it is not a stored line."""
+    found = line.split(b"|", 5)
+    if len(found) < 6:
+        raise ValueError(f"{line[:80]!r}: not a stored line")
+    return Fields(*found)
+
+
+def sent_fields(line: bytes) -> SentFields:
+    """Return the fields of a line as it is sent; those that are missing at its end are empty."""
+    return SentFields(*padded(line).split(b"|", 3))
+
+
+def stamp(data: bytes | memoryview) -> tuple[int, int]:
+    """Return (seq, recv_ts in µs) of the stored line that `data` begins with; (0, 0) if it begins with anything else."""
+    found = bytes(data[:STAMP_BYTES]).split(b"|", 2)
+    try:
+        return int(found[0]), parse_ts(found[1])
+    except (ValueError, IndexError):
+        return 0, 0
+
+
 def routing_key_of(line: bytes) -> bytes:
     """Return the routing key of a stored line."""
     return line.split(b"|", 3)[2]

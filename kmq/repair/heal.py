@@ -291,7 +291,7 @@ class QueueHealer:
             for block in reader.read(self.data, first, last):
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    route = routing.resolve(self.table, line.split(b"|", 3)[2], seq)
+                    route = routing.resolve(self.table, record.routing_key_of(line), seq)
                     if route.topic == self.topic.name.encode() and self.topic.partition_of(route, seq) == self.number:
                         records[seq] = line + b"\n"
         return records
@@ -460,7 +460,7 @@ class Conflicts:
             queued, logged = reader.partition(self.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
             assert queued is not None and logged is not None  # they were compared
             line = _marked(queued.line, topic, partition)
-            is_theirs = _place(table, line) == at and queued.line.split(b"|", 3)[2].startswith(topic.encode())
+            is_theirs = _place(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
             if seq in kept or not is_theirs or self._is_in_its_queue(queued.line):
                 doubled[at].append(difference)
             else:
@@ -535,7 +535,8 @@ class Conflicts:
             return []
         seq, recv_ts = wal.last_numbered(self.data)
         stamp = record.format_ts(recv_ts)
-        renumbered = [b"%d|%b|%b\n" % (seq + n, stamp, line.split(b"|", 2)[2]) for n, line in enumerate(lines, 1)]
+        moved = (record.fields(line)._replace(seq=b"%d" % (seq + n), recv_ts=stamp) for n, line in enumerate(lines, 1))
+        renumbered = [each.line + b"\n" for each in moved]
         path = segment.listing(f"{self.data}/append")[-1][1]
         scan = self.rewriter.scans.of_segment(path, by_seq=True)
         end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
@@ -555,10 +556,10 @@ def _place(table: routing.Table, line: bytes) -> At | None:
 
 def _marked(line: bytes, topic: str, partition: int) -> bytes:
     """Return a stored line with a routing key that leads to this partition, whatever its key is."""
-    seq, recv_ts, routing_key, rest = line.split(b"|", 3)
-    key = routing.key_behind(topic.encode(), routing_key)
+    fields = record.fields(line)
+    key = routing.key_behind(topic.encode(), fields.routing_key)
     mark = b"%b.@%d" % (topic.encode(), partition) + (b"" if key is None else b"." + key)
-    return b"|".join((seq, recv_ts, mark, rest))
+    return fields._replace(routing_key=mark).line
 
 
 # --- the order of healing --------------------------------------------------------------------------------------------

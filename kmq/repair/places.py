@@ -23,6 +23,7 @@ from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
 from kmq.log.partition import EMPTY, directory_of
 from kmq.log.segment import Segment
 from kmq.log.segment_reader import SegmentReader
+from kmq.message import record
 from kmq.repair.directory import Directory, Quarantine
 from kmq.repair.scan import claimed
 
@@ -105,8 +106,8 @@ class Locator:
 
     def _other_index_of(self, path: str) -> str:
         with open(path, "rb") as file:
-            fields = file.read(64).lstrip(b"\n").split(b"|", 2)
-        candidates = self._indexes.get(fields[1], []) if len(fields) == 3 else []
+            stamp = record.stamp(file.read(record.STAMP_BYTES).lstrip(b"\n"))
+        candidates = self._indexes.get(record.format_ts(stamp[1]), []) if stamp[0] else []
         return next((index for index in candidates if _describes(index, path)), "")
 
     def _by_records(self, file: _LogFile, files: list[_LogFile]) -> _LogFile:

@@ -124,6 +124,7 @@ class Sorter:
         if not block.key_length or block.first_seq < self._table.marks_from <= block.last_seq:
             return None
         head = bytes(block.data[: _STAMP_BYTES + block.key_length])
+        # hot loop: record.routing_key_of, without a copy of the line
         at = head.index(b"|", head.index(b"|") + 1) + 1
         return self._target(head[at : at + block.key_length], block.first_seq)
 
@@ -155,7 +156,7 @@ class Sorter:
         routes = self._routes
         groups: defaultdict[Target, list[bytes]] = defaultdict(list)
         for line in lines:
-            key = line.split(b"|", 3)[2]  # record.routing_key_of, without the call
+            key = line.split(b"|", 3)[2]  # hot loop: record.routing_key_of, without the call
             try:
                 target = routes[key]
             except KeyError:
@@ -213,7 +214,7 @@ def _spread(
         if isinstance(topic, Topic):
             turns: defaultdict[int, list[bytes]] = defaultdict(list)
             for line in lines:
-                turns[topic.turn_of(int(line[: line.index(b"|")]))].append(line)  # record.seq_of, without the call
+                turns[topic.turn_of(int(line[: line.index(b"|")]))].append(line)  # hot loop: seq_of
             for number, mine in turns.items():
                 log = log_of(topic, number)
                 logs[log] = sorted(logs[log] + mine, key=record.seq_of) if log in logs else mine

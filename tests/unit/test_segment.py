@@ -11,6 +11,7 @@ from kmq.config.values import GIB
 from kmq.errors import ConfigError
 from kmq.log import segment
 from kmq.log.segment import Limits, Segment
+from kmq.message import record
 
 NEVER = float("inf")
 S = 1_000_000  # µs
@@ -71,7 +72,7 @@ def test_the_age_of_a_segment_is_that_of_its_last_record_and_looked_up_once(tmp_
     path = tmp_path / segment.name(0)
     path.write_bytes(b"".join(stored([b"t|||x"] * 9)))
     [found] = segment.survey(str(tmp_path))
-    expected = segment.stamp(stored([b"t|||x"], 9)[0])[1]
+    expected = record.stamp(stored([b"t|||x"], 9)[0])[1]
     assert (found.size, found.newest_ts()) == (path.stat().st_size, expected)
     path.unlink()
     assert found.newest_ts() == expected
@@ -100,11 +101,11 @@ def test_only_limits_may_be_a_topics_own():
 
 @pytest.mark.parametrize("data", [b"", b"x", b"x|y", b"17", b"17|now|t"])
 def test_what_has_no_stamp_has_none(data):
-    assert segment.stamp(data) == (0, 0)
+    assert record.stamp(data) == (0, 0)
 
 
 def test_a_stamp_is_seq_and_time():
-    assert segment.stamp(memoryview(b"17|1700000000.000003|t|||" + b"x" * 100)) == (17, 1_700_000_000 * S + 3)
+    assert record.stamp(memoryview(b"17|1700000000.000003|t|||" + b"x" * 100)) == (17, 1_700_000_000 * S + 3)
 
 
 def test_removed_segments_go_with_their_indexes_and_the_log_first(tmp_path, monkeypatch):

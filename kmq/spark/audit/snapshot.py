@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq.log import identity, segment
+from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.message import record
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger as ledgers
 from kmq.spark.audit.findings import THE_WAL, DamagedBytes, OffsetRange, SeqRange, TopicPartition
@@ -108,7 +109,7 @@ def _bucket(broker: Broker, taken: BrokerSnapshot) -> int:
     with contextlib.suppress(DamageError):
         for seq in (first, end - 1):
             for _, lines in broker.read(*THE_WAL, seq, end):
-                stamps.append(segment.stamp(lines)[1])
+                stamps.append(record.stamp(lines)[1])
                 break
     duration = max(stamps) - min(stamps) if stamps else 0
     points = min(_MOMENTS, _MAX_MOMENTS // (len(taken.topics) + 1))

@@ -48,6 +48,7 @@ from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State, direct
 from kmq.log.partition_recovery import WalRange, fits, recover
 from kmq.log.reader import WAL
 from kmq.log.segment import Limits
+from kmq.message import record
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger
 from kmq.spark.pipelines.table import Keywords
@@ -183,7 +184,7 @@ class QueueFiles:
     def _first_seq(self, name: str) -> int:
         """Return the first seq of a topic that a message created and that the pod's router has not seen yet."""
         with open(segment.listing(directory_of(self.to, name, 0))[0][1], "rb") as file:
-            return segment.stamp(file.read(64))[0]
+            return record.stamp(file.read(64))[0]
 
     def _topic_limits(self) -> dict[str, Limits]:
         """Return when a log begins a new segment: by our settings under "", and by topics with their own settings."""

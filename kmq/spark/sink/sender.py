@@ -102,7 +102,7 @@ class StoredRecords:
         there, marks_from = broker.topics(), broker.marks_from()
         table = routing.table([Topic(name, found.partitions, 0) for name, found in there.items()], {}, marks_from)
         for sent in search.missing.values():
-            route = routing.resolve(table, sent.line[: sent.line.index(b"|")], sent.seq or _NO_SEQ)
+            route = routing.resolve(table, record.sent_fields(sent.line).routing_key, sent.seq or _NO_SEQ)
             by_topic.setdefault(route.topic.decode(errors="replace"), []).append(sent)
         bounds = broker.bounds([topic for topic in by_topic if topic in there])
         for (topic, partition), ends in bounds.items():
@@ -173,7 +173,7 @@ class _Search:
         """Take the lines that have a wanted seq and are this producer's."""
         ids = self._ids
         for line in lines.split(b"\n"):
-            id = ids.get(line[: line.find(b"|")])
+            id = ids.get(line[: line.find(b"|")])  # hot loop: record.seq_of, as it is stored
             if id is not None and id in self.missing and self._id_in(line) == id:
                 self.take(id, line)
 
@@ -190,8 +190,7 @@ class _Search:
 
     def _id_in(self, line: bytes) -> int:
         """Return the id of a stored line, or -1 if the line is another producer's."""
-        field = line.split(b"|", 5)[4]
-        number, _, rest = field.partition(b";p=")
+        number, _, rest = record.fields(line).id.partition(b";p=")
         return int(number) if number.isdigit() and rest.partition(b";")[0] == self.producer else -1
 
 
@@ -209,8 +208,8 @@ def says_the_same(sent: bytes, stored: bytes) -> bool:
 
     Compares what record.fingerprint compares; a null payload differs from an empty one.
     """
-    routing_key, _, id, payload = sent.split(b"|", 3)
-    _, _, stored_key, _, stored_id, stored_payload = stored.split(b"|", 5)
+    routing_key, _, id, payload = record.sent_fields(sent)
+    _, _, stored_key, _, stored_id, stored_payload = record.fields(stored)
     if routing_key != stored_key and record.without_mark(routing_key) != record.without_mark(stored_key):
         return False
     headers, stored_headers = (field.partition(b";")[1:] for field in (id, stored_id))
@@ -219,7 +218,7 @@ def says_the_same(sent: bytes, stored: bytes) -> bool:
         return False
     encoded = [b";enc=b64" in text for text in texts]
     if encoded[0] == encoded[1]:
-        return payload == stored_payload
+        return bool(payload == stored_payload)
     return _content(payload, encoded[0]) == _content(stored_payload, encoded[1])
 
 
@@ -314,8 +313,7 @@ class NoPartition(KmqError):
     exit_code = EXIT_CONFIG
 
     def __init__(self, producer: str, line: bytes) -> None:
-        routing_key, _, id, *_ = line.split(b"|", 3)
-        self.producer, self.id, mark = producer, int(id.partition(b";")[0]), record.marked(routing_key)
+        self.producer, self.id, mark = producer, _id_of(line), record.marked(record.sent_fields(line).routing_key)
         assert mark is not None
         self.problem = (
             f"{mark.partition}: topic {mark.topic.decode()} has no such partition, says the broker (unknown_partition);"
@@ -520,7 +518,7 @@ def _name_of_turn(name: str, turn: int) -> str:
 
 
 def _id_of(line: bytes) -> int:
-    return int(line.split(b"|", 3)[2].partition(b";")[0])
+    return int(record.sent_fields(line).id.partition(b";")[0])
 
 
 def _shown(line: bytes) -> str:

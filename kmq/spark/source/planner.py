@@ -42,18 +42,12 @@ _ADVICE = (
 _LOOK_BACK = (1, 64, 4096)  # records: the bare newlines of compacted records have no stamp
 
 
-def stamp_of(line: bytes) -> Stamp:
-    """Return (seq, recv_ts in µs) of a stored line."""
-    seq, ts, _ = line.split(b"|", 2)
-    return int(seq), record.parse_ts(ts)
-
-
 def stamp_at(broker: Broker, topic: str, partition: int, start: int, end: int) -> Stamp | None:
     """Return the stamp of the first record of offsets start…end-1 that compaction left, or None."""
     for ahead in (*_LOOK_BACK, end - start):
         for _, lines in broker.read(topic, partition, start, min(end, start + ahead)):
             if line := lines.lstrip(b"\n"):
-                return stamp_of(line)
+                return record.stamp(line)
     return None
 
 
@@ -68,7 +62,7 @@ def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset:
                 kept = lines.rstrip(b"\n")
                 last = kept[kept.rfind(b"\n") + 1 :] or last
             if last:
-                return stamp_of(last)
+                return record.stamp(last)
             if low == first:
                 break
     except DamageError:
