@@ -6,12 +6,13 @@ Invariant   A range is in the file, on disk, before its reader continues behind 
 Crash       The next writer cuts a torn last line, finds its range in the ring again, and names it again.
 """
 
+import contextlib
 import fcntl
 import os
 import re
 import time
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, AppendFile, WaitForRoom, sync_directory
@@ -27,22 +28,27 @@ class SeqRange(namedtuple("SeqRange", ("first", "last"))):
     __slots__ = ()
 
 
-def read(data: str, ring: str) -> list[SeqRange]:
-    """Return the named ranges of one ring, in order."""
-    try:
-        with open(f"{data}/dropped.log", "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return []
+def lines(data: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte, line) of the whole lines."""
+    with contextlib.suppress(FileNotFoundError), open(f"{data}/dropped.log", "rb") as file:
+        byte = 0
+        for line in file.read().split(b"\n")[:-1]:
+            yield byte, line
+            byte += len(line) + 1
+
+
+def read(data: str, ring: str, skips_damaged: bool = False) -> list[SeqRange]:
+    """Return the named ranges of one ring, in order.
+
+    `skips_damaged`: for a report. Whoever goes by the result would take dropped records for lost, or bring them back.
+    """
     ranges = []
-    at = 0
-    for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
-        if not is_range(line):  # skipping it would report dropped records as lost, or bring them back
-            raise CorruptError(f"{data}/dropped.log: damaged at byte {at}: {line[:60]!r}; run kmq verify --repair")
-        at += len(line) + 1
-        name, first, last = line.split(b"|")[:3]
-        if name.decode() == ring:
-            ranges.append(SeqRange(int(first), int(last)))
+    for byte, line in lines(data):
+        if is_range(line):
+            name, first, last = line.split(b"|")[:3]
+            ranges += [SeqRange(int(first), int(last))] if name.decode() == ring else []
+        elif not skips_damaged:
+            raise CorruptError(f"{data}/dropped.log: damaged at byte {byte}: {line[:60]!r}; run kmq verify --repair")
     return ranges
 
 

@@ -133,33 +133,24 @@ def write(part: Segment, by_seq: bool, wait_for_room: WaitForRoom, sign: Callabl
 # --- what the other copy says ----------------------------------------------------------------------------------------
 
 
-class QueueCopies:
-    """The queues as the other copy of the WAL's records."""
-
-    def __init__(self, data: str) -> None:
-        self._data = data
-        self._table: Table | None = None
-
-    def contradiction(self, line: bytes) -> str:
-        """Return how the queues contradict a record of the WAL; "" if they do not, or cannot say."""
-        if self._table is None:
-            self._table = topics.table(self._data)
-        seq = record.seq_of(line)
-        route = resolve(self._table, record.routing_key_of(line), seq)
-        topic = self._table.get(route.topic)
-        if topic is None or topic.is_gone or dropped.without(seq, seq, dropped.read(self._data, "durable")) == []:
-            return ""
-        log = reader.partition(self._data, topic.name, topic.partition_of(route, seq))
-        try:
-            found = log.find(seq, SEQ)
-            others = found is not None and found.offset > log.first_offset
-            if found is None or (record.seq_of(found.line) > seq and not others):
-                return ""  # the queue ends in front of it, or begins behind it
-        except (DamageError, FileNotFoundError):
-            return ""
-        if found.line == line or (record.seq_of(found.line) > seq and topics.is_compacted(self._data, topic.name)):
-            return ""
-        return f"its record {seq} is not the one that {topic.name} has"
+def queue_contradiction(data: str, table: Table, line: bytes) -> str:
+    """Return how the queues contradict a record of the WAL; "" if they do not, or cannot say. `table`: all topics."""
+    seq = record.seq_of(line)
+    route = resolve(table, record.routing_key_of(line), seq)
+    topic = table.get(route.topic)
+    if topic is None or topic.is_gone or dropped.without(seq, seq, dropped.read(data, "durable")) == []:
+        return ""
+    log = reader.partition(data, topic.name, topic.partition_of(route, seq))
+    try:
+        found = log.find(seq, SEQ)
+        others = found is not None and found.offset > log.first_offset
+        if found is None or (record.seq_of(found.line) > seq and not others):
+            return ""  # the queue ends in front of it, or begins behind it
+    except (DamageError, FileNotFoundError):
+        return ""
+    if found.line == line or (record.seq_of(found.line) > seq and topics.is_compacted(data, topic.name)):
+        return ""
+    return f"its record {seq} is not the one that {topic.name} has"
 
 
 def wal_contradiction(data: str, line: bytes) -> str:

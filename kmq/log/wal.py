@@ -26,6 +26,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError, RetryError
@@ -42,7 +43,7 @@ from kmq.files import (
     sync_directory,
     with_room,
 )
-from kmq.log import dropped, lost_index, reader, remnant, segment
+from kmq.log import dropped, lost_index, reader, remnant, segment, topics
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment, is_stored
@@ -154,12 +155,12 @@ class Wal:
         """Write the lost indexes of sealed segments again. Return them, and why others may not have one."""
         restored: list[str] = []
         misplaced: list[DamageError] = []
-        queues = lost_index.QueueCopies(self.data)
         for number, part in enumerate(segments[:-1]):
             if not part.size or lost_index.is_whole(part.path):
                 continue
+            contradiction = partial(lost_index.queue_contradiction, self.data, topics.table(self.data))
             try:
-                lost_index.check(segments, number, True, segments[number + 1].first, queues.contradiction, check)
+                lost_index.check(segments, number, True, segments[number + 1].first, contradiction, check)
                 restored.append(lost_index.write(part, True, self._wait_for_room, check))
                 _sync_path(restored[-1])
             except DamageError as err:

@@ -58,9 +58,7 @@ class Directory:
         skipped.
         """
         if ring not in self._gaps:
-            lines = [line for line in self.read("dropped.log").split(b"\n")[:-1] if dropped.is_range(line)]
-            rows = [line.split(b"|") for line in lines if line.startswith(ring.encode())]
-            gaps = [SeqRange(int(row[1]), int(row[2])) for row in rows]
+            gaps = dropped.read(self.data, ring, skips_damaged=True)
             gaps += dropped.quarantined(self.data, "append/" if ring == "framed" else "topics/")
             self._gaps[ring] = sorted(gaps, key=lambda gap: gap.first)
         return self._gaps[ring]

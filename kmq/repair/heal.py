@@ -20,11 +20,12 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
 
 from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, reader, segment, topics, wal
 from kmq.log.partition import EMPTY, State, directory_of
+from kmq.log.reader import FoundRecord
 from kmq.log.segment import SEQ
 from kmq.log.wal import RING_BYTES
 from kmq.message import record, routing
@@ -54,7 +55,7 @@ class WalHealer:
         log = self.directory.wal()
         if not log.segments() and known:
             replace_file(f"{self.data}/append/{segment.name(self._oldest())}", b"")
-        scans = self.rewriter.scans.of_log(log)
+        scans = self.rewriter.scans(log)
         for number, scan in enumerate(scans):
             is_last = number + 1 == len(scans)
             until = max(known, scan.first - 1) if is_last else scans[number + 1].first - 1
@@ -69,7 +70,7 @@ class WalHealer:
         That is 1, unless retention has deleted the first records of a queue.
         """
         logs = map(self.directory.queue, self.directory.queues())
-        scans = [scan for log in logs for scan in self.rewriter.scans.of_log(log)[:1]]
+        scans = [scan for log in logs for scan in self.rewriter.scans(log)[:1]]
         return min([scan.seq_from(0) or 1 for scan in scans], default=1) if any(scan.first for scan in scans) else 1
 
     def _patches(self, scan: Scan, until: int) -> list[Patch]:
@@ -86,7 +87,7 @@ class WalHealer:
             position = block.position if block else scan.size - scan.torn
             # A damaged digit must not make the segment appear a million records longer.
             at_most = last_seq + sum(scan.read(damaged).count(b"\n") for damaged in bad) + 1
-            last = block.first_seq - 1 if block else max(until, self._last_in(scan, bad, last_seq, at_most))
+            last = block.first_seq - 1 if block else max(until, _last_in(scan, bad, last_seq, at_most))
             if bad or (last > last_seq and self._unnamed(last_seq + 1, last)):
                 start = bad[0].position if bad else position
                 patches.append(Patch(min(start, scan.size), position, last_seq + 1, last, bad))
@@ -95,11 +96,6 @@ class WalHealer:
                 patches.append(Patch(position, block.end, first, block.last_seq, [block]))
             last_seq, bad = block.last_seq if block else last, []
         return patches
-
-    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
-        """Return the last seq in a damaged end, as far as it can be read."""
-        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
-        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
     def _unnamed(self, first: int, last: int) -> list[dropped.SeqRange]:
         return dropped.without(first, last, self.directory.named_gaps())
@@ -138,7 +134,7 @@ class WalHealer:
 
     def _between(self, log: reader.LogReader, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
         """Yield (seq, line, True if a checksum confirms it) of the records low…high of a queue, in order."""
-        for scan in self.rewriter.scans.of_log(log):
+        for scan in self.rewriter.scans(log):
             last_seq = 0
             for number, block in enumerate(scan.blocks):
                 if block.is_good and (block.last_seq < low or block.first_seq > high):
@@ -153,6 +149,12 @@ class WalHealer:
                         if low <= stamp[0] <= high:
                             yield stamp[0], line + b"\n", block.is_witnessed
                         last_seq = stamp[0]
+
+
+def _last_in(scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
+    """Return the last seq in a damaged end, as far as it can be read. `at_most`: of records that no crc confirms."""
+    evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+    return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
 
 # --- the queues from the WAL, which has been healed before -----------------------------------------------------------
@@ -177,8 +179,8 @@ class QueueHealer:
         """Rewrite each segment that is damaged or not indexed."""
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         self._make_front(row)
-        for at in range(len(self.rewriter.scans.of_log(self.log))):
-            scans = self.rewriter.scans.of_log(self.log)  # again: a healed segment tells where the next one begins
+        for at in range(len(self.rewriter.scans(self.log))):
+            scans = self.rewriter.scans(self.log)  # again: a healed segment tells where the next one begins
             scans[at], unwitnessed = self._compared(scans[at])
             scan = scans[at]
             patches = self._patches(scans, at, row or EMPTY)
@@ -233,7 +235,7 @@ class QueueHealer:
                 position = block.position if block else scan.size - scan.torn
                 start = min(bad[0].position, scan.size) if bad else position
                 ahead = scan.seq_from(number) or later
-                last = ahead - 1 if ahead else max(row.last_seq, self._last_in(scan, bad, last_seq))
+                last = ahead - 1 if ahead else max(row.last_seq, _last_in(scan, bad, last_seq, self.wal_end))
                 records: int | None = None
                 if offset is not None and next_offset is not None and next_offset >= offset:
                     records = next_offset - offset
@@ -253,11 +255,6 @@ class QueueHealer:
         if next_base is None:
             return row.last_seq > last_seq
         return offset is not None and next_base > offset
-
-    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int) -> int:
-        """Return the last seq in a damaged end, as far as it can be read."""
-        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
-        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= self.wal_end)])
 
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
         """Yield the records of a patch, in order."""
@@ -373,13 +370,7 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 #     in no queue at all     a copy gets a new seq at the end of the WAL; quarantine/log names the old one
 
 
-class _Edit(NamedTuple):
-    """A line of a log, and the line to replace it."""
-
-    byte: int
-    seq: int
-    old: bytes  # without its newline
-    new: bytes  # with its newline
+_Edits = defaultdict[str, list[tuple[FoundRecord, bytes]]]  # by path: records, and the lines that replace them
 
 
 class Conflicts:
@@ -418,30 +409,29 @@ class Conflicts:
         directory = directory_of(self.data, *at)
         quarantine = self.rewriter.quarantine
         for _, log_path in segment.listing(directory):
-            self.rewriter.scans.forget(log_path)
+            self.rewriter.forget(log_path)
             for path in filter(os.path.exists, (log_path, segment.index_path(log_path))):
                 quarantine.set_aside(path, f"{quarantine.flat(path)}.unknown")
         what = f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
-        self.rewriter.report.add(directory, what)
+        self.rewriter.report(directory, what)
 
     def _keep_both(self, differences: list[Difference]) -> None:
         wal_log = reader.wal(self.data)
         renumbered: list[bytes] = []  # records that get a new seq
-        edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        edits = _Edits(list)
         for seq, _, topic, partition, _ in differences:
             queued = reader.partition(self.data, topic, partition).find(seq, SEQ)
             logged = wal_log.find(seq, SEQ)
             assert queued is not None  # the difference was read there
             if logged is not None and _marked(logged.line, topic, partition) == queued.line:
-                edits[logged.path].append(_Edit(logged.byte, seq, logged.line, queued.line + b"\n"))
+                edits[logged.path].append((logged, queued.line + b"\n"))
             elif logged is None or not logged.line.startswith(b"%d|" % seq) or self._is_in_its_queue(logged.line):
-                edits[queued.path].append(_Edit(queued.byte, seq, queued.line, b"\n"))
+                edits[queued.path].append((queued, b"\n"))
                 renumbered.append(queued.line)
             else:
-                edits[logged.path].append(_Edit(logged.byte, seq, logged.line, queued.line + b"\n"))
+                edits[logged.path].append((logged, queued.line + b"\n"))
                 renumbered.append(logged.line)
-        for path, changes in edits.items():
-            self._edit(path, sorted(changes))
+        self._edit(edits)
         self._append(sorted(renumbered, key=record.seq_of))
 
     def _keep_place(self, differences: list[Difference]) -> tuple[set[int], set[int]]:
@@ -450,8 +440,7 @@ class Conflicts:
         Return the seqs of those, and of the records that have a copy of their own now.
         """
         wal_log, table = reader.wal(self.data), topics.table(self.data)
-        queue_edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
-        wal_edits: defaultdict[str, list[_Edit]] = defaultdict(list)
+        queue_edits, wal_edits = _Edits(list), _Edits(list)
         doubled: defaultdict[At, list[Difference]] = defaultdict(list)
         placed, kept, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
         for difference in differences:
@@ -464,15 +453,15 @@ class Conflicts:
             if seq in kept or not is_theirs or self._is_in_its_queue(queued.line):
                 doubled[at].append(difference)
             else:
-                queue_edits[queued.path].append(_Edit(queued.byte, seq, queued.line, line + b"\n"))
-                wal_edits[logged.path].append(_Edit(logged.byte, seq, logged.line, line + b"\n"))
+                queue_edits[queued.path].append((queued, line + b"\n"))
+                wal_edits[logged.path].append((logged, line + b"\n"))
                 placed[at].append(seq)
                 kept.add(seq)
-        for path, changes in [*queue_edits.items(), *wal_edits.items()]:
-            self._edit(path, sorted(changes))
+        self._edit(queue_edits)  # before the WAL: see the module
+        self._edit(wal_edits)
         for at, seqs in placed.items():
             what = f"{len(seqs)} records belonged to another partition: they stay, and their routing keys say so now"
-            self.rewriter.report.add(directory_of(self.data, *at), what)
+            self.rewriter.report(directory_of(self.data, *at), what)
         for at, extra in doubled.items():
             copied |= self._remove_doubles(at, extra)
         return kept, copied
@@ -490,14 +479,12 @@ class Conflicts:
             place.line: text
             for place, text in zip(last, self._append([_marked(place.line, *at) for place in last]), strict=True)
         }
-        edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        edits = _Edits(list)
         for place in lines.values():
-            edit = _Edit(place.byte, record.seq_of(place.line), place.line, texts.get(place.line, b"\n"))
-            edits[place.path].append(edit)
-        for path, changes in edits.items():
-            self._edit(path, sorted(changes))
+            edits[place.path].append((place, texts.get(place.line, b"\n")))
+        self._edit(edits)
         what = f"{len(lines)} records were in their own partition too: removed here, or records of their own"
-        self.rewriter.report.add(directory_of(self.data, *at), what)
+        self.rewriter.report(directory_of(self.data, *at), what)
         return {record.seq_of(place.line) for place in last}
 
     def _send_again(self, lost: list[Difference], copied: set[int]) -> None:
@@ -514,20 +501,22 @@ class Conflicts:
             directory = directory_of(self.data, *at)
             self.rewriter.quarantine.name_lost(f"{directory}/{segment.name(0)}", 0, ranges(sorted(seqs)))
             what = f"{len(seqs)} records were in no queue: they have new seqs, and {QUARANTINE}/log names the old ones"
-            self.rewriter.report.add(directory, what)
+            self.rewriter.report(directory, what)
 
     def _is_in_its_queue(self, line: bytes) -> bool:
         at = _place(topics.table(self.data), line)
         found = reader.partition(self.data, *at).find(record.seq_of(line), SEQ) if at else None
         return found is not None and found.line == line
 
-    def _edit(self, path: str, edits: list[_Edit]) -> None:
-        """Replace some lines of a segment."""
-        by_seq = os.path.basename(os.path.dirname(path)) == "append"
-        new = {edit.seq: edit.new for edit in edits}
-        patches = [Patch(edit.byte, edit.byte + len(edit.old) + 1, edit.seq, edit.seq, []) for edit in edits]
-        scan = self.rewriter.scans.of_segment(path, by_seq)
-        self.rewriter.rewrite(scan, patches, lambda _, patch: iter([Line(patch.first_seq, new[patch.first_seq])]))
+    def _edit(self, edits: _Edits) -> None:
+        """Replace some lines of segments."""
+        for path, changes in edits.items():
+            by_seq = os.path.basename(os.path.dirname(path)) == "append"
+            seqs = {found.byte: record.seq_of(found.line) for found, _ in changes}
+            ends = sorted((found.byte, found.byte + len(found.line) + 1) for found, _ in changes)
+            patches = [Patch(byte, end, seqs[byte], seqs[byte], []) for byte, end in ends]
+            new = {seqs[found.byte]: line for found, line in changes}
+            self.rewriter.rewrite(self.rewriter.scan(path, by_seq), patches, partial(_new_line, new))
 
     def _append(self, lines: list[bytes]) -> list[bytes]:
         """Append records to the WAL, each under a new seq; return them as stored, with their newlines."""
@@ -538,12 +527,17 @@ class Conflicts:
         moved = (record.fields(line)._replace(seq=b"%d" % (seq + n), recv_ts=stamp) for n, line in enumerate(lines, 1))
         renumbered = [each.line + b"\n" for each in moved]
         path = segment.listing(f"{self.data}/append")[-1][1]
-        scan = self.rewriter.scans.of_segment(path, by_seq=True)
+        scan = self.rewriter.scan(path, by_seq=True)
         end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
         self.rewriter.rewrite(scan, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)))
         seqs = f"seq {seq + 1} to {seq + len(lines)}"
-        self.rewriter.report.add(path, f"{len(lines)} records could not keep their seqs: they are {seqs} now")
+        self.rewriter.report(path, f"{len(lines)} records could not keep their seqs: they are {seqs} now")
         return renumbered
+
+
+def _new_line(new: Records, scan: Scan, patch: Patch) -> Iterator[Line]:
+    """Yield what stands for a patch of one record."""
+    yield Line(patch.first_seq, new[patch.first_seq])
 
 
 def _place(table: routing.Table, line: bytes) -> At | None:
@@ -565,42 +559,33 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
 # --- the order of healing --------------------------------------------------------------------------------------------
 
 
-class Repair:
-    """One run over a data directory. `ring_bytes`: RB_BYTES of its broker."""
+def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES) -> list[Healed]:
+    """Heal a data directory; return what was done, file by file. `ring_bytes`: RB_BYTES of its broker."""
+    directory, rewriter = Directory(data), Rewriter(data, progress, ring_bytes)
+    small = SmallFiles(directory, rewriter)
+    small.heal_deletions()
+    small.heal_identity()
+    for path, what in Locator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
+        rewriter.report(path, what)
+    rewriter.forget()
+    small.heal()
+    small.heal_dropped()
+    _heal_logs(data, rewriter)
+    if Conflicts(data, rewriter, progress).settle():
+        _heal_logs(data, rewriter)
+    return rewriter.healed
 
-    def __init__(
-        self, data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES
-    ) -> None:
-        self._directory, self._rewriter = Directory(data), Rewriter(data, progress, ring_bytes)
-        self._conflicts = Conflicts(data, self._rewriter, progress)
 
-    def run(self) -> list[Healed]:
-        """Heal everything; return what was done, file by file."""
-        report, scans = self._rewriter.report, self._rewriter.scans
-        small = SmallFiles(self._directory, report)
-        small.heal_deletions()
-        small.heal_identity()
-        for path, what in Locator(self._directory.data, self._known(), self._directory.load_checkpoint()[1]).tidy():
-            report.add(path, what)
-        scans.forget_all()
-        small.heal()
-        small.heal_dropped()
-        self._heal_logs()
-        if self._conflicts.settle():
-            self._heal_logs()
-        return report.healed
+def _heal_logs(data: str, rewriter: Rewriter) -> None:
+    directory = Directory(data)  # a new one, because it caches the named gaps, and the steps before may have named more
+    WalHealer(directory, rewriter).heal(_known(directory, rewriter))
+    for topic, number in directory.queues():
+        QueueHealer(directory, rewriter, topic, number).heal()
 
-    def _heal_logs(self) -> None:
-        # A new object, because it caches the named gaps, and the steps before may have named more.
-        directory = Directory(self._directory.data)
-        WalHealer(directory, self._rewriter).heal(self._known())
-        for topic, number in directory.queues():
-            QueueHealer(directory, self._rewriter, topic, number).heal()
 
-    def _known(self) -> int:
-        """Return the last seq in any file except the WAL."""
-        directory = self._directory
-        routed, rows, _ = directory.load_checkpoint()
-        others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]
-        queues = [self._rewriter.scans.last_seq(directory.queue(at)) for at in directory.queues()]
-        return max([*others, *(row.last_seq for row in rows.values()), *queues])
+def _known(directory: Directory, rewriter: Rewriter) -> int:
+    """Return the last seq in any file except the WAL."""
+    routed, rows, _ = directory.load_checkpoint()
+    others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]
+    queues = [rewriter.last_seq(directory.queue(at)) for at in directory.queues()]
+    return max([*others, *(row.last_seq for row in rows.values()), *queues])

@@ -4,12 +4,10 @@ An audit reads a ledger, then the ends of the logs, then a second ledger. All va
 `routed_seq` and the second one's topics and dropped seqs hold for these ends.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from kmq.log import checkpoint, deletions, dropped, identity, topics
-from kmq.log.dropped import SeqRange
 from kmq.message.routing import CRC32, PARTITIONERS, Topic
 
 
@@ -36,7 +34,11 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         "marks_from": identity.marks_from(data),
         "topics": table,
         "deleted": [[gone.topic, gone.from_seq, gone.last_seq, gone.ends] for gone in deletions.read(data)],
-        "dropped": _dropped(data),
+        # A damaged line is skipped: an audit then reports its seqs as lost, and `kmq verify` the line.
+        "dropped": {
+            "framed": [*dropped.quarantined(data), *dropped.read(data, "framed", skips_damaged=True)],
+            "durable": dropped.read(data, "durable", skips_damaged=True),
+        },
     }
 
 
@@ -48,17 +50,3 @@ def in_force(ledger: Mapping[str, Any]) -> list[Topic]:
             partitioner = PARTITIONERS[row.get("partitioner", CRC32.name)]
             found.append(Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()), partitioner))
     return found
-
-
-def _dropped(data: str) -> dict[str, list[SeqRange]]:
-    """Return the dropped seqs.
-
-    A damaged line is skipped: an audit then reports its seqs as lost, and `kmq verify` the line.
-    """
-    ranges: dict[str, list[SeqRange]] = {"framed": dropped.quarantined(data), "durable": []}
-    with contextlib.suppress(FileNotFoundError), open(f"{data}/dropped.log", "rb") as file:
-        for line in file.read().split(b"\n")[:-1]:
-            if dropped.is_range(line):
-                ring, first, last, *_ = line.decode().split("|")
-                ranges[ring].append(SeqRange(int(first), int(last)))
-    return ranges

@@ -50,65 +50,47 @@ class Line(NamedTuple):
 Lines = Callable[[Scan, Patch], Iterator[Line]]
 
 
-class Report:
-    """What a repair has done, file by file."""
+class Rewriter:
+    """The segments of a data directory under repair: scanned, rewritten, and what was done to them."""
 
-    def __init__(self, data: str) -> None:
-        self._data = data
+    def __init__(self, data: str, progress: Callable[[int], None], ring_bytes: int) -> None:
+        self._data, self._progress, self._ring_bytes = data, progress, ring_bytes
+        self._scans: dict[str, Scan] = {}  # each segment is scanned once until it changes
         self.healed: list[Healed] = []
+        self.quarantine = Quarantine(data)
 
-    def add(self, path: str, what: str, lost: Sequence[SeqRange] = (), unwitnessed: Sequence[SeqRange] = ()) -> None:
+    def report(self, path: str, what: str, lost: Sequence[SeqRange] = (), unwitnessed: Sequence[SeqRange] = ()) -> None:
+        """Note what was done to a file."""
         self.healed.append(Healed(os.path.relpath(path, self._data), what, list(lost), list(unwitnessed)))
 
+    def scans(self, log: reader.LogReader) -> list[Scan]:
+        """Return the scan of each segment of a log."""
+        return [self.scan(path, log.by_seq) for _, path in log.segments()]
 
-class Scans:
-    """The segments of a data directory, each scanned once until it changes."""
-
-    def __init__(self, progress: Callable[[int], None], ring_bytes: int) -> None:
-        self._progress, self._ring_bytes = progress, ring_bytes
-        self._scans: dict[str, Scan] = {}
-
-    def of_log(self, log: reader.LogReader) -> list[Scan]:
-        paths = [path for _, path in log.segments()]
-        return [self._scan(path, log.by_seq, sealed=path != paths[-1]) for path in paths]
-
-    def of_segment(self, path: str, by_seq: bool) -> Scan:
-        paths = [path for _, path in segment.listing(os.path.dirname(path))]
-        return self._scan(path, by_seq, sealed=path != paths[-1])
+    def scan(self, path: str, by_seq: bool) -> Scan:
+        if path not in self._scans:
+            paths = [path for _, path in segment.listing(os.path.dirname(path))]
+            first, is_sealed = int(os.path.basename(path)[:20]), path != paths[-1]
+            self._scans[path] = scan_segment(first, path, by_seq, is_sealed, self._progress, self._ring_bytes)
+        return self._scans[path]
 
     def last_seq(self, log: reader.LogReader) -> int:
         """Return the last seq of a log that a checksum confirms, or 0."""
-        blocks = (block for scan in self.of_log(log) if not scan.misplaced for block in scan.blocks)
+        blocks = (block for scan in self.scans(log) if not scan.misplaced for block in scan.blocks)
         return max([0, *(block.last_seq for block in blocks if block.is_witnessed)])
 
-    def forget(self, path: str) -> None:
-        """Drop the scan of a segment that changed."""
-        self._scans.pop(path, None)
-
-    def forget_all(self) -> None:
-        self._scans.clear()
-
-    def _scan(self, path: str, by_seq: bool, sealed: bool) -> Scan:
-        if path not in self._scans:
-            first = int(os.path.basename(path)[:20])
-            self._scans[path] = scan_segment(first, path, by_seq, sealed, self._progress, self._ring_bytes)
-        return self._scans[path]
-
-
-class Rewriter:
-    """Rewrites damaged segments and their indexes."""
-
-    def __init__(self, data: str, progress: Callable[[int], None], ring_bytes: int) -> None:
-        self.scans, self.report = Scans(progress, ring_bytes), Report(data)
-        self.quarantine = Quarantine(data)
+    def forget(self, path: str = "") -> None:
+        """Drop the scan of a segment that changed, or all scans."""
+        for known in [path] if path else [*self._scans]:
+            self._scans.pop(known, None)
 
     def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
         """Apply the patches to a segment and rebuild its index. `unwitnessed`: seqs kept without any confirmation."""
-        self.scans.forget(scan.path)
+        self.forget(scan.path)
         index_path = segment.index_path(scan.path)
         if not patches and not scan.torn:
             _reindex(scan, scan.path)
-            self.report.add(index_path, "rebuilt from the log", unwitnessed=ranges(unwitnessed))
+            self.report(index_path, "rebuilt from the log", unwitnessed=ranges(unwitnessed))
             return
         new_path = f"{scan.path}.repaired"
         lost = self._write(scan, new_path, patches, lines)
@@ -120,7 +102,7 @@ class Rewriter:
             os.rename(new_path, scan.path)
         sync_directory(os.path.dirname(scan.path))
         what = "rebuilt from the log" if is_same else "healed" if not lost else "healed in part"
-        self.report.add(index_path if is_same else scan.path, what, lost, ranges(unwitnessed))
+        self.report(index_path if is_same else scan.path, what, lost, ranges(unwitnessed))
 
     def _write(self, scan: Scan, new_path: str, patches: list[Patch], lines: Lines) -> list[SeqRange]:
         """Write the patched segment to `new_path`; return the seqs that are lost."""

@@ -28,8 +28,8 @@ from kmq.log.segment import LIMITS, SEQ
 from kmq.log.topics import Since
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
-from kmq.repair.directory import Directory, Quarantine, read_file, read_text
-from kmq.repair.rewriting import Report
+from kmq.repair.directory import Directory, read_file, read_text
+from kmq.repair.rewriting import Rewriter
 from kmq.repair.scan import Finding
 
 _EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its topic has
@@ -107,12 +107,7 @@ def label_lineages(directory: Directory) -> Counter[str]:
 
 def damaged_ranges(directory: Directory) -> list[tuple[int, bytes]]:
     """Return (byte, line) of each line of dropped.log that is no range; a torn last line is harmless."""
-    text, byte, faults = directory.read("dropped.log"), 0, []
-    for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
-        if not dropped.is_range(line):
-            faults.append((byte, line))
-        byte += len(line) + 1
-    return faults
+    return [(byte, line) for byte, line in dropped.lines(directory.data) if not dropped.is_range(line)]
 
 
 # --- healing ---------------------------------------------------------------------------------------------------------
@@ -121,9 +116,9 @@ def damaged_ranges(directory: Directory) -> list[tuple[int, bytes]]:
 class SmallFiles:
     """One run over the small files."""
 
-    def __init__(self, directory: Directory, report: Report) -> None:
-        self.directory, self.report, self.data = directory, report, directory.data
-        self.quarantine = Quarantine(directory.data)
+    def __init__(self, directory: Directory, rewriter: Rewriter) -> None:
+        self.directory, self.data = directory, directory.data
+        self._quarantine, self._report = rewriter.quarantine, rewriter.report
 
     def heal_identity(self) -> None:
         """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
@@ -131,19 +126,19 @@ class SmallFiles:
         if not ID.fullmatch(read_text(f"{data}/id")):
             replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
             what = "a new id: rings left in shared memory no longer belong to this directory"
-            self.report.add(f"{data}/id", what)
+            self._report(f"{data}/id", what)
         labels = label_lineages(self.directory)
         lineage = _lineage(read_text(f"{data}/lineage").strip(), read_text(f"{data}/id").strip(), labels)
         if read_text(f"{data}/lineage") != f"{lineage}\n":
             replace_file(f"{data}/lineage", f"{lineage}\n".encode())
             what = "written again, as the indexes have it" if labels else "written again"
-            self.report.add(f"{data}/lineage", what)
+            self._report(f"{data}/lineage", what)
         if identity.version(data) is None and not identity.is_unknown(data):
             from_seq = reader.wal(data).end_offset() if labels[""] else 1
             number = identity.FORMAT if self._needs_newest() else identity.LABELLED
             text = identity.mended(data) or identity.format_text(from_seq, from_seq, number)
             replace_file(f"{data}/format", f"{text}\n".encode())
-            self.report.add(f"{data}/format", "written again")
+            self._report(f"{data}/format", "written again")
 
     def heal_deletions(self) -> None:
         """Heal one of the two files from the other.
@@ -160,7 +155,7 @@ class SmallFiles:
         if damaged:
             deletions.write(self.data, all_deletions, lambda _, action: action())
             for name in damaged:
-                self.report.add(f"{self.data}/{name}", "written again")
+                self._report(f"{self.data}/{name}", "written again")
 
     def heal(self) -> None:
         """Heal checkpoints and declarations."""
@@ -186,16 +181,16 @@ class SmallFiles:
         return any(topic.needs_newest for topic in checkpoint.next_table(self.data).values())
 
     def _set_aside(self, name: str, what: str) -> None:
-        self.quarantine.replace(name)
-        self.report.add(f"{self.data}/{name}", what)
+        self._quarantine.replace(name)
+        self._report(f"{self.data}/{name}", what)
 
     def _move_away(self, name: str) -> None:
         """Set aside a directory that cannot be a topic.
 
         If it was one under a damaged name, the queue is rebuilt from the WAL under the right name.
         """
-        self.quarantine.set_aside(f"{self.data}/topics/{name}", f"{name}.misnamed")
-        self.report.add(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
+        self._quarantine.set_aside(f"{self.data}/topics/{name}", f"{name}.misnamed")
+        self._report(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
     def _topic(self, name: str, known: Since | None, had: int) -> None:
         """Rewrite a declaration from the partitions, the checkpoint, its records, and its own readable lines.
@@ -223,7 +218,7 @@ class SmallFiles:
         has = record or known
         partitioner = has.partitioner if has else self._partitioner_of(name, text, partitions, grown)
         replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
-        self.report.add(path, f"partitions = {partitions}, from_seq = {since}")
+        self._report(path, f"partitions = {partitions}, from_seq = {since}")
 
     def _partitioner_of(self, name: str, text: str, partitions: int, grown: Growth) -> Partitioner:
         """Return what the file says, else the partitioner that explains where most of the first records are."""
@@ -259,17 +254,10 @@ class SmallFiles:
     def heal_dropped(self) -> None:
         """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
         path = f"{self.data}/dropped.log"
-        damaged = dict(damaged_ranges(self.directory))
-        if not damaged:
+        if not damaged_ranges(self.directory):
             return
-        text = self.directory.read("dropped.log")
-        lines, byte = [], 0
-        for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
-            if byte not in damaged:
-                lines.append(line)
-            elif (mended := self._range(line)) is not None:
-                lines.append(mended)
-            byte += len(line) + 1
+        named = (line if dropped.is_range(line) else self._range(line) for _, line in dropped.lines(self.data))
+        lines = [line for line in named if line is not None]
         self._set_aside("dropped.log", "mended by what is missing")
         replace_file(path, b"".join(line + b"\n" for line in lines))
 

@@ -24,7 +24,7 @@ from kmq.log.segment import seqs_of
 from kmq.log.wal import RING_BYTES
 from kmq.repair import copies, small_files
 from kmq.repair.directory import At, Directory
-from kmq.repair.heal import Repair
+from kmq.repair.heal import repair
 from kmq.repair.scan import Block, Finding, Scan, scan_segment
 
 
@@ -228,7 +228,7 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes:
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
     try:
-        done = Repair(data, progress, ring_bytes).run()
+        done = repair(data, progress, ring_bytes)
         found = Verifier(data, False, progress, ring_bytes).findings()
         left = [finding for finding in found if finding.is_damage]
     finally:

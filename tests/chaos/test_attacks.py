@@ -84,7 +84,7 @@ def loses_the_end_of_the_wal(target: Target) -> None:
         path.unlink()
     pod.start("framer", under=target.clock.under)
     assert pod.wait_exit("framer") == 65, pod.tail()
-    heal.Repair(str(pod.data)).run()
+    heal.repair(str(pod.data))
     del pod.processes["framer"]
 
 
@@ -95,7 +95,7 @@ def misplaces_a_segment(target: Target) -> None:
     case = rng.choice([name for name in CASES if "another broker" not in name])
     print(case)
     CASES[case](Restore(pod.data, pod.data, rng.choice(["along", "behind", "lost"])))
-    heal.Repair(str(pod.data)).run()
+    heal.repair(str(pod.data))
 
 
 def sets_the_clock(target: Target) -> None:

@@ -127,7 +127,7 @@ def damage_and_heal(original: Original, data: Path, seed: int, pod: Pod | None =
     sent = original.sent
     if pod is not None and rng.randrange(2) and goes_on(pod, sent):
         sent = [*sent, AFTER]
-    done = heal.Repair(str(data)).run()
+    done = heal.repair(str(data))
     if [each.path for each in findings(data)] == [
         "format"
     ]:  # a number: only its owner knows that no other version wrote it

@@ -95,7 +95,7 @@ def never_served_and_put_right(original: Original, data: Path, case: str, indexe
 
 
 def put_right(original: Original, data: Path) -> None:
-    done = heal.Repair(str(data)).run()
+    done = heal.repair(str(data))
     left = findings(data)
     assert not left, f"{left[:3]} after {done}"
     for name, log in show.logs(str(data), ""):
@@ -116,7 +116,7 @@ def no_broker_goes_on(original: Original, pod: Pod, case: str, indexes: str) -> 
     sent = original.sent
     if goes_on(pod, sent):
         sent = [*sent, AFTER]
-    heal.Repair(str(pod.data)).run()
+    heal.repair(str(pod.data))
     assert not findings(pod.data)
     if sent is original.sent:
         assert goes_on(pod, sent), pod.tail()

@@ -464,7 +464,7 @@ def test_a_lost_or_cut_compacted_segment_comes_back_from_the_wal_at_its_offsets(
     assert state(queues).end_offset == COUNT
     queues.close()
     if lost == "index":
-        heal.Repair(data).run()
+        heal.repair(data)
     after = records(data)
     assert kept.items() <= after.items() <= before.items() and findings(data) == []
 
@@ -481,7 +481,7 @@ def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal(data, see
         file.seek(at)
         file.write(b"\0" * 40)
     assert findings(data)
-    done = heal.Repair(data).run()
+    done = heal.repair(data)
     assert not any(each.lost for each in done)
     after = records(data)
     assert kept.items() <= after.items() <= before.items() and findings(data) == []
@@ -511,7 +511,7 @@ def test_a_block_behind_records_that_compaction_took_is_healed_at_its_offsets(da
         file.seek(position + 200)
         file.write(b"\0" * 20)
     assert findings(data)
-    assert not any(each.lost for each in heal.Repair(data).run())
+    assert not any(each.lost for each in heal.repair(data))
     assert kept.items() <= records(data).items() <= before.items() and findings(data) == []
 
 
@@ -525,7 +525,7 @@ def test_compacted_records_are_no_loss_when_a_flipped_bit_is_healed_without_the_
     text[position + 200] ^= 4
     pathlib.Path(which.path(data)).write_bytes(text)
     assert findings(data)
-    assert [each.lost for each in heal.Repair(data).run()] == [[]]
+    assert [each.lost for each in heal.repair(data)] == [[]]
     assert records(data) == kept
 
 
@@ -554,7 +554,7 @@ def test_a_repaired_declaration_is_still_compacted(data):
     path = pathlib.Path(topics.toml_path(data, "users"))
     path.write_text(path.read_text().replace("partitions = 1", "partitions = \x00"))
     os.unlink(f"{data}/router.ckpt")
-    heal.Repair(data).run()
+    heal.repair(data)
     assert topics.is_compacted(data, "users")
 
 

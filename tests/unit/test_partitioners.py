@@ -143,7 +143,7 @@ def test_queues_of_a_murmur2_topic_come_back_byte_for_byte(tmp_path, loss, grows
         path = tmp_path / "data" / lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if "declaration" in loss:
-        heal.Repair(broker.data).run()
+        heal.repair(broker.data)
         assert topics.read(broker.data, "wide").partitioner == "murmur2"
     after = Broker(broker.data, broker.seq)
     after.queues.close()

@@ -95,7 +95,7 @@ def check_healed(before, data):
 def test_a_whole_directory_has_no_findings(original):
     assert findings(original) == []
     assert list(verify.Verifier(original, is_live=False).findings()) == []
-    assert heal.Repair(original).run() == []
+    assert heal.repair(original) == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -120,7 +120,7 @@ def test_one_damage_anywhere_is_found_and_healed(original, tmp_path, seed):
         assert any(each.path in (path, path.replace(".idx", ".log"), path.replace(".log", ".idx")) for each in found), (
             found
         )
-    done = heal.Repair(data).run()
+    done = heal.repair(data)
     assert not [each for each in done if each.lost], done
     assert findings(data) == []
     check_healed(before, data)
@@ -189,7 +189,7 @@ def test_a_start_on_damage_is_refused_or_makes_nothing_worse(original, truth, tm
     for name, log in show.logs(data, ""):
         for number, line in everything(log).items():
             assert truth[name][number] == line, f"{name} {number} after damage in {path}"
-    assert not [each for each in heal.Repair(data).run() if each.lost]
+    assert not [each for each in heal.repair(data) if each.lost]
     if refused:
         go_on(data)
     assert findings(data) == []
@@ -243,7 +243,7 @@ def test_different_records_of_a_block_damaged_in_both_copies_are_all_healed(data
     other = next(each for each in others if not each.path.startswith(queue.directory))
     for found in (wal.find(200, SEQ), other):
         overwrite(found.path, found.byte + len(found.line) - 2, b"?!")
-    assert not [each for each in heal.Repair(data).run() if each.lost]
+    assert not [each for each in heal.repair(data) if each.lost]
     assert findings(data) == []
     check_healed(files(original), data)
 
@@ -262,7 +262,7 @@ def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, ori
     here = reader.LogReader(queue.directory.replace(original, data), by_seq=False)
     spoil(reader.wal(data), 300, b"spoiled")
     spoil(here, 300, b"ruined!")
-    lost = [span for each in heal.Repair(data).run() for span in each.lost]
+    lost = [span for each in heal.repair(data) for span in each.lost]
     assert (300, 300) in lost
     assert findings(data) == [] and [(gone.first, gone.last) for gone in dropped.quarantined(data)] == [(300, 300)]
     assert b"spoiled" in b"".join(files_in_quarantine(data))
@@ -294,7 +294,7 @@ def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_to
     found = log.find(seq, SEQ)
     flip_in(found.path, found.line)
     assert not everything(log).keys() & {seq if copy == "WAL" else log.first_offset}, "a log without an index is served"
-    done = heal.Repair(data).run()
+    done = heal.repair(data)
     assert not [each for each in done if each.lost or each.unwitnessed], done
     assert findings(data) == []
     check_healed(files(original), data)
@@ -312,7 +312,7 @@ def test_what_has_no_second_witness_is_kept_and_said_to_have_none(data):
     left = reader.first_seq(data)
     os.unlink(path.replace(".log", ".idx"))
     before = pathlib.Path(path).read_bytes()
-    done = heal.Repair(data).run()
+    done = heal.repair(data)
     assert pathlib.Path(path).read_bytes() == before
     spans = [span for each in done for span in each.unwitnessed]
     assert (
@@ -340,7 +340,7 @@ def test_two_records_of_one_seq_are_both_kept(data, original):
     wal.append([(others.data, 851, others.count, FIRST_TS + 851)])
     wal.close()
     assert any("another record than the WAL has" in each.what for each in findings(data))
-    assert [each.what for each in heal.Repair(data).run() if "could not keep their seqs" in each.what]
+    assert [each.what for each in heal.repair(data) if "could not keep their seqs" in each.what]
     assert findings(data) == []
     after = everything(reader.wal(data))
     assert [line for at, line in after.items() if 850 < at <= 900] == lost
@@ -364,7 +364,7 @@ def test_a_flipped_bit_in_what_was_never_routed_is_healed_by_its_crc(tmp_path):
     for at in (5, 700, len(text) - 1, len(text) // 2):
         overwrite(wal.path, at, bytes([text[at] ^ 4]))
         assert findings(data)
-        assert [each.what for each in heal.Repair(data).run()] == ["healed"]
+        assert [each.what for each in heal.repair(data)] == ["healed"]
         with open(wal.path, "rb") as file:
             assert file.read() == text
 
@@ -386,5 +386,5 @@ def test_a_damaged_line_of_dropped_log_is_mended_by_what_is_missing(tmp_path):
         assert [each.path for each in findings(data)][-1] == "dropped.log"
         with pytest.raises(CorruptError, match=r"dropped\.log: damaged at byte 0"):
             dropped.read(data, "framed")
-        heal.Repair(data).run()
+        heal.repair(data)
         assert files(data)["dropped.log"] == good

@@ -83,7 +83,7 @@ def test_a_repair_after_a_deletion_invents_nothing(broker):
         path.unlink()
     os.unlink(f"{broker.data}/topics/.deletions")
     assert len(broker.findings()) > 2
-    heal.Repair(broker.data).run()
+    heal.repair(broker.data)
     assert broker.findings() == []
     assert broker.segments("orders") == {"0/5": 1} and broker.segments("others") == {"0/0": 2}
 
@@ -119,7 +119,7 @@ def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ende
     os.unlink(f"{broker.data}/router.ckpt")
     for path in Path(broker.data, "topics/orders/0").glob(f"{5:020d}.*"):
         path.unlink()
-    heal.Repair(broker.data).run()
+    heal.repair(broker.data)
     assert broker.findings() == []
     assert broker.segments("orders") == whole
 

@@ -77,7 +77,7 @@ def test_queues_of_a_grown_topic_come_back_byte_for_byte(broker, loss, is_repair
     before, links = broker.files(), broker.links()
     lose(broker.data, LOSSES[loss])
     if is_repaired:
-        heal.Repair(broker.data).run()
+        heal.repair(broker.data)
         assert broker.findings() == [] or loss in LEFT_TO_A_START
     after = Broker(broker.data, broker.seq)
     after.queues.close()
@@ -181,7 +181,7 @@ def test_a_damaged_growth_is_found_and_repaired_from_the_checkpoint(broker, at):
     lines[at] = lines[at][: digits[-1]] + str((int(lines[at][digits[-1]]) + 1) % 10) + lines[at][digits[-1] + 1 :]
     path.write_text("".join(lines))
     assert any("topic.toml" in each for each in broker.findings())
-    heal.Repair(broker.data).run()
+    heal.repair(broker.data)
     assert path.read_text() == whole and broker.findings() == []
     path.write_text("".join(lines))
     Broker(broker.data, broker.seq).queues.close()

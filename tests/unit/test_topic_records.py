@@ -221,7 +221,7 @@ def test_a_repair_takes_the_limits_of_a_damaged_declaration_from_the_records(dat
     path = Path(data, "topics/orders/topic.toml")
     whole = path.read_bytes()
     path.write_bytes(b"partit\0\0" + whole[8:40])
-    heal.Repair(data).run()
+    heal.repair(data)
     found = topics.read(data, "orders")
     assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
 
