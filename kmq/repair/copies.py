@@ -33,6 +33,15 @@ _NOWHERE = -1  # no record in the WAL
 _NEVER = 1 << 62
 
 
+# The words for faults, here and in the audit (kmq/spark/audit/findings.py):
+#
+#     gap         a seq that the WAL lacks, and that nothing names
+#     dropped     a record that dropped.log names
+#     lost        a record that no queue has, or, after a repair, no copy
+#     altered     two copies of a record that differ
+#     misplaced   a record in a queue, or a segment in a place, where it does not belong
+
+
 class Difference(NamedTuple):
     """A seq whose two copies do not agree."""
 

@@ -303,7 +303,7 @@ class QueueHealer:
         in_order = ((seq, candidates[seq]) for seq in sorted(candidates))
         known = records | confirmed_lines(patch.blocks, patch.position, in_order)
         count = patch.records or 0
-        missing = count - len(known)
+        lost = count - len(known)
         slots: list[Line] = []
         for block in patch.blocks:
             for line in scan.read(block).split(b"\n")[:-1]:
@@ -311,8 +311,8 @@ class QueueHealer:
                 seq = stamp[0] if stamp else 0
                 slots.append(Line(seq, known.get(seq) or (None if line else compacted)))
         filled = sum(text is not None and text != b"\n" for _, text in slots)
-        if len(slots) != count or filled != count - missing:
-            slots = [*[Line(0, None)] * missing, *(Line(seq, text) for seq, text in sorted(known.items()))]
+        if len(slots) != count or filled != count - lost:
+            slots = [*[Line(0, None)] * lost, *(Line(seq, text) for seq, text in sorted(known.items()))]
         yield from slots
 
     def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
@@ -360,8 +360,8 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 # If the WAL lacks most records of a queue under their seqs, the queue was never written from this WAL: its segments are
 # set aside, and the queue is rebuilt.
 #
-# Records in another queue than the topics in force give: a release that did not know the partitioner or the growth of the
-# topic has put them there. Offsets do not change here either:
+# Misplaced records lie in another queue than the topics in force give: a release that did not know the partitioner or the
+# growth of the topic has put them there. Offsets do not change here either:
 #
 #     in no other queue      the record stays. In both copies its routing key gets a mark with that partition, so it
 #                            belongs there from now on

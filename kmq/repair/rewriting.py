@@ -111,17 +111,17 @@ class Rewriter:
             copied = 0
             for patch in patches:
                 _copy(old, new, copied, patch.position)
-                missing: list[int] = []
+                lost_here: list[int] = []
                 begin = new.tell()
                 for seq, text in lines(scan, patch):
                     if text is not None:
                         new.write(text)
                     else:
-                        missing.append(seq)
+                        lost_here.append(seq)
                         if not scan.by_seq:
                             new.write(b"\n")  # so that the offsets behind it stay
-                if missing:
-                    lost += self._give_up(scan, patch, missing)
+                if lost_here:
+                    lost += self._give_up(scan, patch, lost_here)
                 elif new.tell() == begin and patch.end > patch.position:  # nothing stands for these bytes
                     self.quarantine.keep(scan.path, patch.position, patch.end)
                 copied = patch.end
@@ -130,18 +130,18 @@ class Rewriter:
             os.fsync(new.fileno())
         return lost
 
-    def _give_up(self, scan: Scan, patch: Patch, missing: list[int]) -> list[SeqRange]:
+    def _give_up(self, scan: Scan, patch: Patch, lost: list[int]) -> list[SeqRange]:
         """Keep the bytes of a patch that could not be healed, and name its lost records.
 
-        `missing`: their seqs; 0 where a seq is unknown.
+        `lost`: their seqs; 0 where a seq is unknown.
         """
         self.quarantine.keep(scan.path, patch.position, patch.end)
-        if all(missing):
-            seqs = ranges(missing)
+        if all(lost):
+            seqs = ranges(lost)
             self.quarantine.name_lost(scan.path, patch.position, seqs)
         else:
             seqs = [SeqRange(patch.first_seq, patch.last_seq)]
-            self.quarantine.name_lost(scan.path, patch.position, seqs, count=len(missing))
+            self.quarantine.name_lost(scan.path, patch.position, seqs, count=len(lost))
         return seqs
 
 

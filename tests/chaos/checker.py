@@ -8,7 +8,7 @@ Findings
     duplicate   a seq, or a sent line, that is there twice
     reordered   seqs, times, or the lines of one stream, out of order
     lost        a WAL record that its queue lacks, or a sent line that the WAL lacks
-    misrouted   a record in a queue where it does not belong
+    misplaced   a record in a queue where it does not belong
     invented    something nobody sent, or that the WAL does not have, or that dropped.log says is gone
     index       an .idx line that contradicts its log
     link        a symlink that is missing or leads elsewhere
@@ -339,7 +339,7 @@ def _explain(
         if seq in seen:
             report.add("duplicate", where, f"seq {seq}")
         elif homes.get(seq, home) != home:
-            report.add("misrouted", where, f"seq {seq}")
+            report.add("misplaced", where, f"seq {seq}")
         elif seq not in by_seq:
             report.add("invented", where, f"seq {seq}")
         elif by_seq[seq] != record.line:

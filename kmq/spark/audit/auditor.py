@@ -2,7 +2,7 @@
 
 Exact       In a task without errors, the bytes of a queue are the lines of the WAL that route there, one after another.
             They are compared as bytes, block by block, without Python code per record. Only for queues that differ are
-            lines compared one by one (QueueAuditor): missing, duplicate, out of order, altered, in a wrong queue,
+            lines compared one by one (QueueAuditor): lost, duplicate, out of order, altered, misplaced,
             foreign.
 Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, format and order
             are checked. WAL records below the first record that a queue still has. All of these are counted as notes.
@@ -91,12 +91,12 @@ class QueueAuditor:
         is_late[hits] = at[hits] < np.maximum.accumulate(at[hits])
         self._add("out_of_order", is_late)
 
-        is_other = np.zeros(len(seqs), bool)
+        is_altered = np.zeros(len(seqs), bool)
         here, there = self._lines.take(pa.array(hits)), self._expected_lines.take(pa.array(at[hits]))
-        is_other[hits] = pc.not_equal(here, there).to_numpy()
-        self._add("altered", is_other)
+        is_altered[hits] = pc.not_equal(here, there).to_numpy()
+        self._add("altered", is_altered)
         self._add("undropped", is_ours & self._with.dropped.hold(seqs))
-        self._strangers(~is_ours, belongs, elsewhere)
+        self._misplaced(~is_ours, belongs, elsewhere)
 
         self._missing = np.ones(len(expected), bool)
         self._missing[at[hits]] = False
@@ -104,8 +104,8 @@ class QueueAuditor:
         steady = hits[~is_late[hits]]
         self._marks, self._mark_offsets = at[steady], self._offsets[steady]
 
-    def _strangers(self, chosen: Numbers, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
-        """Add the records that do not belong in this part of this queue."""
+    def _misplaced(self, chosen: Numbers, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
+        """Add the records that do not belong in this part of this queue: misplaced, out of order, or foreign."""
         task, seqs, places = self._with, self._seqs, self._with.routes.places
         wal_first, wal_end = task.snapshot.wal
         targets = belongs.get(seqs)
@@ -119,11 +119,11 @@ class QueueAuditor:
         is_old |= rest & (seqs < task.low) & (task.low > task.task.low)  # retention of the WAL during the audit
         is_hidden = rest & SeqRanges(task.unreadable).hold(seqs)
         in_wal = (seqs >= wal_first) & (seqs < wal_end)
-        is_astray = rest & ~is_old & ~is_hidden & in_wal & ~task.is_inside(seqs)
+        is_late = rest & ~is_old & ~is_hidden & in_wal & ~task.is_inside(seqs)
         self._note("older", int(is_old.sum()))
         self._note("unreadable", int(is_hidden.sum()))
-        self._add("out_of_order", is_astray)
-        self._add("foreign", rest & ~is_old & ~is_hidden & ~is_astray)
+        self._add("out_of_order", is_late)
+        self._add("foreign", rest & ~is_old & ~is_hidden & ~is_late)
 
     def account(self, elsewhere: Numbers) -> None:
         """Add the records missing between each two that are here, as excused or as lost.

@@ -18,6 +18,8 @@ OffsetRange = tuple[int, int]  # first, and the one after the last
 SeqRange = tuple[int, int]  # first and last
 
 THE_WAL: TopicPartition = (WAL, 0)
+# The words for faults are those of `kmq verify` (kmq/repair/copies.py), except "wrong_queue", which is misplaced there:
+# these keys are in tables that users have.
 FINDINGS = {
     "gap": "seqs missing in the WAL that dropped.log does not name",
     "duplicate": "stored more than once",
