@@ -97,19 +97,19 @@ class _Thread:
             runner.run(self._serve(up, ready))
 
     async def _serve(self, up: Up, ready: threading.Event) -> None:
-        made: list[logs.Logs] = []
-        original = logs.Logs
+        made: list[logs.LogCalls] = []
+        original = logs.LogCalls
 
-        def make(broker: Broker) -> logs.Logs:
+        def make(broker: Broker) -> logs.LogCalls:
             made.append(original(broker))
             return made[0]
 
-        logs.Logs = make  # type: ignore[assignment,misc]
+        logs.LogCalls = make  # type: ignore[assignment,misc]
         try:
             core = Core(up.settings, up.page, Logger("gateway"))
             app = server.application(core, groups_of(core), metrics.Requests())
         finally:
-            logs.Logs = original  # type: ignore[misc]
+            logs.LogCalls = original  # type: ignore[misc]
         self.logs, self.api, self.fetching = made[0], app[API], core.fetching
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         access = HttpAccess(up.settings, tokens, _strangers(up), Logger("gateway"), Events())

@@ -52,45 +52,43 @@ _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\s:/?#@\\\[\]]+))(?::\d{1,5})?")
 Headers = CIMultiDictProxy[str]
 
 
-class Browsers:
-    """What browsers may send."""
+def names_of(settings: Settings) -> set[str]:
+    """Return the names of this broker that the settings say."""
+    given = (settings.host, settings.tls_host, *settings.console_hosts.split(","))
+    return {name.strip().lower().rstrip(".") for name in given if name.strip()}
 
-    def __init__(self, settings: Settings) -> None:
-        given = (settings.host, settings.tls_host, *settings.console_hosts.split(","))
-        self._names = {name.strip().lower().rstrip(".") for name in given if name.strip()}
 
-    def refused_for(self, method: str, path: str, headers: Headers, is_strict: bool, changes: bool) -> str:
-        """Return why a request is refused; "" if it is not.
+def refused_for(names: set[str], method: str, path: str, headers: Headers, is_strict: bool, changes: bool) -> str:
+    """Return why a request is refused; "" if it is not. `names`: of this broker.
 
-        `is_strict`: check a host with a dot of programs too; `changes`: the request may change something.
-        """
-        host = headers.get("Host")
-        is_browser = _is_browser(headers)
-        is_checked = is_browser or (is_strict and "." in (host or "").rstrip("."))
-        if host is not None and is_checked and not self._is_ours(host):
-            return (
-                f"Host {host[:100]!r} is no name of this broker; use localhost or an address, or set KMQ_CONSOLE_HOSTS"
-            )
-        for origin in headers.getall(_ORIGIN, ()):
-            if not _is_at(origin, host):
-                return f"Origin {origin[:100]!r}: a page of another site may not do this"
-        sites: Collection[str] = headers.getall(_SITE, ())
-        if any(site not in ("same-origin", "none") for site in sites) and not _opens_page(method, path, headers):
-            return f"{_SITE} {','.join(sites)[:40]!r}: a page of another site may not do this"
-        is_shown = _ORIGIN in headers or bool(sites)
-        if is_browser and changes and not is_shown and not _is_at(headers.get("Referer", ""), host):
-            return "a browser that names no origin may change nothing; use https:// or localhost"
-        return ""
+    `is_strict`: check a host with a dot of programs too; `changes`: the request may change something.
+    """
+    host = headers.get("Host")
+    is_browser = _is_browser(headers)
+    is_checked = is_browser or (is_strict and "." in (host or "").rstrip("."))
+    if host is not None and is_checked and not _is_ours(host, names):
+        return f"Host {host[:100]!r} is no name of this broker; use localhost or an address, or set KMQ_CONSOLE_HOSTS"
+    for origin in headers.getall(_ORIGIN, ()):
+        if not _is_at(origin, host):
+            return f"Origin {origin[:100]!r}: a page of another site may not do this"
+    sites: Collection[str] = headers.getall(_SITE, ())
+    if any(site not in ("same-origin", "none") for site in sites) and not _opens_page(method, path, headers):
+        return f"{_SITE} {','.join(sites)[:40]!r}: a page of another site may not do this"
+    is_shown = _ORIGIN in headers or bool(sites)
+    if is_browser and changes and not is_shown and not _is_at(headers.get("Referer", ""), host):
+        return "a browser that names no origin may change nothing; use https:// or localhost"
+    return ""
 
-    def _is_ours(self, host: str) -> bool:
-        name = _name_of(host)
-        if name is None:
-            return False
-        try:
-            ip_address(name)
-        except ValueError:
-            return name == "localhost" or name.endswith(".localhost") or name in self._names
-        return True
+
+def _is_ours(host: str, names: set[str]) -> bool:
+    name = _name_of(host)
+    if name is None:
+        return False
+    try:
+        ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in names
+    return True
 
 
 def _is_browser(headers: Headers) -> bool:
@@ -152,7 +150,7 @@ class HttpAccess:
     ) -> None:
         self._settings, self._tokens, self._strangers = settings, tokens, strangers
         self._log, self._events = log, events
-        self._browsers = Browsers(settings)
+        self._names = names_of(settings)
 
     @property
     def middleware(self) -> Any:
@@ -182,7 +180,7 @@ class HttpAccess:
     def _check_browser(self, request: web.Request, operation: Operation | None) -> None:
         is_strict = self._tokens is None and _is_loopback(_address(request, "sockname"))
         changes = request.method not in _READS or "group" in request.query
-        why = self._browsers.refused_for(request.method, request.path, request.headers, is_strict, changes)
+        why = refused_for(self._names, request.method, request.path, request.headers, is_strict, changes)
         if why:
             self._strangers.note("cross_site", request.remote or "", why)
             raise RequestRefused("cross_site", why)

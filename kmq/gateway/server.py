@@ -25,7 +25,7 @@ from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import ConsoleOverview
-from kmq.gateway.core.compactor import Compacting
+from kmq.gateway.core.compactor import keep_compacted
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.core.metrics import Requests
@@ -86,7 +86,6 @@ class Gateway:
         admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
         self.stalled = StalledGroups(self.row, self.groups, admin, settings.group_stalled)
         self.requests = Requests(admin.lags)
-        self.compacting = Compacting(settings, log)
         self.consumers = Consumers(
             settings,
             self.core.waking,
@@ -118,8 +117,8 @@ class Gateway:
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests, self.overview))
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
-        loops = self.keeper, self.compacting, self.groups, self.overview, self.stalled
-        keeping = asyncio.gather(*(loop.run() for loop in loops))
+        loops = self.keeper, self.groups, self.overview, self.stalled
+        keeping = asyncio.gather(keep_compacted(self.settings, self.log), *(loop.run() for loop in loops))
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)

@@ -12,7 +12,7 @@ from api_client import Api
 from brokers import PATIENCE_S, Broker
 from browsers import free_port
 
-from kmq.gateway.console.page import HEADERS
+from kmq.gateway.http.server import HEADERS
 
 
 @pytest.fixture(scope="module")

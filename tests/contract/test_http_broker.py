@@ -25,7 +25,7 @@ from kmq.client.producer import Producer
 from kmq.config.settings import load
 from kmq.errors import BusyError
 from kmq.gateway.core import producing
-from kmq.gateway.core.compactor import Compactor, Pace
+from kmq.gateway.core.compactor import Compactor, Throttle
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import NewMessage
 from kmq.log import compaction, passes, reader
@@ -311,7 +311,7 @@ def test_a_table_is_read_right_while_the_broker_compacts_it(broker, api, topic):
     while (topic, 0) not in passes.read(str(broker.data)):
         assert time.monotonic() < deadline
         with suppress(BusyError):  # the broker's own is at work
-            Compactor(str(broker.data), FakeLogger(), Pace(0, cpu_share=1000)).run()
+            Compactor(str(broker.data), FakeLogger(), Throttle(0, cpu_share=1000)).run()
     rest, whole = page(200, 1000), page(0, 1000)
     assert whole[0] == before[0] and len(whole) < 700 and whole == sorted(set(whole) & set(before))
     assert {row[1]: row for row in whole} == {row[1]: row for row in before}

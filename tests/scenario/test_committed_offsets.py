@@ -15,7 +15,7 @@ from kmq.access import local_token
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.core.compactor import Compacting
+from kmq.gateway.core.compactor import keep_compacted
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.groups import offsets as keeping
 from kmq.gateway.groups import offsets as store_module
@@ -412,13 +412,13 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
         return pod.log().count(f"event=segment_compacted file={pod.data}/topics/{TOPIC}/0/")
 
     async def work(store):
-        compacting = Compacting(load(pod.env, toml=""), FakeLogger(), look_s=0.1)
         for n in range(40):
             await asyncio.gather(*(store.commit(f"busy-{g}", {("orders", 0): Commit(n)}) for g in range(50)))
         before = {group: offsets_of(store, group) for group in store.groups()}
         await asyncio.to_thread(pod.down)  # what a checkpoint says to be on disk may be compacted
         await asyncio.to_thread(pod.up)
-        running, deadline = asyncio.create_task(compacting.run()), time.monotonic() + PATIENCE_S
+        compacting = keep_compacted(load(pod.env, toml=""), FakeLogger(), look_s=0.1)
+        running, deadline = asyncio.create_task(compacting), time.monotonic() + PATIENCE_S
         while compacted() < 3:
             assert time.monotonic() < deadline and not running.done(), pod.log()[-2000:]
             await asyncio.sleep(0.02)

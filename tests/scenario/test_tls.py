@@ -19,7 +19,7 @@ import pytest
 from certificates import Authority
 from chaos import attacks_ports
 
-from kmq.gateway.console import page
+from kmq.gateway.http.server import STATIC
 
 PATIENCE_S = 30.0
 
@@ -594,7 +594,7 @@ def test_the_gateway_asks_for_tokens_but_not_for_health_or_the_console_files(sec
         for path in ("/healthz", "/readyz"):
             assert get(broker, path, name)[0] == 200
         for path, file in (("/", "index.html"), ("/console/api.js", "api.js")):  # a browser sends no token for these
-            assert get(broker, path, name) == (200, (page.STATIC / file).read_text()), path
+            assert get(broker, path, name) == (200, (STATIC / file).read_text()), path
         for path in (
             "/metrics",
             "/api/overview",

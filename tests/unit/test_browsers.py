@@ -4,16 +4,16 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kmq.config.settings import load
-from kmq.gateway.access import Browsers
+from kmq.gateway.access import names_of, refused_for
 
 CHROME = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)", "Accept-Language": "en"}
 OWN = {**CHROME, "Host": "localhost:8082", "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
-BROWSERS = Browsers(load({"KMQ_HOST": "broker-0", "KMQ_CONSOLE_HOSTS": "kmq.example, Console.Example."}, toml=""))
+NAMES = names_of(load({"KMQ_HOST": "broker-0", "KMQ_CONSOLE_HOSTS": "kmq.example, Console.Example."}, toml=""))
 
 
 def refused(headers, method="GET", path="/api/overview", strict=False, changes=None):
     changes = method not in ("GET", "HEAD") if changes is None else changes
-    return BROWSERS.refused_for(method, path, CIMultiDictProxy(CIMultiDict(headers)), strict, changes)
+    return refused_for(NAMES, method, path, CIMultiDictProxy(CIMultiDict(headers)), strict, changes)
 
 
 @pytest.mark.parametrize(

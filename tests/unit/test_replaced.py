@@ -12,7 +12,7 @@ from made_up import FIRST_TS, block, no_room
 
 from kmq.config.settings import load
 from kmq.errors import BusyError
-from kmq.gateway.core.compactor import Compactor, Pace
+from kmq.gateway.core.compactor import Compactor, Throttle
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Range
 from kmq.gateway.lines.door import Consumption
@@ -172,7 +172,7 @@ def compact(data, min_dirty=0.01, log=None):
     """Lay out what is worth it, whether a pass is due or not."""
     if os.path.exists(f"{compaction.outbox(data)}/.passes"):
         os.unlink(f"{compaction.outbox(data)}/.passes")
-    return Compactor(data, log or FakeLogger(), Pace(0, cpu_share=1000), install_s=0).run(min_dirty=min_dirty)
+    return Compactor(data, log or FakeLogger(), Throttle(0, cpu_share=1000), install_s=0).run(min_dirty=min_dirty)
 
 
 def compacted(data):
@@ -316,7 +316,7 @@ def test_a_compactor_in_the_background_gives_way_to_another_one(data):
         return True
 
     with pytest.raises(BusyError):
-        Compactor(data, FakeLogger(), Pace(0), has_room, install_s=30).run()
+        Compactor(data, FakeLogger(), Throttle(0), has_room, install_s=30).run()
     assert given_back.wait(10) and passes.read(data) == {}
     compaction.settle(data)
     assert compacted(data) > 0
@@ -324,7 +324,7 @@ def test_a_compactor_in_the_background_gives_way_to_another_one(data):
 
 def test_without_room_for_a_copy_nothing_is_laid_out_and_the_pass_is_not_over(data):
     log = FakeLogger()
-    compactor = Compactor(data, log, Pace(0), lambda nbytes: False, install_s=0)
+    compactor = Compactor(data, log, Throttle(0), lambda nbytes: False, install_s=0)
     assert compactor.run(min_dirty=0.01) == 0 and compactor.has_failed
     assert "no room" in str(log.of("not_compacted")[0]["reason"]) and passes.read(data) == {}
 
@@ -339,20 +339,20 @@ def test_a_topic_that_was_deleted_and_came_back_meanwhile_is_left_alone(data):
 
     log = FakeLogger()
     assert table(data).from_seq == 1
-    compactor = Compactor(data, log, Pace(0), has_room, install_s=0)
+    compactor = Compactor(data, log, Throttle(0), has_room, install_s=0)
     assert compactor.run(min_dirty=0.01) == 0 and len(compaction.waiting(data)) == 1 and passes.read(data) == {}
     assert not compactor.has_failed and not log.of("not_compacted")
 
 
 def test_a_compactor_stops_when_the_router_does_not_install(data):
     with pytest.raises(BusyError, match="has not installed"):
-        Compactor(data, FakeLogger(), Pace(0), install_s=0.01).run()
+        Compactor(data, FakeLogger(), Throttle(0), install_s=0.01).run()
     assert len(compaction.waiting(data)) == 1
 
 
 def test_a_compactor_reads_and_works_no_more_than_it_may():
     now, cpu = [100.0], [5.0]
-    pace = Pace(1000, 0.25, lambda: now[0], lambda: cpu[0])
+    pace = Throttle(1000, 0.25, lambda: now[0], lambda: cpu[0])
     pace.add(2000)
     assert pace.rest() == pytest.approx(2.0)
     now[0] += 9.0
@@ -364,7 +364,7 @@ def test_a_compactor_reads_and_works_no_more_than_it_may():
     now[0] += 1.0
     pace.add(10)
     assert pace.rest() == pytest.approx(3.0)  # a second of work in four
-    free = Pace(0, 0.25, lambda: now[0], lambda: cpu[0])
+    free = Throttle(0, 0.25, lambda: now[0], lambda: cpu[0])
     free.add(1 << 40)
     assert free.rest() == 0
 

@@ -1,6 +1,6 @@
 """`python -m kmq.gateway.core.compactor`: compacts topics declared `cleanup = "compact"`, beside the gateway.
 
-Owner       the gateway starts it when a pass is due (Compacting). It shares one lock with Spark's `compact` pipeline,
+Owner       the gateway starts it when a pass is due (keep_compacted). It shares one lock with Spark's `compact` pipeline,
             to which it gives way.
 Invariant   It only lays out segments; the router installs them (kmq/log/compaction.py). A segment is laid out only if
             the disk and KMQ_DATA_QUOTA have room for it beside what the broker keeps free.
@@ -46,7 +46,7 @@ class NoRoom(KmqError):
     """The disk has no room for the copy of a segment."""
 
 
-class Pace:
+class Throttle:
     """How much reading, writing and working is too much. `rest` says how long to wait after each `add`."""
 
     def __init__(
@@ -80,12 +80,12 @@ class Compactor:
         self,
         data: str,
         log: Logger,
-        pace: Pace,
+        throttle: Throttle,
         has_room: Callable[[int], bool] = lambda nbytes: True,
         install_s: float = _INSTALL_S,
     ) -> None:
         """`has_room`: may so many bytes be written? `install_s`: longest wait for the router after each segment."""
-        self._data, self._log, self._pace, self._has_room = data, log, pace, has_room
+        self._data, self._log, self._throttle, self._has_room = data, log, throttle, has_room
         self._install_s = install_s
         self._tables = CompactedTopics(data)
         self._asked_at = self._looked_at = time.monotonic()
@@ -123,7 +123,7 @@ class Compactor:
         self, table: CompactedTopic, place: SyncedPartition, horizon: Horizon, where: str, min_dirty: float
     ) -> int:
         """Compare one partition, lay out what is worth it, and note that; return how many segments were laid out."""
-        began, moved_before = time.monotonic(), self._pace.nbytes
+        began, moved_before = time.monotonic(), self._throttle.nbytes
         step = partial(self._step, None if table.name.startswith("__") else where)
         comparison = Comparison(place, horizon, identity.marks_from(self._data), step)
         count = removed = nbytes = saved = 0
@@ -142,7 +142,7 @@ class Compactor:
             removed=removed,
             segments=count,
             saved=saved,
-            moved=self._pace.nbytes - moved_before,
+            moved=self._throttle.nbytes - moved_before,
             seconds=round(time.monotonic() - began, 3),
         )
         return count
@@ -178,10 +178,10 @@ class Compactor:
         return saved
 
     def _step(self, where: str | None, nbytes: int) -> None:
-        """Wait as the pace says. `where`: given in a pass over a user's topic, which one of KMQ itself interrupts."""
-        self._pace.add(nbytes)
+        """Wait as the throttle says. `where`: given in a pass over a user's topic, which one of KMQ itself interrupts."""
+        self._throttle.add(nbytes)
         self._ask()
-        while rest := self._pace.rest():
+        while rest := self._throttle.rest():
             time.sleep(min(rest, _NAP_S))
             self._ask()
         if where is not None and time.monotonic() - self._looked_at > _LOOK_S:
@@ -204,59 +204,47 @@ _FAILED_S = 600.0  # after a compactor that has failed
 _COMPACTOR = "kmq.gateway.core.compactor"
 
 
-class Compacting:
-    """Starts the compactor when a pass over some topic is due, one at a time, from the gateway's start to its end.
+async def keep_compacted(settings: Settings, log: Logger, look_s: float = _DUE_S) -> None:
+    """Start the compactor whenever a pass over some topic is due, one at a time, until cancelled.
 
-    While no topic is declared to be compacted, it reads a directory and one file status for each topic, every _DUE_S. A
-    look at a topic reads file sizes; kmq/log/passes.py says when a pass is due. The compactor ends with the gateway,
-    however that ends. What it does is safe at every call.
+    While no topic is declared to be compacted, this reads a directory and one file status for each topic, every
+    `look_s`. A look at a topic reads file sizes; kmq/log/passes.py says when a pass is due. The compactor ends with the
+    gateway, however that ends. What it does is safe at every call.
     """
-
-    def __init__(self, settings: Settings, log: Logger, look_s: float = _DUE_S) -> None:
-        self._settings, self._log, self._look_s = settings, log, look_s
-        self._tables = CompactedTopics(settings.data)
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def run(self) -> None:
-        """Work until cancelled."""
+    tables = CompactedTopics(settings.data)
+    while True:
+        pause = look_s
         try:
-            while True:
-                pause = self._look_s
-                try:
-                    if await asyncio.to_thread(self._is_due) and await self._compact():
-                        pause = _FAILED_S
-                except (KmqError, OSError) as err:
-                    pause = _FAILED_S
-                    self._log.warn("not_compacted", reason=err, effect="tried again later")
-                await asyncio.sleep(pause)
-        finally:
-            await self._end()
+            if await asyncio.to_thread(_is_due, settings, tables) and await _compact(settings, log):
+                pause = _FAILED_S
+        except (KmqError, OSError) as err:
+            pause = _FAILED_S
+            log.warn("not_compacted", reason=err, effect="tried again later")
+        await asyncio.sleep(pause)
 
-    def _is_due(self) -> bool:
-        tables = self._tables.found()
-        if self._settings.compact == "off":
-            tables = [table for table in tables if table.name.startswith("__")]
-        data = self._settings.data
-        if not tables or compaction.waiting(data) or compaction.is_wanted(data):
-            return False
-        return bool(passes.due(data, tables, passes.clock(data, time.time(), GAP_S)))
 
-    async def _compact(self) -> int:
-        """Let a compactor make every pass that is due; return its exit code."""
-        environment = os.environ | self._settings.environment()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _COMPACTOR, "--with", str(os.getpid())), env=environment
-        )
-        code = await self._process.wait()
-        if code < 0:
-            self._log.warn("not_compacted", reason=f"ended by signal {-code}", effect="tried again later")
-        return code
+def _is_due(settings: Settings, compacted: CompactedTopics) -> bool:
+    tables, data = compacted.found(), settings.data
+    if settings.compact == "off":
+        tables = [table for table in tables if table.name.startswith("__")]
+    if not tables or compaction.waiting(data) or compaction.is_wanted(data):
+        return False
+    return bool(passes.due(data, tables, passes.clock(data, time.time(), GAP_S)))
 
-    async def _end(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+
+async def _compact(settings: Settings, log: Logger) -> int:
+    """Let a compactor make every pass that is due; return its exit code."""
+    command = sys.executable, "-m", _COMPACTOR, "--with", str(os.getpid())
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | settings.environment())
+    try:
+        code = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if code < 0:
+        log.warn("not_compacted", reason=f"ended by signal {-code}", effect="tried again later")
+    return code
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -283,7 +271,7 @@ def main() -> int:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         settings = load()
-        compactor = Compactor(settings.data, log, Pace(settings.compact_rate), partial(_room, settings))
+        compactor = Compactor(settings.data, log, Throttle(settings.compact_rate), partial(_room, settings))
         compactor.run(users_too=settings.compact == "on")
     except BusyError:
         return 0  # the next time

@@ -43,84 +43,6 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL, LogReader
 from kmq.repair import ledger
 
-# --- catalog ---------------------------------------------------------------------------------------------------------
-
-
-class LogCatalog:
-    """The logs that a remote reader may see, and their offsets. Changes nothing. Reads files: call it in a thread."""
-
-    def __init__(self, broker: Broker) -> None:
-        self._data, self._settings = broker.settings.data, broker.settings
-        self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
-        self._durable = 0
-        self._bounds_cache = Bounds(self._data)
-
-    def identity(self) -> dict[str, str | int]:
-        """Return the id, format and instance of the data directory, ready for JSON."""
-        form, _ = identity.version(self._data) or (0, 0)
-        return {
-            "data_id": identity.read(self._data, "id"),
-            "format": str(form),
-            "instance": self._settings.instance,
-            "marks_from": identity.marks_from(self._data),
-        }
-
-    def ledger(self) -> dict[str, Any]:
-        """Return what an audit needs: the last routed seq, the routing table, and the ranges in dropped.log."""
-        return ledger.read(self._data, self._router.seq)
-
-    def topics(self, after: str, limit: int, internal: bool = False) -> list[dict[str, object]]:
-        """Return the next `limit` topics by name; those of KMQ itself only if `internal`."""
-        names = [name for name in topics.names(self._data) if internal or not name.startswith("__")]
-        start = bisect_right(names, after)
-        return list(self._bounds_cache.rows(names[start : start + limit]))
-
-    def logs(self, asked: list[str]) -> list[dict[str, Any]]:
-        """Return the logs of these topics, or of all; a topic that does not exist has none."""
-        rows = []
-        for topic in asked or [*topics.names(self._data), WAL]:
-            for number in range(self._partitions(topic)):
-                first, end = self._bounds(topic, number)
-                rows.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
-        return rows
-
-    def open(self, topic: str, partition: int) -> LogReader:
-        """Return a log. Raises RequestRefused if it does not exist."""
-        if partition >= self._partitions(topic):
-            raise RequestRefused("not_found", f"there is no partition {partition} of topic {topic!r}")
-        return self._open(topic, partition)
-
-    def readable_end(self, topic: str) -> int:
-        """Return the offset beyond which nothing may be read; a partition is limited by its own end alone."""
-        return self._durable_seq() + 1 if topic == WAL else END
-
-    def _open(self, topic: str, partition: int) -> LogReader:
-        return reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
-
-    def _partitions(self, topic: str) -> int:
-        """Return how many partitions a topic has; 0 if it does not exist."""
-        if topic == WAL:
-            return 1
-        is_name = topic == basename(topic) and not topic.startswith(".")  # the name comes from a remote reader
-        return self._bounds_cache.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
-
-    def _bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        if topic != WAL:
-            return self._bounds_cache.of(topic, partition)
-        log = self._open(topic, partition)
-        end = self._durable_seq() + 1  # before first_offset: what retention deletes in between counts as deleted
-        return min(log.first_offset, end), end
-
-    def _durable_seq(self) -> int:
-        """Return the highest durable seq seen: durability that starts again counts from 0 until it has recovered."""
-        self._durable = max(self._durable, self._durability.seq)
-        if not self._durable and self._durability.state_name != "ready":
-            raise RequestRefused("not_ready", "the durable end of the WAL is unknown until durability has recovered")
-        return self._durable
-
-
-# --- handlers --------------------------------------------------------------------------------------------------------
-
 PAGES = {
     "/v1/broker": "the data directory: its id and format",
     "/v1/topics": "topics with their partitions, first and end offsets",
@@ -133,12 +55,14 @@ _STREAMS = 128  # simultaneous responses with records; each holds three descript
 T = TypeVar("T")
 
 
-class Logs:
+class LogCalls:
     """The handlers. They only read."""
 
     def __init__(self, broker: Broker) -> None:
-        self._catalog = LogCatalog(broker)
-        self._deadline_s = broker.settings.line_deadline
+        self._settings, self._data = broker.settings, broker.settings.data
+        self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
+        self._durable = 0  # the highest durable seq seen
+        self._bounds = Bounds(self._data)
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()
 
@@ -173,28 +97,79 @@ class Logs:
     # --- all logs ----------------------------------------------------------------------------------------------------
 
     async def broker(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._run(self._catalog.identity))
+        def identify() -> dict[str, str | int]:
+            form, _ = identity.version(self._data) or (0, 0)
+            return {
+                "data_id": identity.read(self._data, "id"),
+                "format": str(form),
+                "instance": self._settings.instance,
+                "marks_from": identity.marks_from(self._data),
+            }
+
+        return web.json_response(await self._run(identify))
 
     async def topics(self, request: web.Request) -> web.Response:
         limit = _number("limit", request.query.get("limit", str(END)), least=1)
         after, internal = request.query.get("after", ""), request.query.get("internal", "") == "true"
-        return web.json_response(await self._run(self._catalog.topics, after, limit, internal))
+
+        def read() -> list[dict[str, object]]:
+            names = [name for name in topics.names(self._data) if internal or not name.startswith("__")]
+            start = bisect_right(names, after)
+            return list(self._bounds.rows(names[start : start + limit]))
+
+        return web.json_response(await self._run(read))
 
     async def ledger(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._run(self._catalog.ledger))
+        return web.json_response(await self._run(lambda: ledger.read(self._data, self._router.seq)))
 
     async def logs(self, request: web.Request) -> web.Response:
-        wanted = request.query.getall("topic", [])
-        if "" in wanted:
+        asked = request.query.getall("topic", [])
+        if "" in asked:
             raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
-        return web.json_response(await self._run(self._catalog.logs, wanted))
+
+        def read() -> list[dict[str, Any]]:
+            rows = []
+            for topic in asked or [*topics.names(self._data), WAL]:
+                for number in range(self._partitions(topic)):
+                    first, end = self._ends(topic, number)
+                    rows.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
+            return rows
+
+        return web.json_response(await self._run(read))
+
+    def _partitions(self, topic: str) -> int:
+        """Return how many partitions a topic has; 0 if it does not exist."""
+        if topic == WAL:
+            return 1
+        is_name = topic == basename(topic) and not topic.startswith(".")  # the name comes from a remote reader
+        return self._bounds.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
+
+    def _ends(self, topic: str, partition: int) -> tuple[int, int]:
+        if topic != WAL:
+            return self._bounds.of(topic, partition)
+        log = reader.wal(self._data)
+        end = self._readable_end(WAL)  # before first_offset: what retention deletes in between counts as deleted
+        return min(log.first_offset, end), end
+
+    def _readable_end(self, topic: str) -> int:
+        """Return the offset beyond which nothing may be read; a partition is limited by its own end alone."""
+        if topic != WAL:
+            return END
+        self._durable = max(
+            self._durable, self._durability.seq
+        )  # after a start it counts from 0 until it has recovered
+        if not self._durable and self._durability.state_name != "ready":
+            raise RequestRefused("not_ready", "the durable end of the WAL is unknown until durability has recovered")
+        return self._durable + 1
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
     def _named_log(self, request: web.Request) -> tuple[str, LogReader]:
-        """Return the topic and the log that the path names."""
+        """Return the topic and the log that the path names. Raises RequestRefused if it does not exist."""
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
-        return topic, self._catalog.open(topic, partition)
+        if partition >= self._partitions(topic):
+            raise RequestRefused("not_found", f"there is no partition {partition} of topic {topic!r}")
+        return topic, reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
 
     async def offset(self, request: web.Request) -> web.Response:
         given = [name for name in ("time", "seq") if name in request.query]
@@ -204,7 +179,7 @@ class Logs:
 
         def find() -> int:
             topic, log = self._named_log(request)
-            end = self._catalog.readable_end(topic)
+            end = self._readable_end(topic)
             return min(log.offset_of_time(target) if given == ["time"] else log.offset_of_seq(target), end)
 
         return web.json_response({"offset": await self._run(find)})
@@ -222,7 +197,7 @@ class Logs:
         """Return the log that the path names, and the range of offsets that the query names."""
         start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
         topic, log = self._named_log(request)
-        return log, start, min(end, self._catalog.readable_end(topic))
+        return log, start, min(end, self._readable_end(topic))
 
     async def records(self, request: web.Request) -> web.StreamResponse:
         max_bytes = _number("max_bytes", request.query.get("max_bytes", "0"))
@@ -248,7 +223,7 @@ class Logs:
         await response.prepare(request)
         try:
             while span:
-                async with asyncio.timeout(self._deadline_s):
+                async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
                 span = await self._run(asked.take)
         except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, so the reader notices

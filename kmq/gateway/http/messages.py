@@ -35,7 +35,7 @@ from kmq.message.ids import MAX_ID_DIGITS
 from kmq.message.message import Header, Message
 from kmq.wire.requests import Position
 
-# --- messages out ----------------------------------------------------------------------------------------------------
+# --- messages out -----------------------------------------------------------------------------------------------------
 
 Show = Callable[[bytes | None], str]
 
@@ -102,7 +102,7 @@ def dump(message: Message, is_text: bool) -> str:
     return Writer(is_text).dump(message)
 
 
-# --- messages in -----------------------------------------------------------------------------------------------------
+# --- messages in ------------------------------------------------------------------------------------------------------
 
 _NEW = SCHEMAS["NewMessage"]
 _NAMES = frozenset(_NEW["properties"])
@@ -168,43 +168,9 @@ def _utf8(value: str, where: str) -> str:
     return value
 
 
-# --- consume ---------------------------------------------------------------------------------------------------------
+# --- where a call begins, and its answer ------------------------------------------------------------------------------
 
 _NO_GROUP = '"generation":null,"assignment":[]'
-
-
-class Consume:
-    """The handler. `by_group` answers calls that name a group."""
-
-    def __init__(self, core: Core, by_group: Callable[[Call], Awaitable[web.Response]]) -> None:
-        self._fetching, self._topics, self._by_group = core.fetching, core.topics, by_group
-        self.handlers = {"consume": self.consume}
-
-    async def consume(self, call: Call) -> web.Response:
-        topic, query = call.path["topic"], call.query
-        if query["group"] is not None:
-            return await self._by_group(call)
-        if query["member"] is not None or query["autoCommit"]:
-            raise bad_field("group", "is missing; member= and autoCommit= need it")
-        number = await self._partition(topic, query["partition"])
-        cursor = await self._fetching.open(topic, number, position(query, "earliest"))
-        limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
-
-        def shape(found: list[Message]) -> web.Response:
-            return response(call, found, [cursor])
-
-        current = exchange()
-        with current.polling(limit.wait_s):
-            return await self._fetching.fetch([cursor], limit, shape, current.interrupt, lambda: current.is_over)
-
-    async def _partition(self, topic: str, asked: int | None) -> int:
-        known = (await self._topics.describe(topic)).partitions
-        if asked is None and known > 1:
-            raise bad_field("partition", f"is missing; topic {topic!r} has {known} partitions")
-        if asked is not None and asked >= known:
-            text = f"topic {topic!r}: has the partitions 0 to {known - 1}"
-            raise RequestRefused("unknown_partition", text, field="partition")
-        return asked or 0
 
 
 def response(
@@ -256,12 +222,12 @@ def micros(text: str, field: str = "timestamp") -> int:
     raise bad_field(field, "must be ms since the epoch, or a time such as 2026-01-31T12:00:00Z")
 
 
-# --- produce ---------------------------------------------------------------------------------------------------------
+# --- handlers ---------------------------------------------------------------------------------------------------------
 
 _SENDING = ("producer", "acks")
 
 
-class Request(NamedTuple):
+class ProduceRequest(NamedTuple):
     """What a request asks to store. `shape`: how the answer is written: one, batch or lines."""
 
     messages: list[NewMessage]
@@ -270,30 +236,55 @@ class Request(NamedTuple):
     acks: bool
 
 
-class Produce:
-    """The handler."""
+class MessageCalls:
+    """The handlers. `by_group` answers calls that name a group."""
 
-    def __init__(self, core: Core, bodies: Bodies) -> None:
-        self._producing, self._bodies = core.producing, bodies
+    def __init__(self, core: Core, bodies: Bodies, by_group: Callable[[Call], Awaitable[web.Response]]) -> None:
+        self._fetching, self._producing, self._topics = core.fetching, core.producing, core.topics
+        self._bodies, self._by_group = bodies, by_group
         self._sending: set[asyncio.Task[None]] = set()  # acks=0: what nobody waits for
-        self.handlers = {"produce": self.produce}
+        self.handlers = {"consume": self.consume, "produce": self.produce}
+
+    async def close(self) -> None:
+        """Wait for what nobody waits for."""
+        await asyncio.gather(*self._sending)
+
+    async def consume(self, call: Call) -> web.Response:
+        topic, query = call.path["topic"], call.query
+        if query["group"] is not None:
+            return await self._by_group(call)
+        if query["member"] is not None or query["autoCommit"]:
+            raise bad_field("group", "is missing; member= and autoCommit= need it")
+        number = await self._partition(topic, query["partition"])
+        cursor = await self._fetching.open(topic, number, position(query, "earliest"))
+        limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
+
+        def shape(found: list[Message]) -> web.Response:
+            return response(call, found, [cursor])
+
+        current = exchange()
+        with current.polling(limit.wait_s):
+            return await self._fetching.fetch([cursor], limit, shape, current.interrupt, lambda: current.is_over)
+
+    async def _partition(self, topic: str, asked: int | None) -> int:
+        known = (await self._topics.describe(topic)).partitions
+        if asked is None and known > 1:
+            raise bad_field("partition", f"is missing; topic {topic!r} has {known} partitions")
+        if asked is not None and asked >= known:
+            text = f"topic {topic!r}: has the partitions 0 to {known - 1}"
+            raise RequestRefused("unknown_partition", text, field="partition")
+        return asked or 0
 
     async def produce(self, call: Call) -> web.Response:
         topic = call.path["topic"]
-        if call.query["acks"] == "0":
-            return await self._unacknowledged(call, topic)
         async with self._bodies.read(call.request) as body:
             asked = await self._parse(call, body)
-            if not asked.acks:
-                return await self._send(topic, asked, len(body))
+            if not asked.acks or call.query["acks"] == "0":
+                return self._send(topic, asked, len(body))
             outcomes = await self._producing.produce(topic, asked.messages, asked.producer)
         return _answer(topic, asked, outcomes)
 
-    async def _unacknowledged(self, call: Call, topic: str) -> web.Response:
-        async with self._bodies.read(call.request) as body:
-            return await self._send(topic, await self._parse(call, body), len(body))
-
-    async def _send(self, topic: str, asked: Request, nbytes: int) -> web.Response:
+    def _send(self, topic: str, asked: ProduceRequest, nbytes: int) -> web.Response:
         """Answer at once; the messages count as held until the broker has replied."""
         self._bodies.take(nbytes)
 
@@ -310,11 +301,7 @@ class Produce:
         task.add_done_callback(self._sending.discard)
         return web.json_response({"accepted": len(asked.messages)}, status=202)
 
-    async def close(self) -> None:
-        """Wait for what nobody waits for."""
-        await asyncio.gather(*self._sending)
-
-    async def _parse(self, call: Call, body: bytes) -> Request:
+    async def _parse(self, call: Call, body: bytes) -> ProduceRequest:
         is_text = call.query["format"] == "text"
         given = {name: call.query[name] for name in _SENDING if call.query[name] is not None}
         if call.request.content_type == NDJSON:
@@ -350,7 +337,7 @@ def _lines(body: bytes, is_text: bool) -> list[NewMessage]:
     return [load(parse_json(line, f"line {number}: "), is_text, f"line[{number}]") for number, line in lines]
 
 
-def _checked(messages: list[NewMessage], shape: str, given: dict[str, Any]) -> Request:
+def _checked(messages: list[NewMessage], shape: str, given: dict[str, Any]) -> ProduceRequest:
     """Return the request if its ids fit its producer. Raises RequestRefused."""
     for name in given:
         check(SCHEMAS["BatchProduce"]["properties"][name], given[name], name)
@@ -359,14 +346,14 @@ def _checked(messages: list[NewMessage], shape: str, given: dict[str, Any]) -> R
         if producer and not _is_number(message.id):
             where = "id" if shape == "one" else f"messages[{number}].id"
             raise bad_field(where, f"must be a number of at most {MAX_ID_DIGITS} digits, rising, because of producer=")
-    return Request(messages, shape, producer, str(given.get("acks", "1")) != "0")
+    return ProduceRequest(messages, shape, producer, str(given.get("acks", "1")) != "0")
 
 
 def _is_number(id: str | None) -> bool:
     return id is not None and id.isascii() and id.isdigit() and len(id) <= MAX_ID_DIGITS
 
 
-def _answer(topic: str, asked: Request, outcomes: Sequence[Outcome]) -> web.Response:
+def _answer(topic: str, asked: ProduceRequest, outcomes: Sequence[Outcome]) -> web.Response:
     refused = [outcome for outcome in outcomes if isinstance(outcome, RequestRefused)]
     if len(refused) == len(outcomes):
         first = refused[0]

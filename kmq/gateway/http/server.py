@@ -1,19 +1,28 @@
 """HTTP: the broker's state, the topics, and the application with everything else that HTTP serves.
 
-The start page is the console (kmq/gateway/console). /pages lists what else a browser can open; its row of PAGES says
-what it returns.
+The start page is the console: the files in kmq/gateway/console/static, at `/` and /console/<file>. /pages lists what else
+a browser can open; its row of PAGES says what it returns.
+
+Invariant   The console's page is the same for everybody and holds nothing of the broker, so it needs no token. Everything
+            it shows it asks the API for.
+            No script, style, picture or answer from another host is ever loaded, none stands in the page itself, and no
+            other page may show this one in a frame: HEADERS forbid it, whatever the files say.
+Cache       A browser asks each time and gets 304 until the file changes, so an upgraded broker is never shown by an old
+            script.
+Memory      The files are read once, at the start; a path of a request is only looked up among their names.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from html import escape
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from kmq.broker.health import Finding, Verdict
 from kmq.gateway.console.overview import ConsoleOverview
-from kmq.gateway.console.page import HEADERS, add_page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
 from kmq.gateway.core.broker import Broker, bad_field
@@ -25,7 +34,7 @@ from kmq.gateway.http import logs, openapi
 from kmq.gateway.http.console import Console
 from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
-from kmq.gateway.http.messages import Consume, Produce
+from kmq.gateway.http.messages import MessageCalls
 from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
 from kmq.gateway.http.request import Bodies, Call, refuse_unknown_paths
 from kmq.gateway.http.schema import read_body
@@ -105,28 +114,88 @@ class Api:
     def __init__(self, core: Core, groups: Groups, overview: ConsoleOverview) -> None:
         self.bodies = Bodies(core.settings)
         self.topics = Topics(core, self.bodies)
-        self.produce = Produce(core, self.bodies)
         self.console = Console(core, groups, overview, self.bodies)
         self.groups = GroupCalls(core, groups, self.bodies)
-        self.consume = Consume(core, self.groups.consume)
+        self.messages = MessageCalls(core, self.bodies, self.groups.consume)
 
     def add_to(self, app: web.Application, requests: Requests) -> None:
         """Register all operations with `app`; `requests` counts them."""
         count = requests.count_http
         register(app, ADMIN, self.topics.handlers, count)
-        register(app, MESSAGES, self.produce.handlers | self.consume.handlers, count)
+        register(app, MESSAGES, self.messages.handlers, count)
         register(app, GROUPS, self.groups.handlers, count)
         register(app, CONSOLE, self.console.handlers, count)
         app.on_cleanup.append(self._close)
         app[KEY] = self
 
     async def _close(self, app: web.Application) -> None:
-        await self.produce.close()
+        await self.messages.close()
         await self.groups.close()
         self.console.close()
 
 
 KEY = web.AppKey("api", Api)
+
+
+# --- the page of the console -----------------------------------------------------------------------------------------
+
+STATIC = Path(__file__).parents[1] / "console/static"
+INDEX = "index.html"
+POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+    " object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".json": "application/json",
+}
+
+
+class _File(NamedTuple):
+    content: bytes
+    kind: str
+    tag: str
+
+
+def _read(directory: Path) -> dict[str, _File]:
+    """Return the files that a browser may have, by name."""
+    paths = [path for path in sorted(directory.iterdir()) if path.suffix in _TYPES and path.is_file()]
+    found = {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in paths}
+    return {name: _File(content, kind, sha256(content).hexdigest()[:32]) for name, (content, kind) in found.items()}
+
+
+def add_page(app: web.Application) -> None:
+    """Register the page and its files with `app`."""
+    files = _read(STATIC)
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        found = files.get(request.match_info.get("file", INDEX))
+        if found is None:
+            raise web.HTTPNotFound
+        charset = "utf-8" if found.kind.startswith("text/") else None
+        if request.if_none_match and any(tag.value in (found.tag, "*") for tag in request.if_none_match):
+            response = web.Response(status=304, headers=HEADERS)
+        else:
+            response = web.Response(body=found.content, content_type=found.kind, charset=charset, headers=HEADERS)
+        response.etag = found.tag
+        return response
+
+    app.add_routes([web.get("/", serve), web.get("/console/{file}", serve)])
 
 
 # --- application -----------------------------------------------------------------------------------------------------
@@ -157,7 +226,7 @@ def application(
     add_page(app)
     Api(core, groups, overview or ConsoleOverview(core, groups)).add_to(app, requests)
     openapi.add_to(app)
-    logs.Logs(broker).add_to(app)
+    logs.LogCalls(broker).add_to(app)
     return app
 
 
