@@ -5,8 +5,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -14,17 +15,12 @@ import typer
 from rich.table import Table
 
 from kmq.cli.output import counted, examples, existing_data, grouped
-from kmq.cli.produce import line_sender, obstacle
-from kmq.client.lines import Patience
 from kmq.config import terminal
-from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, KmqError
 from kmq.message import record
 
 if TYPE_CHECKING:
-    from kmq.client.producer import Producer
-    from kmq.deadletters import redrive as rules
-    from kmq.deadletters.redrive import Filter, Found, Replay
+    from kmq.deadletters.selection import Dropped, Filter, Found, Queue, Record, Selection
 
 
 dlq_app = typer.Typer(
@@ -47,14 +43,14 @@ _JSON = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
 def _filters(texts: list[str] | None) -> "list[Filter]":
-    from kmq.deadletters.redrive import Filter
+    from kmq.deadletters.selection import Filter
 
     return [Filter.parse(text) for text in texts or ()]
 
 
 def _find(data: str, name: str) -> str | None:
     """Return the dead letter topic; None, and say so, if there are no letters."""
-    from kmq.deadletters.redrive import find_topic
+    from kmq.deadletters.selection import find_topic
 
     topic = find_topic(data, name)
     if topic is None:
@@ -110,7 +106,7 @@ def _list_topics(data: str, as_json: bool) -> None:
 
 
 def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
-    from kmq.deadletters.redrive import all_of
+    from kmq.deadletters.selection import all_of
 
     every = all_of(data, topic, filters)
     letters = terminal.while_read(islice(every, most or None))
@@ -163,7 +159,7 @@ def show(
     as_json: _JSON = False,
 ) -> None:
     """Show one dead letter: where it came from, why it is here, its headers and its value."""
-    from kmq.deadletters.redrive import all_of
+    from kmq.deadletters.selection import all_of
 
     data = existing_data()
     name = _find(data, topic)
@@ -244,48 +240,32 @@ def replay(
     however often the command runs and whatever it selects; --max and
     --dry-run leave out those that were sent back before.
     """
-    from kmq.deadletters.redrive import Replay
+    from kmq.deadletters import redrive
+    from kmq.deadletters.selection import Selection, to_send
 
     data = existing_data()
     name = _find(data, topic)
     if name is None:
         return
-    chosen = Replay(data, name, _filters(sending.filters), sending.most, sending.max_replays)
-    if dry_run:
-        total = 0
-        for record, new_key in terminal.while_read(chosen):
-            print(f"{record.partition}@{record.offset} -> {new_key.decode(errors='replace')}")
-            total += 1
-        print(f"would replay {total} of {name}{_left(chosen, name, chosen.before)}")
-        return
-    total, repeated = _send(data, chosen, sending.rate)
-    print(f"replayed {total - repeated} of {name}{_left(chosen, name, chosen.before + repeated)}")
-
-
-def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
-    """Return how many letters were sent, and how many of them another replay has stored at the same time."""
-    from kmq.deadletters import letters, redrive
-
+    chosen = Selection.of_letters(data, name, _filters(sending.filters), sending.max_replays, sending.most)
     total = 0
 
-    def lines() -> "Iterator[tuple[letters.LetterOrigin, bytes]]":
+    def each() -> "Iterator[tuple[Record, bytes]]":
         nonlocal total
-        for pair in counted(redrive.sent_back(chosen, data), "replaying"):
+        for pair in terminal.while_read(chosen) if dry_run else counted(chosen, "replaying"):
             total += 1
             yield pair
 
-    repeated = letters.send(lines(), _connect, letters.Pace(rate))
-    return total, repeated
+    if dry_run:
+        for stored, new_key in each():
+            print(f"{stored.partition}@{stored.offset} -> {new_key.decode(errors='replace')}")
+        print(f"would replay {total} of {name}{_left(chosen, name, chosen.before)}")
+        return
+    repeated = redrive.send(to_send(each(), data), sending.rate)  # another replay may have sent some at the same time
+    print(f"replayed {total - repeated} of {name}{_left(chosen, name, chosen.before + repeated)}")
 
 
-def _connect(name: str) -> "Producer":
-    """Return the producer of this name, whose ids the command counts itself."""
-    from kmq.client.producer import Producer
-
-    return Producer.local(producer=name, first_id=0)
-
-
-def _left(chosen: "Replay", name: str, before: int) -> str:
+def _left(chosen: "Selection", name: str, before: int) -> str:
     """Return why other records of the topic do not go back. `before`: how many letters did so before."""
     parts = [f"{before} were replayed before"] if before else []
     parts += [] if chosen.is_complete else ["more are left, with which the same replay goes on"]
@@ -299,7 +279,7 @@ def _left(chosen: "Replay", name: str, before: int) -> str:
 # --- redrive ---------------------------------------------------------------------------------------------------------
 
 
-class Selection(NamedTuple):
+class RedriveSelection(NamedTuple):
     """Which records to send again."""
 
     key: Annotated[str, typer.Option("--key", help="Only records whose key matches this glob.")] = "*"
@@ -347,87 +327,64 @@ def redrive(
             " With --dropped the default is the old key.",
         ),
     ] = None,
-    selection: Selection,
+    selection: RedriveSelection,
     sending: SendOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
     """Send the records of a queue through the broker again, under new routing keys, as new messages.
 
+    Each record is stored once, however often the same redrive runs: it may
+    be killed and run again. --idempotent, once needed for this, changes
+    nothing.
+
     See `kmq pipeline run redrive` for many brokers, selection and new keys by SQL.
     """
     from kmq.deadletters import redrive as rules
+    from kmq.deadletters.selection import Selection, to_send
 
-    settings = load()
     if not (topic or selection.dropped) or (to is None and not selection.dropped):
         raise ConfigError("give the topic to read and --to, the new routing key; or --dropped")
     template = "{routing_key}" if to is None else to
-    source = _open(existing_data(), topic, selection.dropped)
-    chosen = rules.Selected(source, template, selection.key, selection.from_seq, selection.max_replays)
-    total = _check(chosen, _print_change if dry_run else None)
-    if chosen.stayed:
-        print(f"kmq: {chosen.stayed} stay: their payload was cut, or they came back too often", file=sys.stderr)
+    data = existing_data()
+    source = _open(data, topic, selection.dropped)
+    chosen = Selection(source, template, _accepts(selection), selection.max_replays)
+    total = 0
+    for stored, new_key in chosen:  # the first bad new key ends it before any record is sent
+        total += 1
+        if dry_run:
+            old_key = record.routing_key_of(stored.line)
+            print(f"{old_key.decode(errors='replace')} -> {new_key.decode(errors='replace')}")
+    if stayed := sum(chosen.stayed.values()):
+        print(f"kmq: {stayed} stay: their payload was cut, or they came back too often", file=sys.stderr)
     if dry_run:
         print(f"would redrive {total} {source.text}")
-    elif sending.idempotent or selection.dropped:
-        repeated = _send_once(settings, chosen, sending)
-        print(f"redriven {total} {source.text}" + (f"; {repeated} of them were stored before" if repeated else ""))
-    else:
-        _send_unacknowledged(settings, chosen, sending.rate)
-        print(f"redriven {total} {source.text}")
+        return
+    is_back = template == rules.ORIGIN and not sending.name
+    redrive_id = (sending.name, template, selection.key, str(selection.from_seq))
+    records = counted(to_send(chosen, data, None if is_back else redrive_id), "redriving")
+    repeated = rules.send(records, sending.rate)
+    print(f"redriven {total} {source.text}" + (f"; {repeated} of them were stored before" if repeated else ""))
 
 
-def _open(data: str, topic: str, dropped: bool) -> "rules.Queue | rules.Dropped":
+def _open(data: str, topic: str, dropped: bool) -> "Queue | Dropped":
     """Return the records to read, as they are now. Later ones do not count: sent records may enter the same queue."""
-    from kmq.deadletters import redrive as rules
+    from kmq.deadletters.selection import Dropped, Queue, texts_of_lost
 
     if not dropped:
-        return rules.Queue(data, topic)
-    found = rules.Dropped(data, topic)
-    if found.never_stored:
-        print(f"kmq: {found.never_stored} were dropped by ring framed, before the WAL: gone for good", file=sys.stderr)
-    if found.retired:
-        print(f"kmq: {found.retired} are no longer in the WAL: retention deleted them", file=sys.stderr)
+        return Queue(data, topic)
+    found = Dropped(data, topic)
+    for text in texts_of_lost(found.never_stored, found.retired):
+        print(f"kmq: {text}", file=sys.stderr)
     return found
 
 
-def _check(chosen: "rules.Selected", show: "Callable[[rules.Record, bytes], None] | None") -> int:
-    """Count the records. Raises ConfigError at the first bad new key, before any record is sent."""
-    total = 0
-    for found, new_key in chosen:
-        total += 1
-        if show:
-            show(found, new_key)
-    return total
+def _accepts(selection: RedriveSelection) -> "Callable[[Record], bool]":
+    def accepts(stored: "Record") -> bool:
+        if record.seq_of(stored.line) < selection.from_seq:
+            return False
+        return fnmatchcase((stored.key or b"").decode(errors="surrogateescape"), selection.key)
 
-
-def _print_change(found: "rules.Record", new_key: bytes) -> None:
-    old_key = record.routing_key_of(found.line)
-    print(f"{old_key.decode(errors='replace')} -> {new_key.decode(errors='replace')}")
-
-
-def _send_once(settings: Settings, chosen: "rules.Selected", sending: SendOptions) -> int:
-    """Send the records under producer names, and return how many of them were stored before."""
-    from kmq.deadletters import letters
-    from kmq.deadletters import redrive as rules
-
-    pace = letters.Pace(sending.rate)
-    if chosen.template == rules.ORIGIN and not sending.name:
-        return letters.send(counted(rules.sent_back(chosen, settings.data), "redriving"), _connect, pace)
-    redrive_id = (sending.name, chosen.template, chosen.key_glob, str(chosen.from_seq))
-    return rules.send(counted(rules.numbered(chosen, settings.data, *redrive_id), "redriving"), _connect, pace)
-
-
-def _send_unacknowledged(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
-    """Send the records without acknowledgement."""
-    from kmq.deadletters import redrive as rules
-    from kmq.deadletters.letters import Pace, blocks
-
-    lines = (rules.as_sent(found.line, new_key) for found, new_key in chosen)
-    with line_sender(settings, Patience(lambda: obstacle(settings))) as sender:
-        for block in blocks(counted(lines, "redriving"), Pace(rate)):
-            sender.send(block)
-            if rate:
-                sender.flush()
+    return accepts
 
 
 def add_to(app: typer.Typer) -> None:
@@ -441,7 +398,7 @@ def add_redrive_to(app: typer.Typer) -> None:
         epilog=examples(
             "kmq redrive dead --to 'test.recovered_{key}' --dry-run",
             "kmq redrive dead --to 'test.recovered_{key}' --key 'letter_*' --from-seq 1",
-            "kmq redrive dead --to 'test.{key}' --idempotent --rate 1000",
+            "kmq redrive dead --to 'test.{key}' --rate 1000",
             "kmq redrive --dropped --dry-run",
         )
     )(redrive)

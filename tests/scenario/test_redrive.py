@@ -1,9 +1,18 @@
 """`kmq redrive`, once and again: what it stores twice, what it does not, and what was dropped."""
 
+import json
 import os
 import re
 import signal
+import subprocess
 import time
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+
+import pytest
+from brokers import PATIENCE_S
+
+JSON = {"Content-Type": "application/json"}
 
 
 def fields(line):
@@ -80,7 +89,7 @@ def test_a_rate_holds_a_redrive_back(broker):
     broker.up()
     broker.send_lines([b"dead.%d|0||x" % n for n in range(60)])
     broker.wait_routed(60)
-    for options in ([], ["--idempotent"]):
+    for options in ([], ["--idempotent", "--name", "again"]):
         command = ["redrive", "dead", "--to", "test.{key}", "--rate", "40", *options]
         begun = time.monotonic()
         assert broker.kmq(*command).stdout == "redriven 60 of dead\n"
@@ -138,3 +147,85 @@ def test_letters_go_back_once_whatever_was_selected_before(broker):
     key, headers, _ = next(each for each in found if each[2] == b"lost 7")
     assert key == b"orders.@.k7" and headers[b"trace"] == b"t7" and headers[b"replays"] == b"1"
     assert broker.lines("orders.dlq") == before
+
+
+# --- killed half-way -------------------------------------------------------------------------------------------------
+
+
+def by_command(*words):
+    def begin(broker):
+        process = subprocess.Popen(["kmq", *words, "--rate", "20"], env=broker.env, cwd=broker.root)
+
+        def kill():
+            process.kill()
+            process.wait()
+
+        return kill
+
+    def again(broker):
+        assert broker.kmq(*words).returncode == 0
+
+    return begin, again
+
+
+def by_http():
+    def post(broker, rate):
+        port = int((broker.pipes / "http.port").read_text())
+        asked = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        asked.request("POST", "/api/topics/orders/replay", json.dumps({"dryRun": False, "rate": rate}), JSON)
+        return asked
+
+    def begin(broker):
+        broker.wait((broker.pipes / "http.port").exists, "the gateway")
+        asked = post(broker, 20)
+
+        def kill():
+            os.kill(broker.pids()["gateway"], signal.SIGKILL)
+            with closing(asked), pytest.raises((HTTPException, OSError)):
+                asked.getresponse()
+
+        return kill
+
+    def is_done(broker):
+        try:
+            with closing(post(broker, 0)) as asked:
+                found = asked.getresponse()
+                return found.status == 200 and json.load(found)["complete"]
+        except (HTTPException, OSError):  # the gateway is not back yet
+            return False
+
+    return begin, lambda broker: broker.wait(lambda: is_done(broker), "the rest of the replay")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [by_command("redrive", "orders.dlq", "--to", "orders.{key}"), by_command("dlq", "replay", "orders"), by_http()],
+    ids=["redrive", "dlq", "http"],
+)
+def test_a_redrive_that_is_killed_and_run_again_sends_nothing_twice(broker, way):
+    begin, again = way
+    broker.gateway = True
+    broker.up(KMQ_CONSOLE="write")
+    broker.send_lines([letter(n) for n in range(60)])
+    broker.wait_routed(60)
+    kill = begin(broker)
+    broker.wait(lambda: len(broker.lines("orders")) >= 5, "the first letters")
+    kill()
+    assert len(broker.lines("orders")) < 60
+    again(broker)
+    broker.wait_routed(60 + 60)
+    assert sorted(fields(line)[2] for line in broker.lines("orders")) == sorted(b"lost %d" % n for n in range(60))
+    assert int(broker.status()["framer"]["seq"]) == 60 + 60
+
+
+def test_letters_that_an_earlier_limit_of_replays_left_out_are_redriven_too(broker):
+    broker.up()
+    broker.send_lines([letter(n, replays=n % 2 * 2) for n in range(6)])
+    broker.wait_routed(6)
+    command = ["redrive", "orders.dlq", "--to", "again.{key}", "--max-replays"]
+    assert broker.kmq(*command, "1").stdout == "redriven 3 of orders.dlq\n"
+    for before in (3, 6):
+        done = broker.kmq(*command, "5")
+        assert done.stdout == f"redriven 6 of orders.dlq; {before} of them were stored before\n", done.stderr
+    broker.wait_routed(6 + 6)
+    assert len(broker.lines("again")) == 6

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -195,3 +196,18 @@ def test_letters_go_back_by_the_rules_of_kmq_dlq_and_each_once_by_either_way(bro
     assert sent == {(b"orders.@.k%d" % n, b"a=b;orig_seq=1;replays=1") for n in range(4)} | {
         (b"orders.@.k6", b"c=d;orig_id=m6;replays=2")
     }
+
+
+def test_a_redrive_that_is_killed_and_run_again_sends_nothing_twice(letters, run, spark):
+    command = (letters, "dead", "concat('test.', key)")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, *command, rate=10)
+        letters.wait(lambda: len(letters.lines("test")) >= 5, "the first letters")
+        spark.sparkContext.cancelAllJobs()  # ends the task's Python in the middle of what it sends
+        assert first.exception() is not None
+    before = len(letters.lines("test"))
+    assert before < 60
+    again = run(*command)
+    assert again.records == 60 and again.before >= before
+    letters.wait_routed(FIRST + 59 + 60)
+    assert len({headers for _, _, _, headers, _ in redriven(letters)}) == len(letters.lines("test")) == 60

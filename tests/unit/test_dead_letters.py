@@ -7,10 +7,9 @@ from made_data import write_data
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
-from kmq.deadletters import letters, redrive
-from kmq.deadletters.redrive import Filter, Found
+from kmq.deadletters import redrive, selection
+from kmq.deadletters.selection import Filter, Found
 from kmq.errors import ConfigError, KmqError
-from kmq.message import record
 from kmq.message.letters import Failure, format_letter, parse_letter
 from kmq.message.message import Message
 
@@ -31,9 +30,8 @@ def by_consumer(message: Message, dlq: str = "orders.dlq", max_payload: int | No
 
 
 def back(line: bytes, topic: str) -> bytes:
-    new_key = letters.origin_key(line, topic)
-    assert new_key is not None
-    return redrive.as_sent(line, new_key, record.seq_of(line))
+    new_key = selection.origin_key(selection.Record(topic, 0, 5, topic, line), parse_letter(line))
+    return redrive.RedrivenPartition("a", topic, 0).as_sent(5, line, new_key)
 
 
 def test_a_consumers_letter_says_where_it_came_from_and_why():
@@ -62,8 +60,8 @@ def test_a_pipelines_letter_says_the_same_as_far_as_it_knows():
     ],
 )
 def test_a_record_without_an_origin_is_no_letter(line):
-    assert parse_letter(line) is None and letters.origin_key(line, "orders.dlq") is None
-    assert (letters.stays(line, 0), letters.stays(line, 3, only_letters=True)) == ("", "it is no letter")
+    assert parse_letter(line) is None
+    assert (selection.stays(line, 0), selection.stays(line, 3, only_letters=True)) == ("", "it is no letter")
 
 
 def test_a_message_goes_back_as_it_was_with_the_count_of_its_returns():
@@ -77,20 +75,20 @@ def test_a_message_goes_back_as_it_was_with_the_count_of_its_returns():
 
 def test_a_message_that_fails_again_is_counted_until_it_stays():
     line, seen = by_consumer(stored(b"9;trace=a")), []
-    while not letters.stays(line, 3):
+    while not selection.stays(line, 3):
         sent = back(line, "orders.dlq")[:-1]
         assert len(seen) < 5, "it never stays"
         seen.append(sent.split(b"|")[2].split(b";")[1:])
         line = by_consumer(Message("orders", 0, 99, b"77|1712345800.000000|" + sent))
     assert seen == [[b"trace=a", b"orig_seq=42", b"replays=%d" % n] for n in (1, 2, 3)]
-    assert letters.stays(line, 3) == "it came back 3 times" and letters.stays(line, 4) == ""
+    assert selection.stays(line, 3) == "it came back 3 times" and selection.stays(line, 4) == ""
 
 
 def test_a_letter_whose_payload_was_cut_stays():
     line = by_consumer(stored(b"9", b"y" * 1000), max_payload=101)
-    assert letters.stays(line, 3) == "its payload was cut"
+    assert selection.stays(line, 3) == "its payload was cut"
     whole = by_consumer(stored(b";reason=nul;len=4;enc=b64", b"AGFiYw=="), "dead.dlq")
-    assert letters.stays(whole, 3) == ""  # a line that was malformed has its length, and all of its bytes
+    assert selection.stays(whole, 3) == ""  # a line that was malformed has its length, and all of its bytes
 
 
 def test_a_users_header_named_replays_is_not_counted():
@@ -104,7 +102,7 @@ def test_names_differ_by_broker_partition_and_number_and_are_legal():
     from kmq.ingress import hello
 
     rows = [("a", "orders.dlq", 0), ("a", "orders.dlq", 1), ("b", "orders.dlq", 0), ("a", "x" * 200, 1023)]
-    names = [letters.producer_name(*row, number) for row in rows for number in (0, 1)]
+    names = [redrive.RedrivenPartition(*row).name(attempt) for row in rows for attempt in (0, 1)]
     assert len(set(names)) == 8
     assert all(hello.parse(f"!hello acks=1 producer={name}".encode()) for name in names)
 
@@ -128,7 +126,7 @@ def test_names_differ_by_broker_partition_and_number_and_are_legal():
 )
 def test_a_filter_looks_at_fields_and_headers(text, is_accepted):
     line = by_consumer(stored(b"9;trace=z;trace=a"))
-    place = redrive.Record("orders.dlq", 0, 5, "orders.dlq", line)
+    place = selection.Record("orders.dlq", 0, 5, "orders.dlq", line)
     found = Found(place, Message("orders.dlq", 0, 5, line), parse_letter(line))
     assert Filter.parse(text).accepts(found) is is_accepted
 

@@ -3,7 +3,7 @@
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
-from kmq.deadletters import letters, redrive
+from kmq.deadletters import redrive, selection
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics
 from kmq.message import record
@@ -51,7 +51,7 @@ def test_a_template_that_is_none_is_refused_as_an_expression_too(template):
 
 
 def test_a_line_is_sent_again_without_who_sent_it_first():
-    assert redrive.as_sent(LINE, b"test.k") == b"test.k|12.5|m-1;a=b;enc=b64|a|b\n"
+    assert redrive.as_sent(LINE, b"test.k", 1) == b"test.k|12.5|1;a=b;enc=b64;orig_id=m-1;orig_seq=7|a|b\n"
 
 
 def test_a_numbered_line_keeps_what_it_was_as_headers_also_when_redriven_again():
@@ -65,12 +65,12 @@ def test_a_numbered_line_keeps_what_it_was_as_headers_also_when_redriven_again()
 def test_the_producer_is_another_for_every_redrive_and_partition_and_a_legal_name():
     rows = [("dead", 0, "id", "a"), ("dead", 1, "id", "a"), ("dead", 0, "id2", "a"), ("dead", 0, "id", "b")]
     rows += [("x" * 200, 1023, "id", "a"), ("x" * 199 + "y", 1023, "id", "a"), ("__append", 0, "id", "a", "b")]
-    found = [redrive.producer_name(*row) for row in rows]
+    found = [redrive.RedrivenPartition(data, log, number, tuple(which)).name() for log, number, data, *which in rows]
     assert len(set(found)) == len(rows)
     from kmq.ingress import hello
 
     assert all(hello.parse(f"!hello acks=1 producer={each}".encode()) for each in found)
-    assert redrive.producer_name(*rows[0]) == found[0] and found[0].endswith("-dead-0")
+    assert found[0] == "redrive-958be9991cd8-dead-0", "as every release names it"
 
 
 # --- what was dropped ------------------------------------------------------------------------------------------------
@@ -87,22 +87,22 @@ def dropping(data):
 
 
 def test_what_was_dropped_is_read_from_the_wal_and_what_never_came_there_is_counted(dropping):
-    found = redrive.Dropped(dropping)
+    found = selection.Dropped(dropping)
     assert [each.offset for each in found.records()] == [5, 6, 7, 8, 9, 20, 21]
     assert {(each.log, each.partition) for each in found.records()} == {("__append", 0)}
     assert (found.never_stored, found.retired) == (10, 0)
-    chosen = list(redrive.Selected(found, "{topic}.again_{key}", "*", 9))
+    chosen = list(selection.Selection(found, "{topic}.again_{key}", lambda stored: stored.offset >= 9))
     assert [new for _, new in chosen] == [b"t0.again_k9", b"t2.again_k20", b"t0.again_k21"]
 
 
 def test_what_was_dropped_of_one_topic_is_found_by_the_routing_table(dropping):
-    found = redrive.Dropped(dropping, "t0")
+    found = selection.Dropped(dropping, "t0")
     assert [each.offset for each in found.records()] == [6, 9, 21]
     topics.declare(dropping, "t0.k9", 1)  # pending: not in force
-    assert [each.offset for each in redrive.Dropped(dropping, "t0.k9").records()] == []
+    assert [each.offset for each in selection.Dropped(dropping, "t0.k9").records()] == []
     with open(topics.toml_path(dropping, "t0.k9"), "wb") as file:
         file.write(topics.Declaration(1, 3).text())
-    assert [each.offset for each in redrive.Dropped(dropping, "t0.k9").records()] == [9]
+    assert [each.offset for each in selection.Dropped(dropping, "t0.k9").records()] == [9]
 
 
 def test_what_retention_has_taken_from_the_wal_is_counted(data):
@@ -125,16 +125,25 @@ def test_what_retention_has_taken_from_the_wal_is_counted(data):
         os.unlink(f"{data}/append/{name[:-4]}.idx")
     assert first > 3
     dropped.append(data, "durable", 2, first + 1, no_room)
-    found = redrive.Dropped(data)
+    found = selection.Dropped(data)
     assert found.retired == first - 2
     assert [each.offset for each in found.records()] == [first, first + 1]
 
 
 def test_numbers_rise_within_a_producer(dropping):
-    chosen = redrive.Selected(redrive.Dropped(dropping), "{routing_key}", "*", 1)
-    pairs = list(redrive.numbered(chosen, dropping, "x"))
-    assert len({name for name, _ in pairs}) == 1
-    assert [line.split(b"|")[2].split(b";")[0] for _, line in pairs] == [b"6", b"7", b"8", b"9", b"10", b"21", b"22"]
+    chosen = selection.Selection(selection.Dropped(dropping), "{routing_key}")
+    records = list(selection.to_send(chosen, dropping, ("x",)))
+    assert len({partition.name() for partition, *_ in records}) == 1
+    sent = [partition.as_sent(*each) for partition, *each in records]
+    assert [line.split(b"|")[2].split(b";")[0] for line in sent] == [
+        b"6",
+        b"7",
+        b"8",
+        b"9",
+        b"10",
+        b"21",
+        b"22",
+    ]
 
 
 # --- pace ------------------------------------------------------------------------------------------------------------
@@ -142,9 +151,9 @@ def test_numbers_rise_within_a_producer(dropping):
 
 def test_blocks_are_those_lines_whatever_the_pace():
     lines = [b"%d\n" % n for n in range(1000)]
-    assert b"".join(letters.blocks(lines, letters.Pace())) == b"".join(lines)
-    assert len(list(letters.blocks([b"x" * 40_000 + b"\n"] * 4, letters.Pace()))) == 2
-    assert list(letters.blocks([], letters.Pace())) == []
+    assert b"".join(redrive.blocks(lines, redrive.Pace())) == b"".join(lines)
+    assert len(list(redrive.blocks([b"x" * 600_000 + b"\n"] * 4, redrive.Pace()))) == 2
+    assert list(redrive.blocks([], redrive.Pace())) == []
 
 
 def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
@@ -156,14 +165,14 @@ def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
         slept.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(letters.time, "monotonic", lambda: now)
-    monkeypatch.setattr(letters.time, "sleep", sleep)
-    flow = letters.Pace(50)
-    sizes = [block.count(b"\n") for block in letters.blocks([b"x\n"] * 100, flow)]
+    monkeypatch.setattr(redrive.time, "monotonic", lambda: now)
+    monkeypatch.setattr(redrive.time, "sleep", sleep)
+    flow = redrive.Pace(50)
+    sizes = [block.count(b"\n") for block in redrive.blocks([b"x\n"] * 100, flow)]
     assert sizes == [5] * 20
     assert sum(slept) == pytest.approx(19 * 5 / 50)  # the first goes at once
     now += 60
     flow.wait(5)
     flow.wait(5)
     assert slept[-1] == pytest.approx(0.1)
-    assert letters.Pace(0.5).block_limit == 1
+    assert redrive.Pace(0.5).block_limit == 1

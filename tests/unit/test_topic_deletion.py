@@ -98,13 +98,13 @@ def test_a_wal_that_ends_before_a_deletion_is_refused(broker):
 
 
 def test_records_dropped_and_deleted_do_not_come_back_by_a_redrive(broker):
-    from kmq.deadletters import redrive
+    from kmq.deadletters import selection
     from kmq.log import dropped
 
     dropped.append(broker.data, "durable", 3, 4, no_room)
-    assert len(list(redrive.Dropped(broker.data).records())) == 2
+    assert len(list(selection.Dropped(broker.data).records())) == 2
     broker.delete()
-    assert list(redrive.Dropped(broker.data).records()) == []
+    assert list(selection.Dropped(broker.data).records()) == []
 
 
 def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ended(broker):

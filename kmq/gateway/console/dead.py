@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from kmq.client.producer import Producer
-from kmq.deadletters import letters, redrive
-from kmq.deadletters.letters import Pace
-from kmq.deadletters.redrive import Filter, Replay
+from kmq.deadletters import redrive
+from kmq.deadletters.selection import Filter, Record, Selection, to_send
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
@@ -88,7 +86,9 @@ class DeadLetters:
         """Send letters back to where they came from, or count them. Returns what JSON shows."""
         topic = self.topic_of(name)
         try:
-            chosen = Replay(self._data, topic, [Filter.parse(text) for text in filters], most, tick=_clock())
+            chosen = Selection.of_letters(
+                self._data, topic, [Filter.parse(text) for text in filters], most=most, tick=_clock()
+            )
         except ConfigError as err:
             raise bad_field("filter", str(err).removeprefix("--filter ")) from None
         if not self._replaying.acquire(blocking=False):
@@ -98,10 +98,10 @@ class DeadLetters:
         finally:
             self._replaying.release()
 
-    def _replay(self, topic: str, chosen: Replay, rate: float, dry_run: bool) -> dict[str, Any]:
+    def _replay(self, topic: str, chosen: Selection, rate: float, dry_run: bool) -> dict[str, Any]:
         total = repeated = 0
 
-        def counted() -> Iterator[tuple[redrive.Record, bytes]]:
+        def counted() -> Iterator[tuple[Record, bytes]]:
             nonlocal total
             try:
                 for pair in chosen:
@@ -114,9 +114,8 @@ class DeadLetters:
             for _ in counted():
                 pass
         else:
-            lines = redrive.sent_back(counted(), self._data)
             try:
-                repeated = letters.send(lines, lambda each: Producer.local(producer=each, first_id=0), Pace(rate))
+                repeated = redrive.send(to_send(counted(), self._data), rate)
             except KmqError as err:
                 raise RequestRefused("not_answered", f"after {total} letters: {err}; the same replay goes on") from err
         return {

@@ -21,7 +21,7 @@ No sink     format("kmq") would encode the values anew. Here the lines are sent 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import pyarrow as pa
@@ -31,8 +31,8 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from kmq.client.producer import Producer
-from kmq.deadletters import letters, redrive
-from kmq.deadletters.letters import Pace
+from kmq.deadletters import redrive, selection
+from kmq.deadletters.redrive import Redriven, RedrivenPartition
 from kmq.errors import ConfigError
 from kmq.log import topic_changes
 from kmq.log.reader import WAL
@@ -103,7 +103,7 @@ def _judged(rows: DataFrame, asked: "Redrive") -> DataFrame:
 
     def judge(batches: Iterable[pa.RecordBatch], most: int, only_letters: bool) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            reasons = [letters.stays(line, most, only_letters) for line in batch.column("line").to_pylist()]
+            reasons = [selection.stays(line, most, only_letters) for line in batch.column("line").to_pylist()]
             columns = [*batch.columns, pa.array(reasons, pa.string())]
             yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "stays"])
 
@@ -138,7 +138,7 @@ def _dropped(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: s
     ledgers = {name: broker.ledger() for name, broker in pods.brokers.items()}
     ranges = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
     firsts = {name: broker.bounds([WAL])[WAL, 0][0] for name, broker in pods.brokers.items()}
-    retired = sum(max(0, min(last + 1, firsts[name]) - low) for name, mine in ranges.items() for low, last in mine)
+    retired = sum(selection.retired(mine, firsts[name]) for name, mine in ranges.items())
     lost = sum(last - low + 1 for ledger in ledgers.values() for low, last in ledger["dropped"]["framed"])
     edges = [seq for mine in ranges.values() for span in mine for seq in span] or [0]
     rows = _read(spark, where, WAL).where(F.col("offset").between(min(edges), max(edges)))  # read no more of the WAL
@@ -187,29 +187,15 @@ def _send(
     `which`: what identifies the redrive; None: dead letters that go back.
     """
 
-    @lru_cache(maxsize=1)
-    def name(broker: str, log: str, number: int) -> str:
-        return redrive.producer_name(log, number, identities[broker], *(which or ()))
-
-    def rows() -> Iterator[tuple[str, str, int, int, bytes, bytes]]:
+    def records() -> Iterator[Redriven]:
         for batch in batches:
-            yield from zip(*(each.to_pylist() for each in batch), strict=True)
+            for broker, log, number, offset, new, line in zip(*(each.to_pylist() for each in batch), strict=True):
+                yield RedrivenPartition(identities[broker], log, number, which), offset, line, new
 
     def connect(who: str) -> Producer:
         return producer(target.address, target.access, producer=who, first_id=0, timeout_s=target.timeout_s)
 
-    if which is None:
-        back = (
-            (letters.LetterOrigin(identities[broker], log, number), redrive.as_sent(line, new, record.seq_of(line)))
-            for broker, log, number, _, new, line in rows()
-        )
-        before = letters.send(back, connect, Pace(rate))
-    else:
-        lines = (
-            (name(broker, log, number), redrive.as_sent(line, new, offset + 1))
-            for broker, log, number, offset, new, line in rows()
-        )
-        before = redrive.send(lines, connect, Pace(rate))
+    before = redrive.send(records(), rate, connect)
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
@@ -225,7 +211,7 @@ class Redrive(NamedTuple):
     condition: str = ""  # SQL: only records for which it holds
     dropped: bool = False  # redrive what dropped.log names, not what the topic holds
     name: str = ""  # of the redrive; under another name the same records are redriven again
-    max_replays: int = letters.MAX_REPLAYS  # dead letters that came back so often stay
+    max_replays: int = selection.MAX_REPLAYS  # dead letters that came back so often stay
     rate: float = 0  # maximum messages per second; 0: no limit
     dry_run: bool = False  # send nothing
     destination: Destination = Destination()
@@ -303,12 +289,8 @@ def start(spark: SparkSession, asked: Redrive, progress: Any = None) -> Summary:
 
 def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
     """Return what the command prints."""
-    what = f"{found.records} " + (f"of what was dropped{f' of {topic}' if topic else ''}" if dropped else f"of {topic}")
-    lines = []
-    if found.never_stored:
-        lines.append(f"{found.never_stored} were dropped by ring framed, before the WAL: gone for good")
-    if found.retired:
-        lines.append(f"{found.retired} are no longer in the WAL: retention deleted them")
+    what = f"{found.records} {selection.text_of_dropped(topic) if dropped else f'of {topic}'}"
+    lines = [*selection.texts_of_lost(found.never_stored, found.retired)]
     if found.stayed:
         lines.append(f"{found.stayed} stay: they came back too often, are cut, or are no letters")
     if not dry_run:

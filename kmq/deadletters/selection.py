@@ -1,0 +1,333 @@
+"""Which records a redrive selects: of a queue, or what drop_oldest took; by filters, and without those that stay.
+
+Source      The records of a queue; or the records that dropped.log names for the ring `durable`, which are in the WAL
+            and in no queue.
+Stays       A letter that has come back `max_replays` times, and a letter whose payload was cut to fit into a line.
+Once        `went_back` reads from the disk which letters have gone back (redrive.py), so that a limit counts only letters
+            that have not, and a dry run says what the replay would do.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, back_digest, rewrite
+from kmq.errors import ConfigError
+from kmq.log import dedupe_file, dropped, identity, reader, topic_changes, topics
+from kmq.message import ids, record
+from kmq.message.letters import DLQ, Letter, is_dead_letters, parse_letter
+from kmq.message.message import Message
+from kmq.message.routing import exact, key_behind, resolve
+
+MAX_REPLAYS = 3
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """A stored line with its place, the topic of its routing key, and whether that key may have a mark."""
+
+    log: str  # the topic of its queue, or __append for the WAL
+    partition: int
+    offset: int
+    topic: str
+    line: bytes
+    has_marks: bool = True
+
+    @property
+    def key(self) -> bytes | None:
+        return key_behind(self.topic.encode(), record.routing_key_of(self.line), self.has_marks)
+
+
+class Queue:
+    """What a topic holds when this object is made, partition by partition. Later records are not redriven."""
+
+    def __init__(self, data: str, topic: str) -> None:
+        if not os.path.isdir(f"{data}/topics/{topic}"):
+            raise ConfigError(f"topic {topic!r} does not exist; see: kmq topics list")
+        self.data, self.topic, self._marks_from = data, topic, identity.marks_from(data)
+        logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
+        self._logs = [(log, log.end_offset()) for log in logs]
+
+    @property
+    def text(self) -> str:
+        """Return the end of a sentence on records of this source."""
+        return f"of {self.topic}"
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records in order; compacted records are skipped. Raises DamageError at a damaged record."""
+        for partition, (log, end) in enumerate(self._logs):
+            offset = log.first_offset
+            while offset < end:
+                offset, text = log.read(offset)
+                if not text:
+                    break
+                for line in text.split(b"\n")[:-1]:
+                    if line and offset < end:
+                        has_marks = record.seq_of(line) >= self._marks_from
+                        yield Record(self.topic, partition, offset, self.topic, line, has_marks)
+                    offset += 1
+
+
+class Dropped:
+    """The records that drop_oldest dropped before they reached their queues; `topic`: "" means all topics."""
+
+    def __init__(self, data: str, topic: str = "") -> None:
+        self.data, self.topic = data, topic
+        self._table, first = topics.table(data), reader.first_seq(data)
+        self.ranges = [(row.first, row.last) for row in dropped.read(data, "durable")]
+        self.retired = retired(self.ranges, first)
+        self.never_stored = sum(row.last - row.first + 1 for row in dropped.read(data, "framed"))
+
+    @property
+    def text(self) -> str:
+        """Return the end of a sentence on records of this source."""
+        return text_of_dropped(self.topic)
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records that are still in the WAL, in order of seq, without those of deleted topics."""
+        for low, high in self.ranges:
+            for text in reader.read(self.data, low, high):
+                for line in text.split(b"\n")[:-1]:
+                    seq = record.seq_of(line)
+                    topic = resolve(self._table, record.routing_key_of(line), seq).topic.decode()
+                    if topic != topic_changes.TOPIC and topic and self.topic in ("", topic):  # "": deleted since
+                        yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
+
+
+def text_of_dropped(topic: str) -> str:
+    return "of what was dropped" + (f" of {topic}" if topic else "")
+
+
+def retired(ranges: Iterable[tuple[int, int]], first: int) -> int:
+    """Return how many records of these seqs retention has deleted from a WAL that begins with `first`."""
+    return sum(max(0, min(last + 1, first) - low) for low, last in ranges)
+
+
+def texts_of_lost(never_stored: int, retired: int) -> Iterator[str]:
+    """Yield what is said of dropped records that no redrive brings back."""
+    if never_stored:
+        yield f"{never_stored} were dropped by ring framed, before the WAL: gone for good"
+    if retired:
+        yield f"{retired} are no longer in the WAL: retention deleted them"
+
+
+# --- dead letters, selected by filters `<field>=<glob>` --------------------------------------------------------------
+
+FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")
+
+
+class Found(NamedTuple):
+    """A record of a dead letter topic. `letter` is None if it says nothing about an origin."""
+
+    record: Record
+    message: Message
+    letter: Letter | None
+
+
+class Filter(NamedTuple):
+    """A field, or a header, and the glob that its text must match."""
+
+    field: str
+    glob: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Filter":
+        """Return the filter that a user typed. Raises ConfigError."""
+        field, equals, glob = text.partition("=")
+        if not (field and equals):
+            fields = ", ".join(FIELDS)
+            raise ConfigError(
+                f"--filter {text!r}: must be <field>=<glob>; fields are {fields}, or the name of a header"
+            )
+        return cls(field, glob)
+
+    def accepts(self, found: Found) -> bool:
+        return any(fnmatchcase(text, self.glob) for text in self._texts(found))
+
+    def _texts(self, found: Found) -> list[str]:
+        """Return what the record says in this field; a header may come several times."""
+        message, letter = found.message, found.letter
+        if self.field in ("key", "value"):
+            text = message.key if self.field == "key" else message.value
+            return [] if text is None else [text.decode(errors="replace")]
+        if letter is not None and self.field in FIELDS:
+            named = {"error": letter.why, "topic": letter.topic, "replays": str(letter.replays)}
+            return [named.get(self.field) or str(getattr(letter, self.field, ""))]
+        return [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
+
+
+def find_topic(data: str, name: str) -> str | None:
+    """Return the dead letter topic that a user means by its own or its origin's name; None: there are no letters yet.
+
+    Raises ConfigError if there is no topic of that name either.
+    """
+    known = topics.names(data)
+    if not name.endswith(DLQ) and f"{name}{DLQ}" in known:
+        return f"{name}{DLQ}"
+    if name in known:
+        return name if is_dead_letters(name) or any(each.letter for each in all_of(data, name)) else None
+    raise ConfigError(f"topic {name!r} does not exist; kmq dlq ls shows all topics of dead letters")
+
+
+def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:
+    """Yield the records of a topic that all filters accept, partition by partition, in order."""
+    return (found for found in map(_found, Queue(data, topic).records()) if _accepted(found, filters))
+
+
+def _found(stored: Record) -> Found:
+    marks_from = 0 if stored.has_marks else identity.NEVER
+    message = Message(stored.topic, stored.partition, stored.offset, stored.line, marks_from)
+    return Found(stored, message, parse_letter(stored.line))
+
+
+def _accepted(found: Found, filters: Sequence[Filter]) -> bool:
+    return all(filter.accepts(found) for filter in filters)
+
+
+# --- which letters have gone back ------------------------------------------------------------------------------------
+
+_CLAIM = b";p=" + BACK.encode()
+# hot loop: one search for all lines of a block
+_WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(%b[^;|\n]+)" % BACK.encode(), re.MULTILINE)
+
+
+def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[bytes, ids.Producer]]:
+    """Return per partition the names under which letters of a topic went back: what the broker knows as stored.
+
+    Read from producers.ckpt and from the WAL after it: a broker that was asked (`!hello … last=?`) would fence a replay
+    that is going on, and it tells the last id of a name, not those that were left out before. `tick` is called now and
+    then, and may raise to end it.
+    """
+    broker, count = identity.read(data, "id"), topics.load(data, topic)[0]
+    partitions: list[dict[bytes, ids.Producer]] = [{} for _ in range(count)]
+    digests = (back_digest(broker, topic, number).encode() for number in range(count))
+    of_prefix = {BACK.encode() + digest: names for digest, names in zip(digests, partitions, strict=True)}
+
+    def names_like(name: bytes) -> dict[bytes, ids.Producer] | None:
+        """Return the names of the partition whose letters went back under this one; None: it is not of this topic."""
+        return of_prefix.get(b"-".join(name.split(b"-", 2)[:2]))
+
+    try:
+        saved = dedupe_file.read(data)
+    except ValueError:  # damaged: the framer, too, reads the whole WAL instead
+        saved = None
+    for row in saved.rows(b"p|" + BACK.encode()) if saved is not None else ():
+        if isinstance(row, ids.Producer) and (names := names_like(row.name)) is not None:
+            names[row.name] = row
+    log = reader.wal(data)
+    first = max(log.first_offset, saved.seq + 1 if saved is not None else 0)
+    for lines in reader.read(data, first, log.end_offset() - 1):
+        tick()
+        for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
+            seq, id, name = match.groups()
+            if (names := names_like(name)) is not None:
+                names.setdefault(name, ids.Producer(name)).add(int(id), int(seq), 1)
+    return partitions
+
+
+# --- the selection ---------------------------------------------------------------------------------------------------
+
+_REASONS = 100  # a letter names a number in its reason, and anybody can write a letter
+
+
+def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
+    """Return why a stored line must not be sent back; "" if it may. `only_letters`: nothing else may."""
+    letter = parse_letter(line)
+    if letter is None:
+        return "it is no letter" if only_letters else ""
+    return letter.obstacle(max_replays)
+
+
+def origin_key(stored: Record, letter: Letter | None) -> bytes:
+    """Return the routing key under which a letter goes back; empty if the record is no letter."""
+    return b"" if letter is None else exact(letter.topic.encode(), stored.key)
+
+
+class Selection:
+    """The records that a redrive sends, each with its new routing key. Each iteration reads the source again.
+
+    Without a template they are the letters that have not gone back yet, and the keys lead to their origins.
+
+    After an iteration `stayed` has the reasons of letters that stay, and how often each. Without a template `before`
+    counts the letters that went back before, `strangers` counts records that are no letters, and `is_complete` says
+    that the limit has left out none.
+    """
+
+    def __init__(
+        self,
+        source: Queue | Dropped,
+        template: str | None = None,
+        accepts: Callable[[Record], bool] = lambda stored: True,
+        max_replays: int = MAX_REPLAYS,
+        most: int = 0,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`accepts`: which records are wanted. `most`: at most so many, the oldest of each partition first; 0: all.
+
+        `tick` is called now and then, and may raise to end an iteration.
+        """
+        self.source, self._template, self._accepts = source, template, accepts
+        self._max_replays, self._most, self._tick = max_replays, most, tick
+        self.stayed: dict[str, int] = {}
+        self.strangers = self.before = 0
+        self.is_complete = False
+
+    @classmethod
+    def of_letters(
+        cls,
+        data: str,
+        topic: str,
+        filters: Sequence[Filter],
+        max_replays: int = MAX_REPLAYS,
+        most: int = 0,
+        **more: Any,
+    ) -> "Selection":
+        """Return the letters of a topic that all filters accept and that have not gone back."""
+        return cls(
+            Queue(data, topic), None, lambda stored: _accepted(_found(stored), filters), max_replays, most, **more
+        )
+
+    def __iter__(self) -> Iterator[tuple[Record, bytes]]:
+        """Yield (record, new routing key) in order. Raises ConfigError at the first record without a good new key."""
+        self.stayed, self.strangers, self.before, self.is_complete = {}, 0, 0, False
+        names = went_back(self.source.data, self.source.topic, self._tick) if self._template is None else None
+        count = 0
+        for stored in self.source.records():
+            self._tick()
+            if not self._accepts(stored):
+                continue
+            letter = parse_letter(stored.line)
+            if letter is None and names is not None:
+                self.strangers += 1
+                continue
+            if letter is not None and (reason := letter.obstacle(self._max_replays)):
+                if len(self.stayed) >= _REASONS and reason not in self.stayed:
+                    reason = "other reasons"
+                self.stayed[reason] = self.stayed.get(reason, 0) + 1
+                continue
+            seq = record.seq_of(stored.line)
+            if names is not None and any(name.find(seq) >= 0 for name in names[stored.partition].values()):
+                self.before += 1
+                continue
+            if self._most and count >= self._most:
+                return
+            new_key = origin_key(stored, letter)
+            if self._template is not None:
+                old_key = record.routing_key_of(stored.line)
+                new_key = rewrite(self._template, stored.topic, old_key, stored.has_marks, new_key)
+            yield stored, new_key
+            count += 1
+        self.is_complete = True
+
+
+def to_send(
+    chosen: Iterable[tuple[Record, bytes]], data: str, redrive: tuple[str, ...] | None = None
+) -> Iterator[Redriven]:
+    """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origin."""
+    broker = identity.read(data, "id")
+    for stored, new_key in chosen:
+        partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)
+        yield partition, stored.offset, stored.line, new_key
