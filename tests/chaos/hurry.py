@@ -37,10 +37,10 @@ _RESTLESS = """
 import sys
 
 if "kmq.gateway" in sys.orig_argv:
-    from kmq.gateway.groups import terms
+    from kmq.gateway.groups import protocol
     from kmq.gateway.http import schema
 
-    terms.SESSION_S = (1.0, 300.0)
+    protocol.SESSION_S = (1.0, 300.0)
     schema.SCHEMAS["JoinGroup"]["properties"]["sessionMs"]["minimum"] = 1000
 """
 

@@ -16,7 +16,7 @@ from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.groups.offsets import Commit, OffsetStore
+from kmq.gateway.groups.offsets import OffsetCommit, OffsetStore
 from kmq.links import layout
 from kmq.log import identity
 
@@ -71,7 +71,7 @@ async def commit_until_the_cut(pod: Pod, disk: LoopFs, asked: list[int], moment:
             asked[number] += 1
             wanted = asked[number]
             try:
-                await store.commit(f"g{number}", {("orders", 0): Commit(wanted)}, f"m{number}", 1)
+                await store.commit(f"g{number}", {("orders", 0): OffsetCommit(wanted)}, f"m{number}", 1)
             except RequestRefused:
                 return
             if is_over.is_set():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 GROUPS = Path(__file__).resolve().parents[2] / "kmq/gateway/groups"
 PACKAGE = "kmq.gateway.groups"
 # Each after what it imports.
-MODULES = ("events", "assignors", "terms", "group", "coordinator")
+MODULES = ("assignors", "protocol", "group", "coordinator")
 
 Edit = tuple[str, str, str]  # module, what stands there (once), what is put in its place
 
@@ -17,9 +17,8 @@ Edit = tuple[str, str, str]  # module, what stands there (once), what is put in 
 class Code(NamedTuple):
     """The modules: they share nothing with those that `import kmq.gateway.groups` gives."""
 
-    events: Any
     assignors: Any
-    terms: Any
+    protocol: Any
     group: Any
     coordinator: Any
 

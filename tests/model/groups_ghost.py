@@ -26,9 +26,9 @@ class Key(NamedTuple):
 class Seat:
     """One living member, as it sees itself."""
 
-    def __init__(self, terms: Any, generation: int, now: float) -> None:
-        self.terms, self.shown, self.told = terms, generation, generation
-        self.topics = set(terms.topics)
+    def __init__(self, options: Any, generation: int, now: float) -> None:
+        self.options, self.shown, self.told = options, generation, generation
+        self.topics = set(options.topics)
         self.beaten = self.polled = now
         self.reads: dict[
             Partition, int
@@ -40,12 +40,12 @@ class Seat:
     def overdue(self, now: float) -> set[str]:
         """The codes with which it may be ended now."""
         codes = set()
-        if now >= self.beaten + self.terms.session_s:
+        if now >= self.beaten + self.options.session_s:
             codes.add("session_timeout")
-        if now >= self.polled + self.terms.max_poll_s:
+        if now >= self.polled + self.options.max_poll_s:
             codes.add("poll_timeout")
         since = [time for time in (self.sync_since, self.revoke_since) if time is not None]
-        if since and now >= min(since) + self.terms.rebalance_s:
+        if since and now >= min(since) + self.options.rebalance_s:
             codes.add("rebalance_timeout")
         return codes
 

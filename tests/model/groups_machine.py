@@ -68,13 +68,13 @@ class Machine(RuleBasedStateMachine):
         then: str,
     ) -> None:
         if len(self.stage.ghost.of(group)) < 5:
-            terms: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "session_s": session,
                 "rebalance_s": rebalance,
                 "max_poll_s": poll,
                 "static_name": static,
             }
-            member = self.stage.join(*topics, group=group, assignor=self.assignors[group], **terms)
+            member = self.stage.join(*topics, group=group, assignor=self.assignors[group], **options)
             assert not member.startswith("!"), member
             if then == "tick":
                 self.stage.forward(0.01)
@@ -87,10 +87,10 @@ class Machine(RuleBasedStateMachine):
         if member is not None:
             seat = self.stage.ghost.of(group)[member]
             owned = sorted(seat.reads.keys() - seat.asked.keys())[number % 2 :] if says else None
-            terms = seat.terms._replace(topics=topics, keeps_topics=keeps)._asdict()
-            del terms["topics"]
+            options = seat.options._replace(topics=topics, keeps_topics=keeps)._asdict()
+            del options["topics"]
             again = self.stage.join(
-                *topics, group=group, member=member, resume=self.code.terms.Resume(owned=owned), **terms
+                *topics, group=group, member=member, resume=self.code.protocol.Resume(owned=owned), **options
             )
             assert again == member
 
@@ -147,10 +147,10 @@ class Machine(RuleBasedStateMachine):
     @rule(number=small)
     def a_member_comes_back(self, number: int) -> None:
         if self.memories:
-            group, member, generation, reads, terms = self.memories.pop(number % len(self.memories))
-            resume = self.code.terms.Resume(generation, reads)
+            group, member, generation, reads, options = self.memories.pop(number % len(self.memories))
+            resume = self.code.protocol.Resume(generation, reads)
             again = self.stage.join(
-                *terms["topics"], group=group, member=member, resume=resume, **_without(terms, "topics")
+                *options["topics"], group=group, member=member, resume=resume, **_without(options, "topics")
             )
             assert again in (member, "!fenced"), again
 
@@ -190,8 +190,8 @@ class Machine(RuleBasedStateMachine):
         if number:
             return  # now and then
         for key, seat in self.stage.ghost.seats.items():
-            terms = seat.terms._replace(topics=tuple(sorted(seat.topics)))._asdict()
-            self.memories.append((*key, seat.told, sorted(seat.reads), terms))
+            options = seat.options._replace(topics=tuple(sorted(seat.topics)))._asdict()
+            self.memories.append((*key, seat.told, sorted(seat.reads), options))
         del self.memories[:-8]
         self.lives += 1
         self.stage.restart(self.lives)
@@ -201,5 +201,5 @@ class Machine(RuleBasedStateMachine):
         self.stage.check()
 
 
-def _without(terms: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in terms.items() if key != name}
+def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}

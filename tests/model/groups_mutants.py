@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "who is silent stays",
         stories.who_is_silent_for_its_session_is_ended,
-        ("group", "            self.beaten + self.terms.session_s, self.polled", "            self.polled"),
+        ("group", "            self.beaten + self.options.session_s, self.polled", "            self.polled"),
     ),
     Mutant(
         "an alarm is set once only",
@@ -141,15 +141,15 @@ MUTANTS = [
     Mutant(
         "who gives nothing up stays",
         stories.who_does_not_give_up_what_moves_is_ended,
-        ("group", "self.terms.max_poll_s, self.sync_by, self.revoke_by", "self.terms.max_poll_s, self.sync_by"),
+        ("group", "self.options.max_poll_s, self.sync_by, self.revoke_by", "self.options.max_poll_s, self.sync_by"),
     ),
     Mutant(
         "each new generation prolongs the time to take it",
         stories.who_never_takes_its_assignment_is_ended,
         (
             "group",
-            "self.sync_by = min(self.sync_by, now + self.terms.rebalance_s)",
-            "self.sync_by = now + self.terms.rebalance_s",
+            "self.sync_by = min(self.sync_by, now + self.options.rebalance_s)",
+            "self.sync_by = now + self.options.rebalance_s",
         ),
     ),
     Mutant(
@@ -234,8 +234,8 @@ MUTANTS = [
         bounds.names_and_times_beyond_the_bounds_are_refused,
         (
             "coordinator",
-            "        self._check_join(group, member, terms, resume)\n",
-            "        self._registry.make(group, now)\n        self._check_join(group, member, terms, resume)\n",
+            "        self._check_join(group, member, options, resume)\n",
+            "        self._registry.make(group, now)\n        self._check_join(group, member, options, resume)\n",
         ),
     ),
     Mutant(

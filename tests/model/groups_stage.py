@@ -14,7 +14,7 @@ class Stage:
 
     def __init__(self, code: Code, life: int = 0, **limits: Any) -> None:
         self.code, self.ghost = code, Ghost()
-        self.limits = code.terms.Limits(**limits)
+        self.limits = code.protocol.GroupLimits(**limits)
         self.ghost.retention_s = self.limits.retention_s
         self.now = 1000.0
         self.due = float("inf")
@@ -65,12 +65,12 @@ class Stage:
         group: str = "g",
         member: str | None = None,
         resume: Any = None,
-        **terms: Any,
+        **options: Any,
     ) -> str:
         """Returns the id of the member, or `!` and the code of the refusal."""
-        resume = resume or self.code.terms.Resume()
-        asked = self.code.terms.Terms(topics or ("t",), **terms)
-        client = self.code.terms.Client("py", "10.0.0.1")
+        resume = resume or self.code.protocol.Resume()
+        asked = self.code.protocol.MemberOptions(topics or ("t",), **options)
+        client = self.code.protocol.Client("py", "10.0.0.1")
         ids: list[str] = []
         refused = self.call(lambda: ids.append(self.coordinator.join(group, member, client, asked, self.now, resume)))
         if refused:
@@ -82,7 +82,7 @@ class Stage:
             self.ghost.seats[key] = Seat(asked, self.generation(group), self.now)
         else:
             kept = seat.topics if asked.keeps_topics else set()
-            seat.terms, seat.topics = asked, {*asked.topics, *kept}
+            seat.options, seat.topics = asked, {*asked.topics, *kept}
             seat.beaten = seat.polled = self.now
             if resume.owned is not None:
                 seat.stop([p for p in seat.reads if p not in resume.owned])

@@ -110,10 +110,10 @@ def who_joins_again_without_a_partition_has_given_it_up(stage: Stage) -> None:
     second = stage.join()
     stage.tick()
     kept = stage.reads(first)
-    stage.join(member=first, resume=stage.code.terms.Resume(owned=kept))
+    stage.join(member=first, resume=stage.code.protocol.Resume(owned=kept))
     stage.forward(0.1)
     demand(len(stage.reads(second)) == 2, "what it did not name has moved on")
-    stage.join(member=first, resume=stage.code.terms.Resume(owned=()))
+    stage.join(member=first, resume=stage.code.protocol.Resume(owned=()))
     demand(stage.reads(first) == [] and stage.commit(first, kept[0]) == "fenced", "it reads nothing now")
     stage.settle()
 
@@ -132,7 +132,7 @@ def many_who_join_at_once_cause_one_rebalance(stage: Stage) -> None:
 
 
 def the_callers_of_http_without_a_name_are_one_member(stage: Stage) -> None:
-    shared = stage.code.terms.SHARED
+    shared = stage.code.protocol.SHARED
     demand(stage.commit(shared, T[0]) == "", "nobody is a member")
     demand(stage.join("t", member=shared, keeps_topics=True) == shared, "it has a fixed id")
     stage.settle()
@@ -441,7 +441,7 @@ def generations_go_on_above_those_of_the_former_life(stage: Stage) -> None:
     last, had = stage.generation(), stage.reads(second)
     stage.restart(1)
     demand(stage.commit(second, had[0], generation=last) == "unknown_member", "it has to join again")
-    resume = stage.code.terms.Resume(generation=last, owned=had)
+    resume = stage.code.protocol.Resume(generation=last, owned=had)
     demand(stage.join(member=second, resume=resume) == second, "under its old id")
     new = stage.join()
     demand(new not in (first, second), "ids are new in each life")
@@ -463,11 +463,11 @@ def each_life_has_generations_and_ids_of_its_own(stage: Stage) -> None:
 
 def a_member_that_comes_back_tells_its_generation(stage: Stage) -> None:
     high = 3 * stage.code.coordinator.GENERATIONS
-    stage.join(resume=stage.code.terms.Resume(generation=high))
+    stage.join(resume=stage.code.protocol.Resume(generation=high))
     stage.tick()
     demand(stage.generation() > high, "it is believed")
-    demand(stage.join(resume=stage.code.terms.Resume(generation=1 << 31)) == "!bad_request", "not everything is")
-    demand(stage.join(resume=stage.code.terms.Resume(generation=-1)) == "!bad_request", "not everything is")
+    demand(stage.join(resume=stage.code.protocol.Resume(generation=1 << 31)) == "!bad_request", "not everything is")
+    demand(stage.join(resume=stage.code.protocol.Resume(generation=-1)) == "!bad_request", "not everything is")
 
 
 def a_group_that_was_deleted_begins_above_its_former_self(stage: Stage) -> None:

@@ -78,7 +78,7 @@ def subscriptions_beyond_the_bounds_are_refused(stage: Stage) -> None:
     demand(stage.join("a", "b", member=member, keeps_topics=True) == "!subscription_too_large", "topics in all")
     stage.topics(t=40, u=2, v=3)
     demand(not stage.join("t").startswith("!"), "who made the topic larger was asked before")
-    resume = stage.code.terms.Resume(owned=[("t", n) for n in range(9)])
+    resume = stage.code.protocol.Resume(owned=[("t", n) for n in range(9)])
     demand(stage.join(resume=resume) == "!bad_request", "claims")
     stage.settle()
 
@@ -123,7 +123,7 @@ def what_members_leave_behind_does_not_grow(stage: Stage) -> None:
 def many_groups_that_are_due_at_once_let_others_have_their_turn(stage: Stage) -> None:
     for number in range(400):
         stage.coordinator.join(
-            f"g{number}", None, stage.code.terms.Client("", ""), stage.code.terms.Terms(("t",)), stage.now
+            f"g{number}", None, stage.code.protocol.Client("", ""), stage.code.protocol.MemberOptions(("t",)), stage.now
         )
     turns = 1
     while stage.coordinator.tick(stage.now) <= stage.now:

@@ -19,8 +19,8 @@ from kmq.gateway.core.compactor import keep_compacted
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.groups import offsets as keeping
 from kmq.gateway.groups import offsets as store_module
-from kmq.gateway.groups.offset_table import TOPIC, Nack, RowKey, decode_payload, routing_key, scan
-from kmq.gateway.groups.offsets import LIMITS, Commit, OffsetKeeper, OffsetStore
+from kmq.gateway.groups.offset_table import TOPIC, NackRow, RowKey, decode_payload, routing_key, scan
+from kmq.gateway.groups.offsets import LIMITS, OffsetCommit, OffsetKeeper, OffsetStore
 from kmq.log import identity, topic_changes
 
 PATIENCE_S = 60.0
@@ -101,7 +101,7 @@ async def commit_until_acked(store, group, offset):
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            await store.commit(group, {("orders", 0): Commit(offset)}, "m", 1)
+            await store.commit(group, {("orders", 0): OffsetCommit(offset)}, "m", 1)
             return
         except RequestRefused:
             assert time.monotonic() < deadline
@@ -113,7 +113,7 @@ async def commit_until_acked(store, group, offset):
 def test_a_commit_is_visible_in_the_table_and_in_the_log_when_it_returns(pod):
     async def work(store):
         assert store.committed("plain") == {}
-        await store.commit("plain", {("orders", 0): Commit(7, "a b"), ("jobs.eu", 3): Commit(0)}, "m-1", 4)
+        await store.commit("plain", {("orders", 0): OffsetCommit(7, "a b"), ("jobs.eu", 3): OffsetCommit(0)}, "m-1", 4)
         return dict(store.committed("plain"))
 
     rows = run(pod, work)
@@ -130,7 +130,7 @@ def test_a_commit_is_visible_in_the_table_and_in_the_log_when_it_returns(pod):
 
 def test_commits_of_one_member_keep_the_order_of_the_calls(pod):
     async def work(store):
-        calls = [store.commit("order", {("orders", 0): Commit(n)}) for n in range(300)]
+        calls = [store.commit("order", {("orders", 0): OffsetCommit(n)}) for n in range(300)]
         await asyncio.gather(*calls)
         return store.committed("order")["orders", 0].offset
 
@@ -144,7 +144,7 @@ def test_two_first_commits_keep_their_order(new_broker):
     broker.up()
 
     async def work(store):
-        await asyncio.gather(*(store.commit("g", {("orders", 0): Commit(n)}) for n in range(3)))
+        await asyncio.gather(*(store.commit("g", {("orders", 0): OffsetCommit(n)}) for n in range(3)))
 
     run(broker, work)
     assert logged(broker, "g") == [0, 1, 2]
@@ -177,8 +177,8 @@ def test_a_stage_that_is_killed_loses_no_acked_commit_and_turns_none_around(pod,
 
 def test_everything_is_killed_and_the_acked_commit_is_there(pod):
     async def work(store):
-        await store.commit("all", {("orders", 0): Commit(41)})
-        await store.commit("all", {("orders", 0): Commit(42)})
+        await store.commit("all", {("orders", 0): OffsetCommit(41)})
+        await store.commit("all", {("orders", 0): OffsetCommit(42)})
 
     run(pod, work)
     pod.kill()
@@ -188,13 +188,13 @@ def test_everything_is_killed_and_the_acked_commit_is_there(pod):
 
 def test_a_newer_gateway_fences_the_older_one(pod):
     async def work(older):
-        await older.commit("fence", {("orders", 0): Commit(1)})
+        await older.commit("fence", {("orders", 0): OffsetCommit(1)})
         async with Gateway(pod) as newer:
-            await newer.commit("fence", {("orders", 0): Commit(2)})
+            await newer.commit("fence", {("orders", 0): OffsetCommit(2)})
             with pytest.raises(RequestRefused) as refused:
-                await older.commit("fence", {("orders", 0): Commit(1)})
+                await older.commit("fence", {("orders", 0): OffsetCommit(1)})
             assert refused.value.code == "fenced"
-            await newer.commit("fence", {("orders", 0): Commit(3)})
+            await newer.commit("fence", {("orders", 0): OffsetCommit(3)})
         return None
 
     run(pod, work)
@@ -203,11 +203,11 @@ def test_a_newer_gateway_fences_the_older_one(pod):
 
 def test_a_commit_whose_caller_gave_up_is_stored_all_the_same(pod):
     async def work(store):
-        await store.commit("cancel", {("orders", 0): Commit(1)})
-        call = asyncio.create_task(store.commit("cancel", {("orders", 0): Commit(2)}))
+        await store.commit("cancel", {("orders", 0): OffsetCommit(1)})
+        call = asyncio.create_task(store.commit("cancel", {("orders", 0): OffsetCommit(2)}))
         await asyncio.sleep(0)
         call.cancel()
-        await store.commit("cancel", {("orders", 1): Commit(9)})
+        await store.commit("cancel", {("orders", 1): OffsetCommit(9)})
         return offsets_of(store, "cancel")
 
     assert run(pod, work) == {("orders", 0): 2, ("orders", 1): 9}
@@ -216,14 +216,14 @@ def test_a_commit_whose_caller_gave_up_is_stored_all_the_same(pod):
 def test_what_is_no_offset_is_refused_and_nothing_is_written(pod):
     async def work(store):
         for group, at, commit in (
-            ("", ("orders", 0), Commit(1)),
-            ("g" * 201, ("orders", 0), Commit(1)),
-            ("\ud800", ("orders", 0), Commit(1)),
-            ("bad", ("orders", -1), Commit(1)),
-            ("bad", ("orders", 1024), Commit(1)),
-            ("bad", ("orders", 0), Commit(-1)),
-            ("bad", ("orders", 0), Commit(1 << 63)),
-            ("bad", ("orders", 0), Commit(1, "x" * 1025)),
+            ("", ("orders", 0), OffsetCommit(1)),
+            ("g" * 201, ("orders", 0), OffsetCommit(1)),
+            ("\ud800", ("orders", 0), OffsetCommit(1)),
+            ("bad", ("orders", -1), OffsetCommit(1)),
+            ("bad", ("orders", 1024), OffsetCommit(1)),
+            ("bad", ("orders", 0), OffsetCommit(-1)),
+            ("bad", ("orders", 0), OffsetCommit(1 << 63)),
+            ("bad", ("orders", 0), OffsetCommit(1, "x" * 1025)),
         ):
             with pytest.raises(RequestRefused) as refused:
                 await store.commit(group, {at: commit})
@@ -244,8 +244,8 @@ def test_nothing_is_told_before_the_log_is_read(pod):
 
 def test_a_deleted_group_is_gone_and_may_begin_again(pod):
     async def work(store):
-        await store.commit("gone", {("orders", n): Commit(n) for n in range(5)})
-        await store.nack("gone", "orders", 0, {17: Nack(1, DUE, "busy")})
+        await store.commit("gone", {("orders", n): OffsetCommit(n) for n in range(5)})
+        await store.nack("gone", "orders", 0, {17: NackRow(1, DUE, "busy")})
         assert store.nacks("gone", "orders", 0)[17].reason == "busy"
         await store.delete("gone")
         assert "gone" not in store.groups()
@@ -254,7 +254,7 @@ def test_a_deleted_group_is_gone_and_may_begin_again(pod):
     assert reloaded(pod, "gone") == {}
 
     async def again(store):
-        await store.commit("gone", {("orders", 1): Commit(6)})
+        await store.commit("gone", {("orders", 1): OffsetCommit(6)})
 
     run(pod, again)
     assert reloaded(pod, "gone") == {("orders", 1): 6}
@@ -262,22 +262,22 @@ def test_a_deleted_group_is_gone_and_may_begin_again(pod):
 
 def test_what_was_given_back_is_remembered_until_it_is_done(pod):
     async def work(store):
-        await store.nack("nack", "orders", 0, {17: Nack(1, DUE, "busy")})
-        await store.nack("nack", "orders", 0, {17: Nack(2, DUE + 1, "busy")})
-        await store.nack("nack", "orders", 0, {18: Nack(1, DUE)})
+        await store.nack("nack", "orders", 0, {17: NackRow(1, DUE, "busy")})
+        await store.nack("nack", "orders", 0, {17: NackRow(2, DUE + 1, "busy")})
+        await store.nack("nack", "orders", 0, {18: NackRow(1, DUE)})
         await store.nack_done("nack", "orders", 0, 18)
 
     async def look(store):
         return {offset: row._replace(seq=0) for offset, row in store.nacks("nack", "orders", 0).items()}
 
     run(pod, work)
-    assert run(pod, look) == {17: Nack(2, DUE + 1, "busy")}
+    assert run(pod, look) == {17: NackRow(2, DUE + 1, "busy")}
 
 
 def test_a_group_that_is_idle_is_forgotten_unless_it_has_members(pod):
     async def work(store):
         for group in ("idle", "alive", "young"):
-            await store.commit(group, {("orders", 0): Commit(1)})
+            await store.commit(group, {("orders", 0): OffsetCommit(1)})
         now = time.time()
         known = [group for group in store.groups() if group not in ("idle", "alive")]
         assert await store.forget_idle(3600, now, lambda group: True) == 0
@@ -294,7 +294,7 @@ def test_no_group_is_forgotten_before_the_gateway_knows_who_has_members(pod, mon
         monkeypatch.setattr(keeping, name, seconds)
 
     async def work(store):
-        await store.commit("unknown", {("orders", 0): Commit(1)})
+        await store.commit("unknown", {("orders", 0): OffsetCommit(1)})
         settings, asked = load(pod.env | {"KMQ_GROUP_RETENTION": "1ms"}, toml=""), set()
         keeper = OffsetKeeper(settings, StatsPage(*identity_of(pod)).rows["gateway"], store, FakeLogger())
         monkeypatch.setattr(keeper, "is_alive", lambda group, before=keeper.is_alive: asked.add(group) or before(group))
@@ -319,13 +319,13 @@ def test_offsets_of_a_deleted_topic_are_forgotten_and_those_of_its_next_life_are
     pod.wait(lambda: (pod.data / "topics/short/0").is_dir(), "the topic")
 
     async def work(store):
-        await store.commit("life", {("short", 0): Commit(5), ("orders", 0): Commit(6)})
+        await store.commit("life", {("short", 0): OffsetCommit(5), ("orders", 0): OffsetCommit(6)})
         deleted = await asyncio.to_thread(pod.kmq, "topics", "delete", "short", "--yes")
         assert deleted.returncode == 0, deleted.stderr
         assert await store.forget_deleted_topics() == 1
         assert await store.forget_deleted_topics() == 0
         assert offsets_of(store, "life") == {("orders", 0): 6}
-        await store.commit("life", {("short", 0): Commit(1)})
+        await store.commit("life", {("short", 0): OffsetCommit(1)})
         assert await store.forget_deleted_topics() == 0
 
     run(pod, work)
@@ -370,7 +370,7 @@ def test_records_that_are_no_commits_are_skipped_and_counted(pod):
     ]
 
     async def work(store):
-        await store.commit("odd", {("orders", 0): Commit(3)})
+        await store.commit("odd", {("orders", 0): OffsetCommit(3)})
 
     run(pod, work)
     replies = talk(pod, b"!hello acks=1 reserved=1 token=" + token, *foreign)
@@ -392,7 +392,7 @@ def test_records_that_are_no_commits_are_skipped_and_counted(pod):
 
 def test_the_queue_is_rebuilt_from_the_wal_as_it_was_and_every_byte_is_good(pod):
     async def work(store):
-        await asyncio.gather(*(store.commit(f"many-{n}", {("orders", 0): Commit(n)}) for n in range(500)))
+        await asyncio.gather(*(store.commit(f"many-{n}", {("orders", 0): OffsetCommit(n)}) for n in range(500)))
 
     run(pod, work)
     pod.down()
@@ -413,7 +413,7 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
 
     async def work(store):
         for n in range(40):
-            await asyncio.gather(*(store.commit(f"busy-{g}", {("orders", 0): Commit(n)}) for g in range(50)))
+            await asyncio.gather(*(store.commit(f"busy-{g}", {("orders", 0): OffsetCommit(n)}) for g in range(50)))
         before = {group: offsets_of(store, group) for group in store.groups()}
         await asyncio.to_thread(pod.down)  # what a checkpoint says to be on disk may be compacted
         await asyncio.to_thread(pod.up)
@@ -449,14 +449,14 @@ def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_writte
 
     async def work(store):
         row = StatsPage(*identity_of(broker)).rows["gateway"]
-        await store.commit("old", {("orders", 0): Commit(7, "m"), ("orders", 1): Commit(8)}, "me", 3)
-        await store.nack("old", "orders", 0, {5: Nack(2, DUE, "busy")})
+        await store.commit("old", {("orders", 0): OffsetCommit(7, "m"), ("orders", 1): OffsetCommit(8)}, "me", 3)
+        await store.nack("old", "orders", 0, {5: NackRow(2, DUE, "busy")})
         first, rows = directory / f"{0:020d}.log", dict(store.committed("old"))
         await asyncio.to_thread(broker.wait, first.exists, "the log")
         running, n = asyncio.create_task(OffsetKeeper(load(broker.env, toml=""), row, store, FakeLogger()).run()), 0
         while first.exists():
             assert not running.done() and n < 100
-            await asyncio.gather(*(store.commit("busy", {("orders", p): Commit(n)}) for p in range(1000)))
+            await asyncio.gather(*(store.commit("busy", {("orders", p): OffsetCommit(n)}) for p in range(1000)))
             n += 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -476,7 +476,7 @@ def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_writte
 
 
 def test_lists_show_topics_of_kmq_itself_only_when_they_are_asked_for(pod):
-    run(pod, lambda store: store.commit("listed", {("orders", 0): Commit(1)}))
+    run(pod, lambda store: store.commit("listed", {("orders", 0): OffsetCommit(1)}))
     before = len(pod.wal())
     pod.send_lines([b"a dead letter"])
     pod.wait_routed(before + 1)
@@ -493,7 +493,9 @@ def test_many_groups_are_known_again_soon_after_everything_was_killed(pod):
     async def work(store):
         for first in range(0, 10_000, 1000):
             numbers = range(first, first + 1000)
-            await asyncio.gather(*(store.commit(f"crowd-{n}", {("orders", 0): Commit(n)}, "m", 1) for n in numbers))
+            await asyncio.gather(
+                *(store.commit(f"crowd-{n}", {("orders", 0): OffsetCommit(n)}, "m", 1) for n in numbers)
+            )
 
     run(pod, work)
     pod.kill()

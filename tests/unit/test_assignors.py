@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seeded import examples
 
 from kmq.gateway.groups.assignors import ASSIGNORS, assign
-from kmq.gateway.groups.events import TopicPartition
+from kmq.gateway.groups.protocol import TopicPartition
 
 TOPICS = "abcd"
 STICKY = ("sticky", "cooperative-sticky")

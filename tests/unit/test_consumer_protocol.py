@@ -11,7 +11,7 @@ from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Kind
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
-from kmq.gateway.groups.terms import Limits
+from kmq.gateway.groups.protocol import GroupLimits
 from kmq.wire import requests as lines
 from kmq.wire.requests import MAX_REQUEST, TopicPartition
 
@@ -553,7 +553,7 @@ def test_a_broker_that_is_too_old_for_an_opening_in_several_lines_is_named(pair)
 
 
 def test_the_largest_assignment_that_a_group_may_have_is_taken():
-    places = [TopicPartition("t" * 190 + f"{n // 1000:010}", n % 1000) for n in range(Limits().partitions)]
+    places = [TopicPartition("t" * 190 + f"{n // 1000:010}", n % 1000) for n in range(GroupLimits().partitions)]
     peer = Peer(dict.fromkeys(places, 0))
     peer.committed = dict.fromkeys(places, 0)
     pair = Pair(peer).connect()

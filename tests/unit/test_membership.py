@@ -20,10 +20,10 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import Committed, RowKey, encode_payload, routing_key
-from kmq.gateway.groups.offsets import Commit, OffsetStore
+from kmq.gateway.groups.offset_table import CommittedOffset, RowKey, encode_payload, routing_key
+from kmq.gateway.groups.offsets import OffsetCommit, OffsetStore
+from kmq.gateway.groups.protocol import Client, MemberOptions
 from kmq.gateway.groups.reader import Reader, Turn
-from kmq.gateway.groups.terms import Client, Terms
 from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics
 from kmq.logfmt import Logger
@@ -34,7 +34,7 @@ ME = Client("test", "127.0.0.1")
 
 
 def commit(group, offset, ts, topic="t", number=0):
-    return b"%b|0|1|%b" % (routing_key(RowKey(group, topic, number)), encode_payload(Committed(offset, ts)))
+    return b"%b|0|1|%b" % (routing_key(RowKey(group, topic, number)), encode_payload(CommittedOffset(offset, ts)))
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
             assert groups.describe("quiet") is not None
             assert not groups.is_alive("quiet")  # so that the keeper forgets it if nobody comes
             heard = []
-            member = await groups.join("quiet", None, ME, Terms(("t",)), heard.append)
+            member = await groups.join("quiet", None, ME, MemberOptions(("t",)), heard.append)
             assert groups.is_alive("quiet") and groups.committed("quiet")["t", 0].offset == 1
             groups.leave("quiet", member)
             assert groups.is_alive("quiet"), "its member has just left, perhaps for a new version of the program"
@@ -99,7 +99,7 @@ def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ra
         nonlocal is_down
         async with started(data, 1 + len(commits)) as (_, groups):
             heard = []
-            member = await groups.join("new", None, ME, Terms(("t",)), heard.append)
+            member = await groups.join("new", None, ME, MemberOptions(("t",)), heard.append)
             while not heard:
                 await asyncio.sleep(0.01)
             assert [place.partition for place in heard[-1].partitions] == [0, 1], "the broker takes no commits yet"
@@ -142,7 +142,7 @@ def test_a_group_begins_in_a_partition_that_comes_while_its_beginning_in_the_one
         async with started(data, 1 + len(commits)) as (_, groups):
             grow(4, [(2, 2), (3, 3)])
             heard = []
-            await groups.join("other", None, ME, Terms(("t",)), heard.append)
+            await groups.join("other", None, ME, MemberOptions(("t",)), heard.append)
             release.set()
             while len(groups.coordinator.assignment("other", heard[-1].member).partitions) < 4:
                 groups.sync("other", heard[-1].member)
@@ -160,12 +160,12 @@ def test_an_answer_over_http_shows_the_assignment_by_which_it_was_read(tmp_path,
         async with started(data, 4) as (broker, groups):
             core = Core(broker.settings, broker.page, Logger("test"))
             calls = GroupCalls(core, groups, None)
-            poller = await calls._pollers.member("g", "one", ME, ["t"], lambda terms: terms)
+            poller = await calls._pollers.member("g", "one", ME, ["t"], lambda options: options)
             await poller.first_assignment(PATIENCE_S)
 
             async def turn(self, cursors, *_, **__):
                 monkeypatch.undo()
-                await groups.join("g", "two", ME, Terms(("t",)), lambda event: None)
+                await groups.join("g", "two", ME, MemberOptions(("t",)), lambda event: None)
                 while len(poller.assigned) == 4:
                     await asyncio.sleep(0.01)
                 return Turn([], cursors)
@@ -220,11 +220,11 @@ def test_a_commit_ahead_of_the_files_is_judged_when_the_router_has_caught_up(tmp
         async with started(data, 3) as (broker, groups):
             router, written = broker.page.rows["router"], []
             groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows["t", 0].offset))
-            await groups.commit("g", None, {("t", 0): Commit(2)})
+            await groups.commit("g", None, {("t", 0): OffsetCommit(2)})
             router.state = STATES.index("recovering")
-            early = asyncio.create_task(groups.commit("g", None, {("t", 0): Commit(3)}))
+            early = asyncio.create_task(groups.commit("g", None, {("t", 0): OffsetCommit(3)}))
             await asyncio.sleep(0)
-            late = asyncio.create_task(groups.commit("g", None, {("t", 0): Commit(1)}))
+            late = asyncio.create_task(groups.commit("g", None, {("t", 0): OffsetCommit(1)}))
             if catches_up:
                 await asyncio.sleep(0.1)
                 assert not early.done() and not late.done()
@@ -240,7 +240,7 @@ def test_a_commit_ahead_of_the_files_is_judged_when_the_router_has_caught_up(tmp
             assert written == ([2, 3, 1] if catches_up else [2, 1])
             router.state = STATES.index("ready")
             with pytest.raises(RequestRefused, match="offset 9 is beyond first=0 end=") as refused:
-                await groups.commit("g", None, {("t", 0): Commit(9)})
+                await groups.commit("g", None, {("t", 0): OffsetCommit(9)})
             assert refused.value.code == "out_of_range"
 
     asyncio.run(main())
@@ -253,12 +253,12 @@ def test_a_member_that_waits_for_its_commit_is_alive(tmp_path):
     async def main():
         async with started(data, 2) as (_, groups):
             beats, is_stored, is_assigned = [], asyncio.Event(), asyncio.Event()
-            await groups.join("g", "m", Client("m", ""), Terms(("t",)), lambda event: is_assigned.set())
+            await groups.join("g", "m", Client("m", ""), MemberOptions(("t",)), lambda event: is_assigned.set())
             async with asyncio.timeout(PATIENCE_S):
                 await is_assigned.wait()
             groups.beat = lambda *member: beats.append(member)
             groups.store.commit = lambda *_: is_stored.wait()
-            asked = asyncio.create_task(groups.commit("g", "m", {("t", 0): Commit(1)}))
+            asked = asyncio.create_task(groups.commit("g", "m", {("t", 0): OffsetCommit(1)}))
             async with asyncio.timeout(PATIENCE_S):
                 while len(beats) < 2:
                     await asyncio.sleep(0.05)
@@ -280,10 +280,10 @@ def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
             broker.page.rows["router"].state = STATES.index("ready")
             written = []
             groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows))
-            await groups.commit("g", None, {("t", 0): Commit(9)})
-            assert written == [{("t", 0): Commit(9)}]
+            await groups.commit("g", None, {("t", 0): OffsetCommit(9)})
+            assert written == [{("t", 0): OffsetCommit(9)}]
             with pytest.raises(RequestRefused, match="first=9 end=9"):
-                await groups.commit("g", None, {("t", 0): Commit(10)})
+                await groups.commit("g", None, {("t", 0): OffsetCommit(10)})
 
     asyncio.run(main())
 
@@ -303,14 +303,14 @@ def test_a_group_stands_still_when_messages_wait_and_its_commit_stays(tmp_path):
                 await stalled.look(1000)
                 await stalled.look(1200)
                 assert (row.groups, row.groups_stalled, row.group_stalled_lag) == (3, 0, 0)
-                groups.store.committed("slow")["t", 0] = Committed(1, time.time())
+                groups.store.committed("slow")["t", 0] = CommittedOffset(1, time.time())
                 await stalled.look(1299)
                 assert row.groups_stalled == 0
                 await stalled.look(1300)
                 assert (row.groups_stalled, row.group_stalled_lag) == (1, 2), "stuck alone"
                 await stalled.look(1600)
                 assert (row.groups_stalled, row.group_stalled_lag) == (2, 3), "slow has not moved since 1299"
-                groups.store.committed("stuck")["t", 0] = Committed(2, time.time())
+                groups.store.committed("stuck")["t", 0] = CommittedOffset(2, time.time())
                 await stalled.look(1601)
                 assert (row.groups_stalled, row.group_stalled_lag) == (1, 1)
             finally:

@@ -8,8 +8,8 @@ from fake_logger import FakeLogger
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups import offset_table
 from kmq.gateway.groups.offset_table import (
-    Committed,
-    Nack,
+    CommittedOffset,
+    NackRow,
     OffsetTable,
     RowKey,
     decode_key,
@@ -29,11 +29,11 @@ PLACES = [
     RowKey("1", "2", 3),
 ]
 ROWS = [
-    Committed(0, 1700000000.125),
-    Committed(offset_table.MAX_OFFSET, 0.0, ODD, -1, ODD),
-    Committed(5, 1.5, "m", 2**31 - 1, ""),
-    Nack(1, 1700000000.0, ODD),
-    Nack(9, 0.5),
+    CommittedOffset(0, 1700000000.125),
+    CommittedOffset(offset_table.MAX_OFFSET, 0.0, ODD, -1, ODD),
+    CommittedOffset(5, 1.5, "m", 2**31 - 1, ""),
+    NackRow(1, 1700000000.0, ODD),
+    NackRow(9, 0.5),
 ]
 
 
@@ -57,7 +57,7 @@ def test_a_payload_is_read_as_it_was_written(row):
 
 
 def test_a_commit_can_be_read_by_a_person():
-    commit = Committed(42, 1700000000.125, "worker-1", 3, "a b")
+    commit = CommittedOffset(42, 1700000000.125, "worker-1", 3, "a b")
     assert encode_payload(commit) == b"offset=42 ts=1700000000.125 member=worker-1 generation=3 metadata=a%20b"
     assert encode_key(RowKey("billing.eu", "orders", 2)) == b"billing%2Eeu.orders.2"
 
@@ -139,7 +139,7 @@ def test_a_record_lies_in_its_topic_and_any_name_is_a_legal_line():
 
 
 def put(table, group, seq, offset=1, partition=0):
-    table.put(RowKey(group, "t", partition), Committed(offset, 1.0, seq=seq))
+    table.put(RowKey(group, "t", partition), CommittedOffset(offset, 1.0, seq=seq))
 
 
 def test_the_row_with_the_higher_seq_stays_in_whatever_order_rows_come():
@@ -157,7 +157,7 @@ def test_rows_of_groups_are_counted_and_gone_groups_leave_nothing():
     table = OffsetTable()
     put(table, "a", 1)
     put(table, "b", 2)
-    table.put(RowKey("a", "t", 0, 17), Nack(1, 2.0, seq=3))
+    table.put(RowKey("a", "t", 0, 17), NackRow(1, 2.0, seq=3))
     assert table.groups == ["a", "b"] and table.rows == 3
     assert [place for place, _ in table.rows_of("a")] == [RowKey("a", "t", 0), RowKey("a", "t", 0, 17)]
     for place, row in [*table.rows_of("a"), *table.rows_of("b")]:
@@ -182,7 +182,7 @@ def test_a_full_table_refuses_what_is_new_and_takes_what_is_known(monkeypatch):
 def test_a_partition_keeps_so_many_messages_that_were_given_back(monkeypatch):
     monkeypatch.setattr(offset_table, "MAX_NACKS", 1)
     table = OffsetTable()
-    table.put(RowKey("g", "t", 0, 17), Nack(1, 2.0, seq=3))
+    table.put(RowKey("g", "t", 0, 17), NackRow(1, 2.0, seq=3))
     table.check_room("g", {RowKey("g", "t", 0, 17): ROWS[4], RowKey("g", "t", 1, 17): ROWS[4]})
     with pytest.raises(RequestRefused, match="wait to be delivered again"):
         table.check_room("g", {RowKey("g", "t", 0, 18): ROWS[4]})

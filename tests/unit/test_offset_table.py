@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kmq.gateway.groups.offset_table import Committed, OffsetTable, RowKey
+from kmq.gateway.groups.offset_table import CommittedOffset, OffsetTable, RowKey
 
 
 class Counted(dict):
@@ -27,7 +27,7 @@ def test_the_furthest_offset_of_a_partition_is_that_of_some_group(seed):
             table.drop(place, seq)
         else:
             rows[place] = chance.randrange(9)
-            table.put(place, Committed(rows[place], 0.0, seq=seq))
+            table.put(place, CommittedOffset(rows[place], 0.0, seq=seq))
         for partition in range(2):
             known = [offset for at, offset in rows.items() if at.partition == partition]
             assert table.furthest(("t", partition)) == max(known, default=0)
@@ -37,6 +37,6 @@ def test_a_question_after_a_commit_costs_no_look_at_every_group():
     table = OffsetTable()
     table._groups = groups = Counted()
     for seq in range(100):
-        table.put(RowKey(f"g{seq}", "t", 0), Committed(seq, 0.0, seq=seq))
+        table.put(RowKey(f"g{seq}", "t", 0), CommittedOffset(seq, 0.0, seq=seq))
         table.furthest(("t", 0))
     assert groups.looks == 1

@@ -6,7 +6,7 @@ import pytest
 from log_server import up
 from made_data import append, write_data
 
-from kmq.gateway.groups.offset_table import Committed, Nack, RowKey, encode_payload, routing_key
+from kmq.gateway.groups.offset_table import CommittedOffset, NackRow, RowKey, encode_payload, routing_key
 from kmq.log import topics
 from kmq.spark.sql import shell
 
@@ -18,14 +18,14 @@ def line(row, *place):
 
 
 COMMITS = [
-    line(Committed(4, 1700000000.125, "m-1", 3), "billing.eu", "orders", 1),
-    line(Committed(2, 1700000001.0), "a", "orders", 0),
-    line(Committed(8, 1700000002.5, "m 2", 4, "a|b"), "billing.eu", "orders", 1),
-    line(Committed(1, 1700000003.0), "forgotten", "orders", 0),
+    line(CommittedOffset(4, 1700000000.125, "m-1", 3), "billing.eu", "orders", 1),
+    line(CommittedOffset(2, 1700000001.0), "a", "orders", 0),
+    line(CommittedOffset(8, 1700000002.5, "m 2", 4, "a|b"), "billing.eu", "orders", 1),
+    line(CommittedOffset(1, 1700000003.0), "forgotten", "orders", 0),
     line(None, "forgotten", "orders", 0),
-    line(Committed(5, 1700000003.0), "a", "gone", 0),
-    line(Committed(5, 1700000003.0), "a", "orders", 9),
-    line(Nack(1, 1700000003.0, "bad"), "a", "orders", 0, 1),
+    line(CommittedOffset(5, 1700000003.0), "a", "gone", 0),
+    line(CommittedOffset(5, 1700000003.0), "a", "orders", 9),
+    line(NackRow(1, 1700000003.0, "bad"), "a", "orders", 0, 1),
     b"__consumer_offsets|0||no commit",
     b"__consumer_offsets.@.%67.orders.0|0||offset=9 ts=1.000 member= generation=0 metadata=",
 ]
@@ -60,7 +60,7 @@ def test_what_retention_took_is_not_behind(tmp_path):
     made = write_data(data, [], {"orders": 1}, segment_bytes=100, closed=False)
     append(made, [b"orders|0|%d|x" % n for n in range(9)], group=3)
     topics.declare(data, shell.GROUPS_VIEW, 1, own=True)
-    append(made, [line(Committed(1, 1.0), "a", "orders", 0)])
+    append(made, [line(CommittedOffset(1, 1.0), "a", "orders", 0)])
     assert [row.lag for row in shell.group_rows({"path": data})] == [8]
     first, second, *_ = sorted((tmp_path / "data/topics/orders/0").glob("*.log"))
     first.unlink()

@@ -21,9 +21,9 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
 from kmq.gateway.core.partitions import Partition, Partitions
-from kmq.gateway.groups.events import GroupView
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.offsets import OffsetCommit
+from kmq.gateway.groups.protocol import GroupView
 from kmq.log.damage import DamageError
 from kmq.wire.requests import Position, TopicPartition
 
@@ -134,12 +134,12 @@ class GroupAdmin:
     async def seek(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:
         """Move the offsets of a group without members, in all partitions of a topic or in those given. Returns them."""
         offsets = await self.plan(group, topic, to)
-        rows = {(topic, number): Commit(offset) for number, offset in offsets.items()}
+        rows = {(topic, number): OffsetCommit(offset) for number, offset in offsets.items()}
         await self._groups.commit(group, None, rows)
         store = self._groups.store
         for number in offsets:  # the group reads from there; what it gave back before is not delivered besides
             await store.nack_done(group, topic, number, *store.nacks(group, topic, number))
-            self._groups.in_hand.drop(group, (topic, number))
+            self._groups.deliveries.drop(group, (topic, number))
         return offsets
 
     async def plan(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:

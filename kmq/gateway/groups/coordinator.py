@@ -1,9 +1,9 @@
 """All consumer groups of a broker, whatever door their members came through. Calls go in, events come out.
 
-    coordinator = Coordinator(Limits(), "a3f", starts=7)        one for the gateway; no I/O, no clock, no thread of its own
+    coordinator = Coordinator(GroupLimits(), "a3f", starts=7)        one for the gateway; no I/O, no clock, no thread of its own
     coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
     coordinator.topics_changed({"orders": 8}, now)              all topics with their partitions, before the first join
-    member = coordinator.join(group, None, Client("etl", "10.0.0.7"), Terms(("orders",)), now)
+    member = coordinator.join(group, None, Client("etl", "10.0.0.7"), MemberOptions(("orders",)), now)
     due = coordinator.tick(now)                                 after every batch of calls, and at `due` at the latest
     for event in coordinator.take_events(): …                   Revoke, Assigned, Ended, Forgotten: send them, in order
 
@@ -32,7 +32,7 @@ Invariant   No partition of a group has two owners in one generation, in no life
 Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
             had as far as they say so (Resume.owned); until then they are unknown members, and their commits are
             refused. `restore` with the highest generation of the records of the group's offsets.
-Memory      Bounded by Limits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for a
+Memory      Bounded by GroupLimits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for a
             group, 200 to 650 bytes for an assigned partition. Events are kept until they are taken.
 Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (group.py). A group
             of n members rebalances at most once in n milliseconds (at most a second), however many join and leave. One
@@ -45,17 +45,21 @@ Not covered A caller that does not count its starts: two kills with no commit be
 from collections.abc import Collection, Iterable, Mapping
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.groups.events import Assignment, Event, Forgotten, GroupView, State
 from kmq.gateway.groups.group import Alarms, Group, Member, check_exists
-from kmq.gateway.groups.terms import (
+from kmq.gateway.groups.protocol import (
     SHARED,
+    Assignment,
     Client,
-    Limits,
+    Event,
+    Forgotten,
+    GroupLimits,
+    GroupView,
+    MemberOptions,
     Resume,
-    Terms,
+    State,
     check_name,
+    check_options,
     check_resume,
-    check_terms,
 )
 from kmq.wire.requests import TopicPartition
 
@@ -71,7 +75,7 @@ MAX_PACE_S = 1.0  # …and once in so long, however many there are
 class Registry:
     """What the coordinator knows. `events`: what the doors are to send, in order. Groups begin above a generation."""
 
-    def __init__(self, limits: Limits, events: list[Event], least_generation: int) -> None:
+    def __init__(self, limits: GroupLimits, events: list[Event], least_generation: int) -> None:
         self.limits, self.events = limits, events
         self.groups: dict[str, Group] = {}
         self.alarms = Alarms()
@@ -236,9 +240,9 @@ _NOTHING = Resume()
 class Coordinator:
     """In all calls `now` is in seconds, of one monotonic clock."""
 
-    def __init__(self, limits: Limits | None = None, life: str = "", starts: int = 0) -> None:
+    def __init__(self, limits: GroupLimits | None = None, life: str = "", starts: int = 0) -> None:
         """`life`: a text that no former life of the gateway had, for ids. `starts`: how many former lives there were."""
-        self._limits, self._life = limits or Limits(), life
+        self._limits, self._life = limits or GroupLimits(), life
         self._events: list[Event] = []
         self._registry = Registry(self._limits, self._events, starts * GENERATIONS)
         self._ids = 0
@@ -246,7 +250,13 @@ class Coordinator:
     # --- members ------------------------------------------------------------------------------------------------------
 
     def join(
-        self, group: str, member: str | None, client: Client, terms: Terms, now: float, resume: Resume = _NOTHING
+        self,
+        group: str,
+        member: str | None,
+        client: Client,
+        options: MemberOptions,
+        now: float,
+        resume: Resume = _NOTHING,
     ) -> str:
         """Make the caller a member, or let a member ask for something else. Returns the member's id.
 
@@ -257,18 +267,18 @@ class Coordinator:
         """
         found = self._registry.groups.get(group)
         known = found.members.get(member) if found and member else None
-        if known and terms.keeps_topics:
-            terms = terms._replace(topics=tuple(sorted(known.topics.union(terms.topics))))
-        self._check_join(group, member, terms, resume)
-        holder = _holder(found, member, terms)
+        if known and options.keeps_topics:
+            options = options._replace(topics=tuple(sorted(known.topics.union(options.topics))))
+        self._check_join(group, member, options, resume)
+        holder = _holder(found, member, options)
         if known is None and holder is None:
             self._registry.check_member(found)
-        self._registry.check_topics(terms.topics, len(known.topics) if known else 0)
-        self._registry.check_partitions(found, terms.topics)
+        self._registry.check_topics(options.topics, len(known.topics) if known else 0)
+        self._registry.check_partitions(found, options.topics)
         found = self._registry.make(group, now)
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
-        id = member or self._new_id(found, terms.static_name or client.name)
-        new = Member(id, client, terms, found.generation, now)
+        id = member or self._new_id(found, options.static_name or client.name)
+        new = Member(id, client, options, found.generation, now)
         count = len(found.members)
         if known:
             found.update(known, new, resume.owned)
@@ -284,11 +294,11 @@ class Coordinator:
         self._registry.watch(found, found.members[id])
         return id
 
-    def _check_join(self, group: str, member: str | None, terms: Terms, resume: Resume) -> None:
+    def _check_join(self, group: str, member: str | None, options: MemberOptions, resume: Resume) -> None:
         check_name("group", group, self._limits)
         if member is not None:
             check_name("member", member, self._limits)
-        check_terms(terms, self._limits)
+        check_options(options, self._limits)
         check_resume(resume, self._limits)
         self._registry.check_group(group)
 
@@ -455,18 +465,18 @@ class Coordinator:
         self._registry.forget(found)
 
 
-def _holder(group: Group | None, member: str | None, terms: Terms) -> str | None:
+def _holder(group: Group | None, member: str | None, options: MemberOptions) -> str | None:
     """Return the member that a newcomer replaces under its static name, if there is one.
 
     Raises RequestRefused: fenced if a newer member has the name already, assignor_differs if the others have another.
     """
     if group is None:
         return None
-    holder = group.statics.get(terms.static_name) if terms.static_name is not None else None
+    holder = group.statics.get(options.static_name) if options.static_name is not None else None
     if holder is not None and member is not None and holder != member:
-        raise RequestRefused("fenced", f"member {terms.static_name} of group {group.name}: a newer one has this name")
+        raise RequestRefused("fenced", f"member {options.static_name} of group {group.name}: a newer one has this name")
     others = len(group.members) - ((holder or member) in group.members)
-    if others and group.assignor != terms.assignor:
+    if others and group.assignor != options.assignor:
         text = f"assignor: the members of group {group.name} have agreed on {group.assignor}"
         raise RequestRefused("assignor_differs", text)
     return None if holder == member else holder

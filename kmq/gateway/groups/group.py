@@ -25,8 +25,18 @@ from heapq import heapify, heappop, heappush
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import COOPERATIVE, assign
-from kmq.gateway.groups.events import Assigned, Ended, Event, GroupView, MemberView, Partitions, Revoke, State
-from kmq.gateway.groups.terms import Client, Terms
+from kmq.gateway.groups.protocol import (
+    Assigned,
+    Client,
+    Ended,
+    Event,
+    GroupView,
+    MemberOptions,
+    MemberView,
+    Partitions,
+    Revoke,
+    State,
+)
 from kmq.wire.requests import TopicPartition
 
 # --- alarms ----------------------------------------------------------------------------------------------------------
@@ -87,18 +97,18 @@ class Member:
         "client",
         "generation",
         "id",
+        "options",
         "owned",
         "polled",
         "revoke_by",
         "revoking",
         "sync_by",
-        "terms",
         "topics",
     )
 
-    def __init__(self, id: str, client: Client, terms: Terms, generation: int, now: float) -> None:
-        self.id, self.client, self.terms, self.generation = id, client, terms, generation
-        self.topics = frozenset(terms.topics)
+    def __init__(self, id: str, client: Client, options: MemberOptions, generation: int, now: float) -> None:
+        self.id, self.client, self.options, self.generation = id, client, options, generation
+        self.topics = frozenset(options.topics)
         self.beaten = self.polled = now
         self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
         self.revoking: dict[TopicPartition, int] = {}  # → the generation in which it was asked for
@@ -107,35 +117,35 @@ class Member:
     @property
     def order(self) -> tuple[str, str]:
         """Where the member stands among the others, whoever joined first."""
-        return self.terms.static_name or "", self.id
+        return self.options.static_name or "", self.id
 
     def deadline(self) -> float:
         """Return when the member is overdue unless it gives a sign of life before."""
         return min(
-            self.beaten + self.terms.session_s, self.polled + self.terms.max_poll_s, self.sync_by, self.revoke_by
+            self.beaten + self.options.session_s, self.polled + self.options.max_poll_s, self.sync_by, self.revoke_by
         )
 
     def overdue(self, now: float) -> str:
         """Return the code with which the member ends at `now`; "" if it may stay."""
-        if now >= self.beaten + self.terms.session_s:
+        if now >= self.beaten + self.options.session_s:
             return "session_timeout"
         if now >= min(self.sync_by, self.revoke_by):
             return "rebalance_timeout"
-        return "poll_timeout" if now >= self.polled + self.terms.max_poll_s else ""
+        return "poll_timeout" if now >= self.polled + self.options.max_poll_s else ""
 
     def ask(self, partitions: Iterable[TopicPartition], generation: int, now: float) -> None:
         """Note that `partitions` are to be given up. Asking again does not prolong the deadline."""
         self.revoking.update(dict.fromkeys(partitions, generation))
-        self.revoke_by = min(self.revoke_by, now + self.terms.rebalance_s)
+        self.revoke_by = min(self.revoke_by, now + self.options.rebalance_s)
 
     def tell(self, now: float) -> None:
         """Note that the member was told of a new generation. Telling it of another one does not prolong the deadline."""
-        self.sync_by = min(self.sync_by, now + self.terms.rebalance_s)
+        self.sync_by = min(self.sync_by, now + self.options.rebalance_s)
 
     def answer(self, generation: int, newest: int, now: float) -> None:
         """Note that the member knows `generation`, which may be older than the `newest` of the group."""
         self.generation = max(self.generation, generation)
-        self.sync_by = NEVER if self.generation == newest else now + self.terms.rebalance_s
+        self.sync_by = NEVER if self.generation == newest else now + self.options.rebalance_s
 
     def lose(self, partition: TopicPartition) -> None:
         """Take the partition away, whether it was asked for or not."""
@@ -158,7 +168,7 @@ class Member:
             id=self.id,
             name=self.client.name,
             host=self.client.host,
-            static_name=self.terms.static_name,
+            static_name=self.options.static_name,
             topics=tuple(sorted(self.topics)),
             partitions=self.assignment(),
             revoking=tuple(sorted(self.revoking)),
@@ -296,16 +306,16 @@ class Group:
         former = self.members[old]
         self._remove(former)
         self._events.append(Ended(self.name, old, "fenced"))
-        self._is_stale |= former.topics != member.topics or self.assignor != member.terms.assignor
+        self._is_stale |= former.topics != member.topics or self.assignor != member.options.assignor
         self._enter(member)
         self._ownership.rename(old, member.id)
 
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
         """Let a member that joins again ask for what `new` asks for. `owned`: all that it has not given up, if said."""
-        if (member.topics, member.terms.assignor, member.order) != (new.topics, new.terms.assignor, new.order):
+        if (member.topics, member.options.assignor, member.order) != (new.topics, new.options.assignor, new.order):
             self._is_stale = True
         self._leave_lists(member)
-        member.client, member.terms, member.topics = new.client, new.terms, new.topics
+        member.client, member.options, member.topics = new.client, new.options, new.topics
         member.beaten, member.polled = new.beaten, new.polled
         self._enter(member)
         if owned is not None:
@@ -323,15 +333,15 @@ class Group:
 
     def _enter(self, member: Member) -> None:
         self.members[member.id] = member
-        self.assignor = member.terms.assignor
+        self.assignor = member.options.assignor
         self.topics.update(member.topics)
-        if member.terms.static_name is not None:
-            self.statics[member.terms.static_name] = member.id
+        if member.options.static_name is not None:
+            self.statics[member.options.static_name] = member.id
 
     def _leave_lists(self, member: Member) -> None:
         self.topics -= Counter(member.topics)
-        if member.terms.static_name is not None:
-            self.statics.pop(member.terms.static_name, None)
+        if member.options.static_name is not None:
+            self.statics.pop(member.options.static_name, None)
 
     def _remove(self, member: Member) -> None:
         self._ownership.release(member, list(member.owned))
@@ -363,7 +373,7 @@ class Group:
         """Take away what the member was asked for up to `generation`."""
         self._ownership.release(member, [p for p, asked in member.revoking.items() if asked <= generation])
         if member.revoking:
-            member.revoke_by = now + member.terms.rebalance_s
+            member.revoke_by = now + member.options.rebalance_s
 
     def check_commit(
         self, member: Member, generation: int | None, partitions: Iterable[TopicPartition], exists: Exists

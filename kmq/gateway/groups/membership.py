@@ -1,6 +1,6 @@
 """Consumer groups as doors use them: coordinator, committed offsets, topics and clock, joined in one event loop.
 
-    member = await groups.join(group, member, client, terms, listener)
+    member = await groups.join(group, member, client, options, listener)
     listener(event)                       Revoke | Assigned | Ended, in the order to send them; it must not block
     groups.sync | revoked | beat | leave  as in coordinator.py
     await groups.commit(group, member, rows)
@@ -9,7 +9,7 @@ Owner       the gateway: one task, from its start to its end. It writes data/gat
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
             beyond the end of a partition; the coordinator hears of it only after it is durable. What it goes beyond,
-            though the answer with it is not known to have arrived, comes again (in_hand.py): on disk before the commit.
+            though the answer with it is not known to have arrived, comes again (deliveries.py): on disk before the commit.
             The commits of a group are judged and stored in the order of the calls: one that has to wait for the router
             never lands behind a later one.
             A partition younger than a group's subscription is given to nobody before the group has begun there: with
@@ -40,12 +40,23 @@ from kmq.files import replace_file
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
-from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.deliveries import Deliveries
 from kmq.gateway.groups.group import NEVER
-from kmq.gateway.groups.in_hand import Answer, InHand
-from kmq.gateway.groups.offset_table import MAX_OFFSET, Committed, Nack, Partition
-from kmq.gateway.groups.offsets import GRACE_S, Commit, OffsetStore
-from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
+from kmq.gateway.groups.offset_table import MAX_OFFSET, CommittedOffset, NackRow, Partition
+from kmq.gateway.groups.offsets import GRACE_S, OffsetCommit, OffsetStore
+from kmq.gateway.groups.protocol import (
+    Assigned,
+    Client,
+    Ended,
+    Event,
+    Forgotten,
+    GroupLimits,
+    GroupView,
+    MemberOptions,
+    Resume,
+    Revoke,
+    State,
+)
 from kmq.log import topics
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
@@ -183,7 +194,7 @@ class Groups:
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
         self.store = store
-        self.in_hand = InHand()
+        self.deliveries = Deliveries()
         self.coordinator = Coordinator()  # without groups, until they are restored
         self._settings, self._partitions, self._log = settings, partitions, log
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # group → its commits' turn
@@ -225,7 +236,7 @@ class Groups:
         except OSError as err:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False
-        limits = Limits(retention_s=max(self._settings.group_retention, GRACE_S))
+        limits = GroupLimits(retention_s=max(self._settings.group_retention, GRACE_S))
         self.coordinator = Coordinator(limits, token_hex(3), starts)
         await self._topics.follow()
         now = time.monotonic()
@@ -237,12 +248,12 @@ class Groups:
 
     def _topics_changed(self, change: TopicChange) -> None:
         self._partitions_of = change.partitions_of
-        self.in_hand.forget_topics(change.again)
+        self.deliveries.forget_topics(change.again)
         for topic, before in change.young.items():
             if rows := self._begin_at_start(topic, before):
                 beginning = Beginning(topic, before)
                 self._beginning.append(beginning)
-                self._in_background(self._begin(beginning, rows))
+                self.in_background(self._begin(beginning, rows))
         self._tell_topics(change.again)
 
     def _tell_topics(self, again: Iterable[str] = ()) -> None:
@@ -253,7 +264,7 @@ class Groups:
         self.coordinator.topics_changed({name: n for name, n in counts.items() if n}, time.monotonic(), again)
         self._arm()
 
-    def _begin_at_start(self, topic: str, before: int) -> dict[str, dict[Partition, Commit]]:
+    def _begin_at_start(self, topic: str, before: int) -> dict[str, dict[Partition, OffsetCommit]]:
         """Return what groups that subscribed to a topic earlier commit in its partitions from number `before` on.
 
         Those are younger than the subscription, so all that is in them came after it. A member that joins later with
@@ -268,9 +279,9 @@ class Groups:
             groups |= {group for group, rows in found if all(place in rows for place in older)}
         young = [(topic, number) for number in range(before, self._partitions_of[topic])]
         asked = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
-        return {group: {place: Commit(0) for place in places} for group, places in asked.items() if places}
+        return {group: {place: OffsetCommit(0) for place in places} for group, places in asked.items() if places}
 
-    async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, Commit]]) -> None:
+    async def _begin(self, beginning: Beginning, rows: dict[str, dict[Partition, OffsetCommit]]) -> None:
         """Commit the beginning of groups in young partitions. Nobody is given those before that is on disk."""
         try:
             for group, offsets in rows.items():
@@ -282,7 +293,7 @@ class Groups:
             self._beginning.remove(beginning)
         self._tell_topics()
 
-    async def _has_begun(self, group: str, rows: dict[Partition, Commit], is_first: bool) -> bool:
+    async def _has_begun(self, group: str, rows: dict[Partition, OffsetCommit], is_first: bool) -> bool:
         """Try to commit, and return False if that is to be tried again, which the log says at the first try alone."""
         try:
             await self.store.commit(group, rows)
@@ -309,12 +320,12 @@ class Groups:
         due = self.coordinator.tick(time.monotonic())
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
-                self.in_hand.drop(event.group)
+                self.deliveries.drop(event.group)
                 self._forget(event.group)
                 continue
             listener = self._listeners.get((event.group, event.member))
             if isinstance(event, Ended):
-                self.in_hand.died(event.group, event.member)
+                self.deliveries.died(event.group, event.member)
                 self._listeners.pop((event.group, event.member), None)
             if listener is not None:
                 listener(event)
@@ -329,7 +340,7 @@ class Groups:
             except KmqError as err:
                 self._log.warn("group_not_forgotten", group=group, reason=err)
 
-        self._in_background(delete())
+        self.in_background(delete())
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +354,7 @@ class Groups:
         group: str,
         member: str | None,
         client: Client,
-        terms: Terms,
+        options: MemberOptions,
         listener: Listener,
         resume: Resume | None = None,
         is_anew: bool = False,
@@ -354,12 +365,12 @@ class Groups:
         Raises what Coordinator.join raises.
         """
         self._coordinator()
-        await self._topics.know(terms.topics)
+        await self._topics.know(options.topics)
         now = time.monotonic()
         is_back = _is_member(self.coordinator, group, member)
-        id = self.coordinator.join(group, member, client, terms, now, resume or Resume())
+        id = self.coordinator.join(group, member, client, options, now, resume or Resume())
         if is_anew:
-            self.in_hand.died(group, id)
+            self.deliveries.died(group, id)
         former = self._listeners.pop((group, id), None)
         if former is not None:
             former(Ended(group, id, "fenced"))
@@ -393,18 +404,18 @@ class Groups:
     def revoked(self, group: str, member: str, generation: int | None = None) -> None:
         coordinator = self._coordinator()
         coordinator.revoked(group, member, generation, time.monotonic())
-        self.in_hand.release(group, member, coordinator.assignment(group, member).partitions)
+        self.deliveries.release(group, member, coordinator.assignment(group, member).partitions)
         self._arm()
 
     def leave(self, group: str, member: str) -> None:
         self._coordinator().leave(group, member, time.monotonic())
-        self.in_hand.release(group, member)
+        self.deliveries.release(group, member)
         self._listeners.pop((group, member), None)
         self._arm()
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
-    def committed(self, group: str) -> Mapping[Partition, Committed]:
+    def committed(self, group: str) -> Mapping[Partition, CommittedOffset]:
         """Return what a group has committed: the table itself, so do not change it, nor read it in a thread."""
         self._coordinator()
         return self.store.committed(group)
@@ -415,7 +426,7 @@ class Groups:
         return table.is_handled(place, offset) if group is None else table.has_handled(group, place, offset)
 
     async def commit(
-        self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None
+        self, group: str, member: str | None, rows: Mapping[Partition, OffsetCommit], generation: int | None = None
     ) -> None:
         """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
         coordinator, deadline = self._coordinator(), time.monotonic() + _ROUTED_S
@@ -438,19 +449,21 @@ class Groups:
             or not self._is_of_one(group, place, row.offset - 1)
         }
         # What is delivered while the commit is on its way is not done by it.
-        done = {place: self.in_hand.done_by(group, place, row.offset) for place, row in rows.items()}
+        done = {place: self.deliveries.done_by(group, place, row.offset) for place, row in rows.items()}
         lost = [
-            (place, offset) for place, row in rows.items() for offset in self.in_hand.lost_by(group, place, row.offset)
+            (place, offset)
+            for place, row in rows.items()
+            for offset in self.deliveries.lost_by(group, place, row.offset)
         ]
         if ahead:
             with self._beating(group, name):
                 await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
-            mine = [offset for offset in done[place] if self.in_hand.has(group, place, offset)]
+            mine = [offset for offset in done[place] if self.deliveries.has(group, place, offset)]
             await self.forget(group, place, mine, row.offset if place in ahead else 0)
         for place, offset in lost:
-            self.in_hand.give_back(group, place, offset)
+            self.deliveries.give_back(group, place, offset)
         if lost:
             self.wake(group)
 
@@ -481,18 +494,18 @@ class Groups:
         finally:
             timer.cancel()
 
-    async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, Commit]) -> bool:
+    async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
         """Let messages come again that a commit goes beyond, though their answer may never have arrived.
 
-        They are given time to show that it has (`arrived`). Return True if there are such messages.
+        They are given time to show that it has (polling.py). Return True if there are such messages.
         """
         known, is_any = self.store.committed(group), False
         for place, row in rows.items():
             first = known[place].offset if place in known else 0
-            for answer, offsets in self.in_hand.answers.commit(group, member, place, row.offset):
+            for answer, offsets in self.deliveries.answers.commit(group, member, place, row.offset):
                 nacks, now = self.store.nacks(group, *place), self.store.now_s()
                 kept = [offset for offset in offsets if first <= offset < row.offset and offset not in nacks]
-                nack = Nack(0, now + _ARRIVAL_S, _ON_THE_WAY, first=now)
+                nack = NackRow(0, now + _ARRIVAL_S, _ON_THE_WAY, first=now)
                 await self.store.nack(group, *place, dict.fromkeys(kept, nack))
                 answer.new.pop(place, None)
                 answer.rows[place] = [*answer.rows.get(place, ()), *kept]
@@ -501,26 +514,13 @@ class Groups:
             self.wake(group)
         return is_any
 
-    def arrived(self, group: str, member: str, answer: Answer) -> None:
-        """Note that an answer is known to have arrived: what a commit went beyond is done, unless it came again since."""
-
-        async def forget() -> None:
-            with suppress(RequestRefused):  # else it comes again
-                for place, offsets in answer.rows.items():
-                    nacks = self.store.nacks(group, *place)
-                    unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
-                    await self.forget(group, place, unsent)
-
-        self.in_hand.answers.end(group, member, answer)
-        if answer.rows:
-            self._in_background(forget())
-
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+    def in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Do this beside what goes on."""
         task = asyncio.get_running_loop().create_task(work)
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
-    async def _check_ends(self, rows: Mapping[Partition, Commit], deadline: float) -> bool:
+    async def _check_ends(self, rows: Mapping[Partition, OffsetCommit], deadline: float) -> bool:
         """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip what comes there.
 
         What somebody has read is there, so an ordinary commit costs no look at a file. Return True if there was one.
@@ -583,11 +583,11 @@ class Groups:
         done = [*offsets, *letters]
         await self.store.nack_done(group, *place, *done)
         for offset in done:
-            self.in_hand.give_back(group, place, offset)
-            self.in_hand.trust(group, place, offset)
+            self.deliveries.give_back(group, place, offset)
+            self.deliveries.trust(group, place, offset)
         if done:
             self.wake(group)
-        self.in_hand.committed(group, place, committed)
+        self.deliveries.committed(group, place, committed)
 
     async def pass_letters(self, group: str, place: Partition, start: int) -> None:
         """Move the group's offset over messages that were put aside, if it stands in front of one.
@@ -601,7 +601,7 @@ class Groups:
         offset = self._after_letters(group, place, begin)
         if offset > begin and not self.store.is_writing(group):
             metadata, generation = (known.metadata, known.generation) if known else ("", 0)
-            await self.store.commit(group, {place: Commit(offset, metadata)}, generation=generation)
+            await self.store.commit(group, {place: OffsetCommit(offset, metadata)}, generation=generation)
             self.coordinator.committed(group, time.monotonic())
 
     def _after_letters(self, group: str, place: Partition, offset: int) -> int:
@@ -628,7 +628,7 @@ class Groups:
     def forgotten(self, group: str) -> None:
         """Note that the committed offsets of a group were deleted: it is gone, unless somebody uses it again."""
         if self.coordinator.state(group) is State.EMPTY and not self.store.committed(group):
-            self.in_hand.drop(group)
+            self.deliveries.drop(group)
             self.coordinator.delete(group)
 
 

@@ -66,7 +66,7 @@ class RowKey(NamedTuple):
     offset: int | None = None
 
 
-class Committed(NamedTuple):
+class CommittedOffset(NamedTuple):
     """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none."""
 
     offset: int
@@ -80,7 +80,7 @@ class Committed(NamedTuple):
 DONE = "done"  # in place of a letter
 
 
-class Nack(NamedTuple):
+class NackRow(NamedTuple):
     """A message that a member gave back, or that its reader died of. Times in seconds since the epoch.
 
     `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was
@@ -95,7 +95,7 @@ class Nack(NamedTuple):
     letter: str = ""
 
 
-OffsetRow = Committed | Nack
+OffsetRow = CommittedOffset | NackRow
 
 
 def encode_key(place: RowKey) -> bytes:
@@ -122,7 +122,7 @@ def routing_key(place: RowKey) -> bytes:
 
 def encode_payload(row: OffsetRow) -> bytes:
     """Return the payload of a record."""
-    if isinstance(row, Nack):
+    if isinstance(row, NackRow):
         text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
         text += f" first={row.first:.3f}" if row.first else ""
         text += f" letter={row.letter}" if row.letter else ""
@@ -141,10 +141,10 @@ def decode_payload(payload: bytes, seq: int = 0) -> OffsetRow:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
     offset, ts, member, generation, metadata, deliveries, due, reason, first, letter = match.groups()
     if deliveries is not None:
-        return Nack(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
+        return NackRow(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
-    return Committed(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)
+    return CommittedOffset(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)
 
 
 def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:
@@ -177,8 +177,8 @@ class _Group:
     __slots__ = ("commits", "nacks")
 
     def __init__(self) -> None:
-        self.commits: dict[Partition, Committed] = {}
-        self.nacks: dict[Partition, dict[int, Nack]] = {}
+        self.commits: dict[Partition, CommittedOffset] = {}
+        self.nacks: dict[Partition, dict[int, NackRow]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.commits or self.nacks)
@@ -208,11 +208,11 @@ class OffsetTable:
         nacks = sum(len(given) for group in self._groups.values() for given in group.nacks.values())
         return nacks + sum(len(group.commits) for group in self._groups.values())
 
-    def commits_of(self, group: str) -> Mapping[Partition, Committed]:
+    def commits_of(self, group: str) -> Mapping[Partition, CommittedOffset]:
         found = self._groups.get(group)
         return found.commits if found else {}
 
-    def nacks_of(self, group: str, at: Partition) -> Mapping[int, Nack]:
+    def nacks_of(self, group: str, at: Partition) -> Mapping[int, NackRow]:
         found = self._groups.get(group)
         return found.nacks.get(at, {}) if found else {}
 
@@ -280,7 +280,7 @@ class OffsetTable:
             return
         group = self._groups.setdefault(place.group, _Group())
         at = place.topic, place.partition
-        if isinstance(row, Committed):
+        if isinstance(row, CommittedOffset):
             group.commits[at] = row
             self._moved(place.group, at, row.offset)
         elif place.offset is not None:
@@ -318,7 +318,7 @@ class OffsetTable:
 
 
 def _weight(place: RowKey, row: OffsetRow) -> int:
-    texts = row.metadata + row.member if isinstance(row, Committed) else row.reason
+    texts = row.metadata + row.member if isinstance(row, CommittedOffset) else row.reason
     return ROW_BYTES + len(place.group) + len(place.topic) + len(texts)
 
 
@@ -354,7 +354,7 @@ def read_log(data: str, logger: Logger) -> tuple[list[tuple[RowKey, OffsetRow]],
             skipped += 1
             example = example or f"seq {seq}: {err}"
             continue
-        if isinstance(row, Nack) == (place.offset is not None):
+        if isinstance(row, NackRow) == (place.offset is not None):
             rows.append((place, row))
     if skipped:
         effect = "skipped: they are no commits of this release"

@@ -49,8 +49,8 @@ from kmq.gateway.core.feed import Watermark
 from kmq.gateway.groups.offset_table import (
     MAX_OFFSET,
     TOPIC,
-    Committed,
-    Nack,
+    CommittedOffset,
+    NackRow,
     OffsetRow,
     OffsetTable,
     Partition,
@@ -192,7 +192,7 @@ _TOMBSTONES = 1000  # written at once
 _AT_ONCE = 200  # groups whose rows are written again at once
 
 
-class Commit(NamedTuple):
+class OffsetCommit(NamedTuple):
     """What a member commits for one partition: the next offset to read, and a text of its own."""
 
     offset: int
@@ -269,11 +269,11 @@ class OffsetStore:
             raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
         return self._table
 
-    def committed(self, group: str) -> Mapping[Partition, Committed]:
+    def committed(self, group: str) -> Mapping[Partition, CommittedOffset]:
         """Return (topic, partition) → what the group has committed; {} for an unknown group. Do not change it."""
         return self.table.commits_of(group)
 
-    def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, Nack]:
+    def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, NackRow]:
         """Return offset → what is to be delivered again to the group in a partition. Do not change it."""
         return self.table.nacks_of(group, (topic, partition))
 
@@ -296,7 +296,9 @@ class OffsetStore:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    async def commit(self, group: str, rows: Mapping[Partition, Commit], member: str = "", generation: int = 0) -> None:
+    async def commit(
+        self, group: str, rows: Mapping[Partition, OffsetCommit], member: str = "", generation: int = 0
+    ) -> None:
         """Commit for some partitions. Returns once all rows are durable, and visible in `committed`.
 
         Whether this member may commit there is for the caller to know. Raises RequestRefused: then nothing is promised
@@ -308,10 +310,12 @@ class OffsetStore:
         new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
             _check_row(partition, asked.offset, asked.metadata)
-            new[RowKey(group, topic, partition)] = Committed(asked.offset, now, member, generation, asked.metadata)
+            new[RowKey(group, topic, partition)] = CommittedOffset(
+                asked.offset, now, member, generation, asked.metadata
+            )
         await self._write(group, new)
 
-    async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, Nack]) -> None:
+    async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, NackRow]) -> None:
         """Remember messages that a member gave back, offset → row, or change that. Durable when this returns."""
         _check_name("group", group)
         for offset, row in given.items():
@@ -364,7 +368,7 @@ class OffsetStore:
         for number, group in enumerate(table.groups):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have their turn
-            times = [row.ts if isinstance(row, Committed) else row.due for _, row in table.rows_of(group)]
+            times = [row.ts if isinstance(row, CommittedOffset) else row.due for _, row in table.rows_of(group)]
             if times and max(times) < now - retention_s and not self._writing[group] and not is_alive(group):
                 count += 1
                 await self.delete(group)

@@ -7,7 +7,7 @@ Positions   A call goes on where the one before ended. A partition that is new t
             offset. What a member was given and did not commit comes again when its session has ended, or when it
             joins again: then its program was killed, and another one has its name.
 Lost        An answer that has not arrived is given again by the next call. While nobody knows whether it has, calls go
-            on behind it; what it has comes again as soon as a commit goes beyond it (in_hand.Answers). autoCommit
+            on behind it; what it has comes again as soon as a commit goes beyond it (deliveries.Answers). autoCommit
             commits what has arrived.
 Revoke      A member that comes back has done with what it was given before, so it gives up then what it was asked to.
             Until then it may commit. A call that waits without a message gives up at once.
@@ -22,14 +22,13 @@ from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Fetching
-from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
-from kmq.gateway.groups.in_hand import Answer
+from kmq.gateway.groups.deliveries import Answer
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import MAX_NACKS
-from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.offsets import OffsetCommit
+from kmq.gateway.groups.protocol import Assigned, Client, Ended, Event, MemberOptions, Revoke
 from kmq.gateway.groups.reader import Reader
 from kmq.gateway.groups.redelivery import Redelivery
-from kmq.gateway.groups.terms import Client, Terms
 from kmq.wire.requests import TopicPartition
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
@@ -82,7 +81,7 @@ class Poller:
 
     def begin_anew(self) -> None:
         """Begin at the committed offsets again: the member's program has started, and what its predecessor had is lost."""
-        self._groups.in_hand.died(self.group, self.id)
+        self._groups.deliveries.died(self.group, self.id)
         self.reader.cursors.clear()
         self.delivered.clear()
 
@@ -125,14 +124,14 @@ class Poller:
         for place, offset in rows.items():
             least = committed[place].offset if place in committed else 0  # answers may arrive in another order
             try:
-                await self._groups.commit(self.group, self.id, {place: Commit(max(offset, least))})
+                await self._groups.commit(self.group, self.id, {place: OffsetCommit(max(offset, least))})
             except RequestRefused as err:
                 if err.code not in (*_LOST, "unknown_partition", "out_of_range"):
                     raise
 
     def sent(self, moves: list[Move], answer: Answer, auto_commit: bool = False) -> Callable[[bool], None]:
         """Note that an answer is sent, and return what to call when it is known whether it has arrived."""
-        answers = self._groups.in_hand.answers
+        answers = self._groups.deliveries.answers
         answers.send(self.group, self.id, answer)
 
         def known(has_arrived: bool) -> None:
@@ -140,11 +139,21 @@ class Poller:
                 return  # the member has begun anew
             if not has_arrived:
                 return self._take_back(moves, answer)
-            self._groups.arrived(self.group, self.id, answer)
+            answers.end(self.group, self.id, answer)
+            if answer.rows:
+                self._groups.in_background(self._forget(answer))
             for move in moves if auto_commit else ():
                 self.delivered[move.place] = max(move.end, self.delivered.get(move.place, 0))
 
         return known
+
+    async def _forget(self, answer: Answer) -> None:
+        """Be done with what a commit went beyond before its answer had arrived, unless it came again since."""
+        with suppress(RequestRefused):  # else it comes again
+            for place, offsets in answer.rows.items():
+                nacks = self._groups.store.nacks(self.group, *place)
+                unsent = [offset for offset in offsets if offset in nacks and not nacks[offset].deliveries]
+                await self._groups.forget(self.group, place, unsent)
 
     def keep_near(self, cursors: Mapping[TopicPartition, Cursor]) -> None:
         """Let cursors go back where so much is on the way that not all of it could be kept to come again."""
@@ -152,7 +161,7 @@ class Poller:
         for place, cursor in cursors.items():
             room = MAX_NACKS - len(store.nacks(self.group, *place))
             done = committed[place].offset if place in committed else 0
-            first = self._groups.in_hand.answers.first_kept(self.group, self.id, place, done, room)
+            first = self._groups.deliveries.answers.first_kept(self.group, self.id, place, done, room)
             if first is not None:
                 cursor.move(min(first, cursor.offset))
 
@@ -168,10 +177,10 @@ class Poller:
                 if not answer.is_passed:  # else a later answer has shown where this one ended, and may be committed
                     answer.new.pop(place, None)
         for at, offset in answer.again:
-            self._groups.in_hand.give_back(self.group, at, offset)
+            self._groups.deliveries.give_back(self.group, at, offset)
         answer.again.clear()
         if not any(answer.new.values()):
-            self._groups.in_hand.answers.end(self.group, self.id, answer)
+            self._groups.deliveries.answers.end(self.group, self.id, answer)
         self._groups.wake(self.group)
 
     def close(self, topic: str) -> None:
@@ -210,16 +219,21 @@ class Pollers:
         return found
 
     async def member(
-        self, group: str, name: str | None, client: Client, topics: Iterable[str], terms: Callable[[Terms], Terms]
+        self,
+        group: str,
+        name: str | None,
+        client: Client,
+        topics: Iterable[str],
+        options: Callable[[MemberOptions], MemberOptions],
     ) -> Poller:
-        """Return the member of this name, joined to these topics, besides its others if `terms` keep those.
+        """Return the member of this name, joined to these topics, besides its others if `options` keep those.
 
-        `name` None: a new member. `terms` are given what a call of consume asks for.
+        `name` None: a new member. `options` are given what a call of consume asks for.
         """
         wanted = set(topics)
         async with self._joining:
             known = self._members.get((group, name or ""))
-            asked = terms(Terms(tuple(sorted(wanted)), keeps_topics=True))
+            asked = options(MemberOptions(tuple(sorted(wanted)), keeps_topics=True))
             if known is not None and not known.ended and asked.keeps_topics and wanted <= known.topics:
                 return known
             if known is not None and not known.ended:

@@ -28,12 +28,12 @@ from typing import NamedTuple, Protocol, TypeVar
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Limit, Waiter, Waking
 from kmq.gateway.core.partitions import Partitions, moment
-from kmq.gateway.groups.events import State
+from kmq.gateway.groups.deliveries import OpenDelivery, is_paused
 from kmq.gateway.groups.group import NEVER
-from kmq.gateway.groups.in_hand import Hand, is_paused
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import Nack, Partition
-from kmq.gateway.groups.redelivery import NackOutcome, RedeliveredMessage, Redelivery
+from kmq.gateway.groups.offset_table import NackRow, Partition
+from kmq.gateway.groups.protocol import State
+from kmq.gateway.groups.redelivery import DueMessage, NackOutcome, Redelivery
 from kmq.log.damage import DamageError
 from kmq.message.message import Message
 from kmq.wire.refusals import GONE
@@ -61,7 +61,7 @@ class Files(Protocol):
 class Turn(NamedTuple):
     """What a member is given next: messages that come again, and the partitions whose new messages may follow."""
 
-    again: list[RedeliveredMessage]
+    again: list[DueMessage]
     fresh: list[Cursor]
 
 
@@ -92,7 +92,7 @@ class Reader:
         """Watch nothing more. What a client that is no member had in hand is due again."""
         self.files.waking.forget(self.waiter)
         if not self._is_member:
-            self._groups.in_hand.release(self.group, self.member)
+            self._groups.deliveries.release(self.group, self.member)
 
     @property
     def redelivery(self) -> Redelivery:
@@ -218,7 +218,7 @@ class Reader:
         """Return True if something may come again, or may be left out, now: else all new messages may come."""
         if not self.group or self._redelivery is None:
             return False
-        if not self._groups.store.table.has_nacks(self.group) and self._groups.in_hand.is_quiet(self.group):
+        if not self._groups.store.table.has_nacks(self.group) and self._groups.deliveries.is_quiet(self.group):
             return False
         return self._is_member or self._groups.coordinator.state(self.group) in (State.EMPTY, State.DEAD)
 
@@ -228,25 +228,25 @@ class Reader:
         `is_idle`: it has come back from all that it was given before; one that has committed all that is idle, too.
         If something cannot be written now, the partition waits, and others go on.
         """
-        group, groups, in_hand = self.group, self._groups, self._groups.in_hand
+        group, groups, deliveries = self.group, self._groups, self._groups.deliveries
         for cursor in cursors:
             cursor.skips = _NOTHING
         if is_idle:
-            in_hand.came_back(group, self.member)
-        elif in_hand.has_one_alone(group, self.member):
+            deliveries.came_back(group, self.member)
+        elif deliveries.has_one_alone(group, self.member):
             return Turn([], [])
         if not self.has_turns:
             return Turn([], [*cursors])
         known = groups.committed(group)
-        is_idle = is_idle or in_hand.has_nothing(
+        is_idle = is_idle or deliveries.has_nothing(
             group, self.member, lambda place: known[place].offset if place in known else 0
         )
-        again: list[RedeliveredMessage] = []
+        again: list[DueMessage] = []
         apart: list[Cursor] = []
         held: set[Partition] = set()
         for cursor in cursors:
             place, position = cursor.place, cursor.offset
-            if not groups.store.nacks(group, *place) and position >= in_hand.doubted(group, place):
+            if not groups.store.nacks(group, *place) and position >= deliveries.doubted(group, place):
                 continue
             try:
                 nbytes = sum(each.message.size for each in again)
@@ -254,7 +254,7 @@ class Reader:
                 again += await self._several(place, position, room)
             except RequestRefused:
                 held.add(place)
-            if self._due(place, is_apart=True) or position < in_hand.doubted(group, place):
+            if self._due(place, is_apart=True) or position < deliveries.doubted(group, place):
                 apart.append(cursor)
         if is_idle and not again:
             while apart:
@@ -271,45 +271,47 @@ class Reader:
         fresh = []
         for cursor in cursors:
             nacks = groups.store.nacks(group, *cursor.place)
-            is_trusted = cursor.offset >= in_hand.doubted(group, cursor.place)
+            is_trusted = cursor.offset >= deliveries.doubted(group, cursor.place)
             if cursor.place not in held and is_trusted and not is_paused(nacks):
                 cursor.skips = frozenset(nacks)
                 fresh.append(cursor)
         return Turn(again, fresh)
 
     def _due(self, place: Partition, is_apart: bool) -> list[int]:
-        in_hand, store = self._groups.in_hand, self._groups.store
-        due = in_hand.due(self.group, place, store.nacks(self.group, *place), store.now_s())
-        return [offset for offset in due if in_hand.is_apart(self.group, place, offset) == is_apart]
+        deliveries, store = self._groups.deliveries, self._groups.store
+        due = deliveries.due(self.group, place, store.nacks(self.group, *place), store.now_s())
+        return [offset for offset in due if deliveries.is_apart(self.group, place, offset) == is_apart]
 
-    async def _several(self, place: Partition, position: int, room: Limit) -> list[RedeliveredMessage]:
+    async def _several(self, place: TopicPartition, position: int, room: Limit) -> list[DueMessage]:
         """Return the messages of a partition that are due and need not come apart."""
-        in_hand = self._groups.in_hand
-        is_apart = bool(self._due(place, is_apart=True)) or position < in_hand.doubted(self.group, place)
+        deliveries = self._groups.deliveries
+        is_apart = bool(self._due(place, is_apart=True)) or position < deliveries.doubted(self.group, place)
         if is_apart and not await self.redelivery.max_deliveries(place[0]):
-            in_hand.trust(self.group, place)
+            deliveries.trust(self.group, place)
         due = self._due(place, is_apart=False)
         if not due or room.messages <= 0 or room.nbytes <= 0:
             return []
         return self._take(place, await self.redelivery.take(self.group, place, due, room), position, is_alone=False)
 
     def _take(
-        self, place: Partition, found: tuple[list[Message], dict[int, Nack]], position: int, is_alone: bool
-    ) -> list[RedeliveredMessage]:
+        self, place: TopicPartition, found: tuple[list[Message], dict[int, NackRow]], position: int, is_alone: bool
+    ) -> list[DueMessage]:
         messages, rows = found
         for message in messages:
             # Only a commit that goes beyond what the member may have read before says that it has handled this one.
-            self._groups.in_hand.take(self.group, place, message.offset, Hand(self.member, position + 1, is_alone))
-        return [RedeliveredMessage(message, rows[message.offset].deliveries, position) for message in messages]
+            self._groups.deliveries.take(
+                self.group, place, message.offset, OpenDelivery(self.member, position + 1, is_alone)
+            )
+        return [DueMessage(place, message, rows[message.offset].deliveries, position) for message in messages]
 
-    async def _one(self, place: Partition, position: int) -> RedeliveredMessage | None:
+    async def _one(self, place: TopicPartition, position: int) -> DueMessage | None:
         """Return a message that comes apart: one that is due, else the next new one that is in doubt."""
-        group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
+        group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
         due = self._due(place, is_apart=True)
         found = await self.redelivery.take(group, place, due, Limit(1, 1))
         if found[0]:
             return self._take(place, found, position, is_alone=True)[0]
-        while position < in_hand.doubted(group, place):
+        while position < deliveries.doubted(group, place):
             try:
                 message = await self.redelivery.first(place, position)
             except RequestRefused as err:
@@ -319,31 +321,31 @@ class Reader:
             if message is None:
                 break
             position = message.offset + 1
-            if position > in_hand.doubted(group, place):
+            if position > deliveries.doubted(group, place):
                 break
             if message.offset not in store.nacks(group, *place):  # else it comes when it is due, or was put aside
                 now = store.now_s()
-                row = Nack(2, now, _DIED, first=now)
+                row = NackRow(2, now, _DIED, first=now)
                 await store.nack(group, *place, {message.offset: row})
                 return self._take(place, ([message], {message.offset: row}), position, is_alone=True)[0]
-        in_hand.trust_new(group, place)
+        deliveries.trust_new(group, place)
         return None
 
     def delivered(self, cursors: Iterable[Cursor]) -> None:
         """Note up to where the member was given new messages."""
         if self.group:
-            self._groups.in_hand.read(self.group, self.member, {cursor.place: cursor.offset for cursor in cursors})
+            self._groups.deliveries.read(self.group, self.member, {cursor.place: cursor.offset for cursor in cursors})
 
-    def shown(self, again: Iterable[RedeliveredMessage], positions: Mapping[TopicPartition, int]) -> None:
+    def shown(self, again: Iterable[DueMessage], positions: Mapping[TopicPartition, int]) -> None:
         """Note that the answer shows these positions: to commit them is to be done with what came again in it."""
-        in_hand = self._groups.in_hand
+        deliveries = self._groups.deliveries
         for each in again:
-            in_hand.show(self.group, each.place, each.message.offset, positions[each.place])
+            deliveries.show(self.group, each.place, each.message.offset, positions[each.place])
 
-    def take_back(self, again: Iterable[RedeliveredMessage]) -> None:
+    def take_back(self, again: Iterable[DueMessage]) -> None:
         """Note that the member has not got these messages: they are due again."""
         for each in again:
-            self._groups.in_hand.give_back(self.group, each.place, each.message.offset)
+            self._groups.deliveries.give_back(self.group, each.place, each.message.offset)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -351,12 +353,12 @@ class Reader:
         """Return after how many seconds to ask for a turn again, without any news."""
         if not self.has_turns:
             return NEVER
-        group, store, in_hand = self.group, self._groups.store, self._groups.in_hand
+        group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
         due = NEVER
         for cursor in cursors:
-            if cursor.offset < in_hand.doubted(group, cursor.place):
+            if cursor.offset < deliveries.doubted(group, cursor.place):
                 return _LOOK_AGAIN_S
-            due = min(due, in_hand.next_due(group, cursor.place, store.nacks(group, *cursor.place)))
+            due = min(due, deliveries.next_due(group, cursor.place, store.nacks(group, *cursor.place)))
         left = due - store.now_s()
         return left if left > 0 else _LOOK_AGAIN_S
 
@@ -378,8 +380,8 @@ class Reader:
         """
         await self._check([place for place, _ in messages])
         for place, offset in messages:
-            hand = self._groups.in_hand.hand(self.group, place, offset)
-            if hand is not None and hand.member == self.member:
+            delivery = self._groups.deliveries.find(self.group, place, offset)
+            if delivery is not None and delivery.member == self.member:
                 await self.redelivery.done(self.group, place, offset)
             elif (row := self._groups.store.nacks(self.group, *place).get(offset)) and not row.letter:
                 where = f"{TopicPartition(*place)} offset {offset}"

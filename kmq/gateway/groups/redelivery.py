@@ -6,13 +6,13 @@ Letters     After maxDeliveries a message is put aside as a dead letter. Then it
             until the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
 
 Owner       the gateway. The rows are in the store of committed offsets (offset_table.Nack), what is in hand in
-            Groups.in_hand: both are the group's, whatever door its members came through.
+            Groups.deliveries: both are the group's, whatever door its members came through.
 Invariant   A message that was given back is forgotten only when it is committed, or its dead letter is on disk, or the
             message is gone from its partition. Each delivery that counts is on disk before the message is shown.
 Time        Rows are due by the store's clock, which goes evenly while the gateway lives, and after a start of the
             gateway by the broker's trusted clock (kmq/broker/clock.py). So a jump of the time of day delays nothing.
 Crash       Between the letter and its row: the letter has the same id the next time and is stored once.
-Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its new messages wait (in_hand.is_paused).
+Memory      See offset_table.py: at most MAX_NACKS rows a partition. Then its new messages wait (deliveries.is_paused).
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from kmq.gateway.core.broker import RequestRefused, bad_field, refusal_of
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.topics import UNLIMITED
-from kmq.gateway.groups.in_hand import given_back, is_spent
+from kmq.gateway.groups.deliveries import given_back, is_spent
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offset_table import DONE, Nack, Partition
+from kmq.gateway.groups.offset_table import DONE, NackRow, Partition
 from kmq.message.letters import Failure
 from kmq.message.message import Message
 from kmq.message.text import make_routing_key
@@ -50,16 +50,13 @@ class NackOutcome(NamedTuple):
     letter: str = ""
 
 
-class RedeliveredMessage(NamedTuple):
+class DueMessage(NamedTuple):
     """A message that is delivered again, how often it was delivered with that, and where its partition goes on."""
 
+    place: TopicPartition
     message: Message
     deliveries: int
     position: int
-
-    @property
-    def place(self) -> TopicPartition:
-        return TopicPartition(self.message.topic, self.message.partition)
 
 
 class Redelivery:
@@ -67,10 +64,13 @@ class Redelivery:
 
     def __init__(self, groups: Groups, core: Core) -> None:
         self.groups, self._core = groups, core
-        self._letters = _Letters()
+        # The gateway's way of dead letters to the broker: one connection, used by one request at a time, in a thread.
+        self._letterbox: Letterbox | None = None
+        self._turn = asyncio.Lock()
 
     async def close(self) -> None:
-        await self._letters.close()
+        async with self._turn:
+            await self._close_letterbox()
 
     # --- giving back -------------------------------------------------------------------------------------------------
 
@@ -94,8 +94,8 @@ class Redelivery:
         if is_spent(row, most):
             return NackOutcome(row.deliveries, 0.0, await self._put_aside(group, message, row))
         await store.nack(group, topic, partition, {offset: row})
-        groups.in_hand.give_back(group, place, offset)
-        groups.in_hand.trust(group, place, offset)
+        groups.deliveries.give_back(group, place, offset)
+        groups.deliveries.trust(group, place, offset)
         groups.wake(group)
         return NackOutcome(row.deliveries, row.due - store.now_s())
 
@@ -125,32 +125,48 @@ class Redelivery:
         _, found = await self._core.fetching.read([cursor], Limit(1, 1), lambda found: found[:1])
         return found[0] if found else None
 
-    async def _put_aside(self, group: str, message: Message, row: Nack) -> str:
+    async def _put_aside(self, group: str, message: Message, row: NackRow) -> str:
         """Store a message as a dead letter, and let the group go on behind it. Returns where the letter is."""
         store, place = self.groups.store, (message.topic, message.partition)
         now = store.now_s()
         failure = Failure(group, row.reason or "given back", row.deliveries, row.first or now, now)
         dlq = Rules().topic_of_letters(message.topic)
-        seq = await self._letters.put(message, dlq, failure)
+        seq = await self._store_letter(message, dlq, failure)
         found = await self._core.producing.place_of(dlq, make_routing_key(dlq, message.key), seq)
         letter = f"{TopicPartition(dlq, found[0])}@{found[1]}" if found else dlq
         await store.nack(group, *place, {message.offset: row._replace(letter=letter)})
-        self.groups.in_hand.give_back(group, place, message.offset)
-        self.groups.in_hand.trust(group, place, message.offset)
+        self.groups.deliveries.give_back(group, place, message.offset)
+        self.groups.deliveries.trust(group, place, message.offset)
         committed = store.committed(group).get(place)
         await self.groups.forget(group, place, (), committed.offset if committed else 0)
         return letter
 
+    async def _store_letter(self, message: Message, dlq: str, failure: Failure) -> int:
+        """Store a letter, and return its seq; 0: not known. Raises RequestRefused."""
+        async with self._turn:
+            box = self._letterbox = self._letterbox or Letterbox(_WINDOW, _producer)
+            try:
+                return await asyncio.to_thread(box.put, message, dlq, failure)
+            except KmqError as err:
+                await self._close_letterbox()  # a connection that was refused is not used again
+                raise refusal_of(err) from err
+
+    async def _close_letterbox(self) -> None:
+        box, self._letterbox = self._letterbox, None
+        if box is not None:
+            with contextlib.suppress(KmqError):
+                await asyncio.to_thread(box.close)
+
     async def done(self, group: str, place: Partition, offset: int) -> None:
         """Note that a message which came again was handled. While it is in front of the group, it is not a new one."""
-        store, in_hand = self.groups.store, self.groups.in_hand
+        store, deliveries = self.groups.store, self.groups.deliveries
         row, known = store.nacks(group, *place).get(offset), store.committed(group).get(place)
         if row is None or (known is not None and offset < known.offset):
             await self.groups.forget(group, place, [offset])
             return
         await store.nack(group, *place, {offset: row._replace(letter=DONE)})
-        in_hand.give_back(group, place, offset)
-        in_hand.trust(group, place, offset)
+        deliveries.give_back(group, place, offset)
+        deliveries.trust(group, place, offset)
         await self._pass(group, place)
 
     async def _pass(self, group: str, place: Partition) -> None:
@@ -162,16 +178,16 @@ class Redelivery:
 
     async def take(
         self, group: str, place: Partition, due: Iterable[int], room: Limit
-    ) -> tuple[list[Message], dict[int, Nack]]:
+    ) -> tuple[list[Message], dict[int, NackRow]]:
         """Return messages whose rows are due, in order, with their rows, in which this delivery is counted on disk.
 
         Those that were delivered often enough are put aside, those that are gone are forgotten, those that are damaged
         wait.
         """
-        store, in_hand = self.groups.store, self.groups.in_hand
+        store, deliveries = self.groups.store, self.groups.deliveries
         most = await self.max_deliveries(place[0])
         found: list[Message] = []
-        rows: dict[int, Nack] = {}
+        rows: dict[int, NackRow] = {}
         for offset in due:
             if len(found) >= room.messages or sum(message.size for message in found) >= room.nbytes:
                 break
@@ -187,7 +203,7 @@ class Redelivery:
                 continue
             if row is None:
                 continue  # committed, or put aside, meanwhile
-            counts = in_hand.counts(group, place, offset)
+            counts = deliveries.counts(group, place, offset)
             if counts and is_spent(row, most):
                 await self._put_aside(group, message, row)
                 await self._pass(group, place)
@@ -196,34 +212,6 @@ class Redelivery:
             rows[offset] = row._replace(deliveries=row.deliveries + counts)
         await store.nack(group, *place, rows)
         return found, rows
-
-
-class _Letters:
-    """The gateway's way of dead letters to the broker: one connection, used by one request at a time, in a thread."""
-
-    def __init__(self) -> None:
-        self._box: Letterbox | None = None
-        self._order = asyncio.Lock()
-
-    async def put(self, message: Message, dlq: str, failure: Failure) -> int:
-        """Store a letter, and return its seq; 0: not known. Raises RequestRefused."""
-        async with self._order:
-            box = self._box = self._box or Letterbox(_WINDOW, _producer)
-            try:
-                return await asyncio.to_thread(box.put, message, dlq, failure)
-            except KmqError as err:
-                await self._end()  # a connection that was refused is not used again
-                raise refusal_of(err) from err
-
-    async def close(self) -> None:
-        async with self._order:
-            await self._end()
-
-    async def _end(self) -> None:
-        box, self._box = self._box, None
-        if box is not None:
-            with contextlib.suppress(KmqError):
-                await asyncio.to_thread(box.close)
 
 
 def _producer(window: str) -> Producer:

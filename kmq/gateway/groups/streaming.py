@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, Protocol
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Limit
-from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.protocol import Assigned, Ended, Event, Revoke
 from kmq.gateway.groups.reader import Reader, Turn
-from kmq.gateway.groups.redelivery import RedeliveredMessage
+from kmq.gateway.groups.redelivery import DueMessage
 from kmq.wire.requests import TopicPartition
 
 # --- fetches ---------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ _MOST_FETCHES = 64
 _LOOK_AGAIN_S = 0.5  # until partitions are looked at that had to wait
 
 
-class Fetch(NamedTuple):
+class PendingFetch(NamedTuple):
     """What a client asks for. `places`: of these partitions only; empty: of all. `request_id`: of the door."""
 
     limit: Limit
@@ -53,15 +53,15 @@ class Wire(Protocol):
 
     turn: asyncio.Lock  # who writes has it
 
-    async def give(self, fetch: Fetch, cursor: Cursor) -> bool:
+    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         """Answer with new messages of a partition; return False if there are none, or the cursor is not in force."""
 
-    async def write_again(self, fetch: Fetch, cursor: Cursor, again: RedeliveredMessage) -> None:
+    async def write_again(self, fetch: PendingFetch, cursor: Cursor, again: DueMessage) -> None:
         """Answer with a message that comes again. The caller has `turn`."""
 
-    async def give_nothing(self, fetch: Fetch) -> None: ...
+    async def give_nothing(self, fetch: PendingFetch) -> None: ...
 
-    async def refuse(self, fetch: Fetch, refused: RequestRefused) -> None: ...
+    async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None: ...
 
     def note_waiting(self, fetches: int) -> None:
         """Note how many fetches wait."""
@@ -79,13 +79,15 @@ class Fetches:
         """`stream`: what a refusal calls it. `refuses_revoked`: a fetch that waits is refused as soon as a partition
         that it names was revoked; else it goes on with its others, and is answered with nothing when all were."""
         self._reader, self._wire, self._stream, self._refuses_revoked = reader, wire, stream, refuses_revoked
-        self._waiting: deque[tuple[Fetch | None, bool]] = deque()  # None: the last one is in front of it; was it tried?
+        self._waiting: deque[tuple[PendingFetch | None, bool]] = (
+            deque()
+        )  # None: the last one is in front of it; was it tried?
         self._has_fetch = asyncio.Event()
         self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
         self._was_empty = True  # the last answer
         self._is_ending = False
 
-    async def begin(self, fetch: Fetch) -> None:
+    async def begin(self, fetch: PendingFetch) -> None:
         """Answer a fetch now, or let it wait for messages or behind others that wait. Raises RequestRefused."""
         is_tried = not self._waiting
         if is_tried:
@@ -96,7 +98,7 @@ class Fetches:
                 return await self._give_nothing(fetch)
         self.put(fetch, is_tried)
 
-    def put(self, fetch: Fetch, is_tried: bool = False) -> None:
+    def put(self, fetch: PendingFetch, is_tried: bool = False) -> None:
         """Let a fetch wait for its turn. Raises RequestRefused."""
         self._reader.select(fetch.places)
         if len(self._waiting) >= _MOST_FETCHES:
@@ -132,7 +134,7 @@ class Fetches:
         finally:
             self._reader.close()
 
-    async def _finish(self, fetch: Fetch, is_tried: bool) -> None:
+    async def _finish(self, fetch: PendingFetch, is_tried: bool) -> None:
         """Answer a fetch as soon as there is something. `is_tried`: it must wait for news."""
         while not self._is_ending:
             if not is_tried:
@@ -144,17 +146,17 @@ class Fetches:
                 break
         await self._give_nothing(fetch)
 
-    async def _give_nothing(self, fetch: Fetch) -> None:
+    async def _give_nothing(self, fetch: PendingFetch) -> None:
         self._was_empty = True
         await self._wire.give_nothing(fetch)
 
-    def _cursors(self, fetch: Fetch) -> list[Cursor]:
+    def _cursors(self, fetch: PendingFetch) -> list[Cursor]:
         if self._refuses_revoked:
             return self._reader.select(fetch.places)
         cursors = self._reader.cursors.items()
         return [cursor for place, cursor in cursors if not fetch.places or place in fetch.places]
 
-    async def _answer(self, fetch: Fetch) -> bool:
+    async def _answer(self, fetch: PendingFetch) -> bool:
         """Answer a fetch with messages of one partition. Return False if there are none.
 
         A fetch that waits may leave out a partition whose next event will wake it.
@@ -180,7 +182,7 @@ class Fetches:
                 raise
         return False
 
-    async def _answer_again(self, fetch: Fetch, again: RedeliveredMessage) -> bool:
+    async def _answer_again(self, fetch: PendingFetch, again: DueMessage) -> bool:
         """Answer a fetch with a message that comes again. Return False if its partition was revoked meanwhile."""
         cursor = self._reader.cursors.get(again.place)
         async with self._wire.turn:
@@ -194,7 +196,7 @@ class Fetches:
             await self._wire.write_again(fetch, cursor, again)
         return True
 
-    async def _wait(self, fetch: Fetch) -> bool:
+    async def _wait(self, fetch: PendingFetch) -> bool:
         """Wait until there may be something. Return False if the time is up, or there is no partition left."""
         reader, left_s = self._reader, fetch.until - time.monotonic()
         cursors = self._cursors(fetch)

@@ -3,7 +3,7 @@
 Produce     As over HTTP: core/producing.py, and the same windows of ids.
 Fetch       As over HTTP: core/fetching.py.
 Subscribe   A member of a group: subscription.py.
-Memory      At most _HELD_BYTES of requests whose messages are being stored, what Reading allows of records that clients
+Memory      At most _HELD_BYTES of requests whose messages are being stored, what `read` allows of records that clients
             have not taken yet, and the streams that may be open. A Fetch that waits counts as a stream.
 """
 
@@ -20,7 +20,7 @@ from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call, Calls, Streams
 from kmq.gateway.grpc.schema import KMQ
-from kmq.gateway.grpc.subscription import Reading, Subscription
+from kmq.gateway.grpc.subscription import Subscription, read
 from kmq.message.message import Message
 
 _HELD_BYTES = 64 * MIB
@@ -37,7 +37,7 @@ class KmqV1:
     ) -> None:
         """`redelivery` None: nothing can be given back, and nothing comes again."""
         self._core, self._groups, self._streams, self._redelivery = core, groups, streams, redelivery
-        self._reading = Reading(core.fetching, calls)
+        self._longest = calls.longest
         self._held = 0
         self._sending: set[asyncio.Task[None]] = set()  # acks NONE: what nobody waits for
         self._members: set[Subscription] = set()
@@ -108,11 +108,11 @@ class KmqV1:
             return response, values.fill(response.records, found)
 
         until = time.monotonic() + limit.wait_s
-        count, response = await self._reading.read(call, cursor, limit, shape)
+        count, response = await read(self._core, self._longest, call, cursor, limit, shape)
         if not count and limit.wait_s:
             with self._streams.enter(call):
                 while not count and await fetching.wait([cursor], until, asyncio.Event(), lambda: False):
-                    count, response = await self._reading.read(call, cursor, limit, shape)
+                    count, response = await read(self._core, self._longest, call, cursor, limit, shape)
         return response
 
     # --- subscribe ---------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class KmqV1:
         self, requests: AsyncIterator[bytes], call: Call, write: Callable[[Any], Awaitable[None]]
     ) -> None:
         with self._streams.enter(call):
-            member = Subscription(self._core, self._groups, self._redelivery, self._reading, call, write)
+            member = Subscription(self._core, self._groups, self._redelivery, self._longest, call, write)
             self._members.add(member)
             try:
                 await member.run(requests)

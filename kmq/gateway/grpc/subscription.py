@@ -20,16 +20,15 @@ from kmq.config.values import KIB
 from kmq.gateway.core.answers import COPIES
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.fetching import Cursor, Fetching, Limit
-from kmq.gateway.groups.events import Ended, Event, Revoke
+from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.offsets import OffsetCommit
+from kmq.gateway.groups.protocol import Client, Ended, Event, MemberOptions, Resume, Revoke
 from kmq.gateway.groups.reader import Reader
-from kmq.gateway.groups.redelivery import RedeliveredMessage, Redelivery
-from kmq.gateway.groups.streaming import Fetch, Fetches, Rebalances, serve_until_one_ends
-from kmq.gateway.groups.terms import Client, Resume, Terms
+from kmq.gateway.groups.redelivery import DueMessage, Redelivery
+from kmq.gateway.groups.streaming import Fetches, PendingFetch, Rebalances, serve_until_one_ends
 from kmq.gateway.grpc import values
-from kmq.gateway.grpc.calls import Call, Calls
+from kmq.gateway.grpc.calls import Call
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.message import Message
 from kmq.wire.refusals import known
@@ -40,28 +39,21 @@ from kmq.wire.requests import TopicPartition
 Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
 
 
-class Reading:
-    """The reads of all calls of kmq.v1, within the budget of all answers."""
+async def read(core: Core, longest: int, call: Call, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
+    """Read on from `cursor`, within the budget of all answers. `longest`: the bytes that one message may have.
 
-    def __init__(self, fetching: Fetching, calls: Calls) -> None:
-        self._fetching, self._longest, self._budget = fetching, calls.longest, fetching.answers
-
-    async def read(self, call: Call, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
-        """Read on from `cursor`. Returns how many messages there are, and what `shape` makes of them."""
-        await self._budget.take(call, COPIES * max(self._longest, limit.nbytes))
-        nbytes = 0
-        try:
-            count, (made, nbytes) = await self._fetching.read([cursor], limit, shape)
-        finally:
-            if nbytes:
-                self._budget.settle(call, COPIES * nbytes)
-            else:
-                self._budget.release(call)
-        return count, made
-
-    def release(self, call: Call) -> None:
-        """Note that the client has taken what was read for the call."""
-        self._budget.release(call)
+    Returns how many messages there are, and what `shape` makes of them. They count until the caller releases the call.
+    """
+    budget, nbytes = core.fetching.answers, 0
+    await budget.take(call, COPIES * max(longest, limit.nbytes))
+    try:
+        count, (made, nbytes) = await core.fetching.read([cursor], limit, shape)
+    finally:
+        if nbytes:
+            budget.settle(call, COPIES * nbytes)
+        else:
+            budget.release(call)
+    return count, made
 
 
 # --- subscription ----------------------------------------------------------------------------------------------------
@@ -73,7 +65,7 @@ _TIMES = {"session_ms": "session_s", "rebalance_ms": "rebalance_s", "max_poll_ms
 
 
 class Subscription:
-    """One Subscribe. `write`: returns when the client has room for the response."""
+    """One Subscribe. `longest`: of a message, bytes. `write`: returns when the client has room for the response."""
 
     _reader: Reader  # these as soon as the member has joined
     _fetches: Fetches
@@ -84,12 +76,12 @@ class Subscription:
         core: Core,
         groups: Groups,
         redelivery: Redelivery | None,
-        reading: Reading,
+        longest: int,
         call: Call,
         write: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._groups, self._call, self._redelivery = groups, call, redelivery
-        self._core, self._reading, self._write = core, reading, write
+        self._core, self._longest, self._write = core, longest, write
         self.turn = asyncio.Lock()
         self._has_ended = asyncio.Event()
         self._why_ended: RequestRefused | None = None
@@ -123,16 +115,16 @@ class Subscription:
         if not join.topics:
             raise bad_field("join.topics", "must name a topic")
         times = {ours: getattr(join, name) / 1000 for name, ours in _TIMES.items() if getattr(join, name)}
-        terms = Terms(tuple(sorted({*join.topics})), static_name=join.static_name or None)._replace(**times)
+        options = MemberOptions(tuple(sorted({*join.topics})), static_name=join.static_name or None)._replace(**times)
         if join.assignor:
-            terms = terms._replace(assignor=join.assignor)
+            options = options._replace(assignor=join.assignor)
         resume = Resume(join.generation, values.places(join.owned) if join.generation else None)
         client = Client(join.client or join.member or "grpc", self._call.peer)
         self._reader = Reader(self._core.fetching, self._groups, self._redelivery, join.group, join.member)
         self._rebalances = Rebalances(self._groups, self._reader, self)
         self._fetches = Fetches(self._reader, self, "stream", refuses_revoked=False)
         self._reader.member = await self._groups.join(
-            join.group, join.member or None, client, terms, self._hear, resume, is_anew=True
+            join.group, join.member or None, client, options, self._hear, resume, is_anew=True
         )
         await self._say(request.request_id, joined={"member": self._reader.member})
 
@@ -165,7 +157,7 @@ class Subscription:
         if kind == "fetch":
             limit = values.limit(request.fetch, _MOST_WAIT_MS)
             places, until = dict.fromkeys(values.places(request.fetch.partitions)), time.monotonic() + limit.wait_s
-            self._fetches.put(Fetch(limit, places, until, request.request_id))
+            self._fetches.put(PendingFetch(limit, places, until, request.request_id))
         elif kind == "commit":
             await self._commit(request.commit)
             await self._say(request.request_id, committed={})
@@ -185,7 +177,7 @@ class Subscription:
             raise RequestRefused("bad_request", text)
 
     async def _commit(self, commit: Any) -> None:
-        rows = {(row.topic, row.partition): Commit(row.next_offset, row.metadata) for row in commit.offsets}
+        rows = {(row.topic, row.partition): OffsetCommit(row.next_offset, row.metadata) for row in commit.offsets}
         if not rows and not commit.again:
             raise bad_field("commit.offsets", "must name a partition")
         if rows:
@@ -213,20 +205,20 @@ class Subscription:
 
     def note_waiting(self, fetches: int) -> None: ...
 
-    async def give_nothing(self, fetch: Fetch) -> None:
+    async def give_nothing(self, fetch: PendingFetch) -> None:
         await self._say(fetch.request_id, batch=_Batch())
 
-    async def refuse(self, fetch: Fetch, refused: RequestRefused) -> None:
+    async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None:
         await self._say(fetch.request_id, error=values.error(refused))
 
-    async def write_again(self, fetch: Fetch, cursor: Cursor, again: RedeliveredMessage) -> None:
+    async def write_again(self, fetch: PendingFetch, cursor: Cursor, again: DueMessage) -> None:
         batch = _Batch(topic=cursor.place.topic, partition=cursor.place.partition, again=True)
         batch.next_offset, batch.end_offset = cursor.offset, max(cursor.end, cursor.offset)
         values.fill(batch.records, [again.message])
         batch.records[0].deliveries = again.deliveries
         await self._write(_Response(request_id=fetch.request_id, batch=batch))
 
-    async def give(self, fetch: Fetch, cursor: Cursor) -> bool:
+    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         if not cursor.has_news():
             return False
 
@@ -235,7 +227,7 @@ class Subscription:
             batch.next_offset, batch.end_offset = cursor.offset, cursor.end
             return batch, values.fill(batch.records, found)
 
-        count, batch = await self._reading.read(self._call, cursor, fetch.limit, shape)
+        count, batch = await read(self._core, self._longest, self._call, cursor, fetch.limit, shape)
         try:
             if not count:
                 return False
@@ -246,7 +238,7 @@ class Subscription:
                 await self._write(_Response(request_id=fetch.request_id, batch=batch))
             return True
         finally:
-            self._reading.release(self._call)
+            self._core.fetching.answers.release(self._call)
 
 
 def _parsed(data: bytes) -> Any:

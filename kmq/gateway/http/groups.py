@@ -18,13 +18,12 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.groups.admin import GroupAdmin
-from kmq.gateway.groups.events import GroupView
-from kmq.gateway.groups.in_hand import Answer
+from kmq.gateway.groups.deliveries import Answer
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.polling import Move, Poller, Pollers
-from kmq.gateway.groups.redelivery import RedeliveredMessage, Redelivery
-from kmq.gateway.groups.terms import SHARED, Client, Terms
+from kmq.gateway.groups.protocol import SHARED, Client, GroupView, MemberOptions
+from kmq.gateway.groups.redelivery import DueMessage, Redelivery
 from kmq.gateway.http.console import where_to
 from kmq.gateway.http.exchange import exchange, time_limit
 from kmq.gateway.http.messages import response
@@ -41,7 +40,7 @@ class _Batch(NamedTuple):
     """What a member is given: messages, and by how much its cursors moved. `again`: those that were given back."""
 
     moves: list[Move]
-    again: list[RedeliveredMessage]
+    again: list[DueMessage]
     new: dict[tuple[str, int], list[int]]
 
 
@@ -84,7 +83,7 @@ class GroupCalls:
         client = Client(name, call.request.remote or "")
         with exchange().polling(limit.wait_s):
             while True:
-                poller = await self._pollers.member(query["group"], name, client, [topic], lambda terms: terms)
+                poller = await self._pollers.member(query["group"], name, client, [topic], lambda options: options)
                 try:
                     return await self._poll(call, poller, topic, limit)
                 except RequestRefused:
@@ -185,7 +184,7 @@ class GroupCalls:
     async def join(self, call: Call) -> web.Response:
         body = await read_body(self._bodies, call, "JoinGroup")
 
-        def terms(default: Terms) -> Terms:
+        def options(default: MemberOptions) -> MemberOptions:
             asked = default._replace(keeps_topics=False)
             if "assignor" in body:
                 asked = asked._replace(assignor=body["assignor"])
@@ -193,7 +192,7 @@ class GroupCalls:
 
         name = body.get("member")
         client = Client(name or "http", call.request.remote or "")
-        poller = await self._pollers.member(call.path["group"], name, client, body["topics"], terms)
+        poller = await self._pollers.member(call.path["group"], name, client, body["topics"], options)
         await poller.first_assignment(0.0)
         async with poller.lock:
             poller.begin_anew()
@@ -216,7 +215,8 @@ class GroupCalls:
     async def commit(self, call: Call) -> web.Response:
         body, topic = await read_body(self._bodies, call, "Commit"), call.path["topic"]
         rows = {
-            (topic, each["partition"]): Commit(each["offset"], each.get("metadata", "")) for each in body["offsets"]
+            (topic, each["partition"]): OffsetCommit(each["offset"], each.get("metadata", ""))
+            for each in body["offsets"]
         }
         await self._groups.commit(body["group"], body.get("member", SHARED), rows, body.get("generation"))
         return _offsets({number: row.offset for (_, number), row in rows.items()})

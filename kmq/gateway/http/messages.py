@@ -27,7 +27,7 @@ from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
-from kmq.gateway.groups.redelivery import RedeliveredMessage
+from kmq.gateway.groups.redelivery import DueMessage
 from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, parse_json
 from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
@@ -178,7 +178,7 @@ def response(
     found: list[Message],
     cursors: Sequence[Cursor],
     more: str = _NO_GROUP,
-    again: Sequence[RedeliveredMessage] = (),
+    again: Sequence[DueMessage] = (),
 ) -> web.Response:
     """Return the answer to a call. `more`: generation and assignment, as JSON without braces. `again` comes first."""
     dump = Writer(call.query["format"] == "text").dump

@@ -17,13 +17,12 @@ import time
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.partitions import END
-from kmq.gateway.groups.events import Revoke
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.offsets import Commit
+from kmq.gateway.groups.offsets import OffsetCommit
+from kmq.gateway.groups.protocol import Client, MemberOptions, Revoke
 from kmq.gateway.groups.reader import Reader
-from kmq.gateway.groups.redelivery import RedeliveredMessage, Redelivery
-from kmq.gateway.groups.streaming import Fetch, Fetches, Rebalances, serve_until_one_ends
-from kmq.gateway.groups.terms import Client, Terms
+from kmq.gateway.groups.redelivery import DueMessage, Redelivery
+from kmq.gateway.groups.streaming import Fetches, PendingFetch, Rebalances, serve_until_one_ends
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
@@ -70,10 +69,10 @@ class Session:
             self.connection.pending = 0
             return await serve_until_one_ends((self.fetches.serve(), self._serve_lines()))
         self.connection.pending = 0
-        terms = Terms(asked.topics, asked.assignor, asked.session_s)
+        options = MemberOptions(asked.topics, asked.assignor, asked.session_s)
         client = Client(asked.member, self.connection.peer)
         try:
-            await self._groups.join(asked.group, asked.member, client, terms, self._rebalances.hear, is_anew=True)
+            await self._groups.join(asked.group, asked.member, client, options, self._rebalances.hear, is_anew=True)
             await serve_until_one_ends((self.fetches.serve(), self._serve_lines()), self._pass_on())
         finally:
             self._groups.stop_listening(asked.group, asked.member, self._rebalances.hear)
@@ -123,7 +122,7 @@ class Session:
             if isinstance(request, requests.Fetch):
                 wait_s = request.wait_ms / 1000
                 limit, places = Limit(END, request.max_bytes, wait_s), dict.fromkeys(request.partitions)
-                await self.fetches.begin(Fetch(limit, places, time.monotonic() + wait_s))
+                await self.fetches.begin(PendingFetch(limit, places, time.monotonic() + wait_s))
             elif isinstance(request, requests.Seek):
                 await self.say(Sought(request.place, await self.reader.seek(*request)).encode())
             elif isinstance(request, requests.Offsets):
@@ -172,7 +171,7 @@ class Session:
         if request.is_again:
             await self.reader.done(request.offsets)
         else:
-            rows = [(place, Commit(offset)) for place, offset in request.offsets]
+            rows = [(place, OffsetCommit(offset)) for place, offset in request.offsets]
             await self._groups.commit(self.reader.group, self._member, dict(rows))
         await self.say(Committed(*request).encode())
 
@@ -192,19 +191,19 @@ class Session:
     def note_waiting(self, fetches: int) -> None:
         self.connection.pending = fetches
 
-    async def give_nothing(self, fetch: Fetch) -> None:
+    async def give_nothing(self, fetch: PendingFetch) -> None:
         await self.say(NO_RECORDS.encode())
 
-    async def refuse(self, fetch: Fetch, refused: RequestRefused) -> None:
+    async def refuse(self, fetch: PendingFetch, refused: RequestRefused) -> None:
         await self.say(Failed("fetch", refused.code, str(refused)).encode())
 
-    async def write_again(self, fetch: Fetch, cursor: Cursor, again: RedeliveredMessage) -> None:
+    async def write_again(self, fetch: PendingFetch, cursor: Cursor, again: DueMessage) -> None:
         message = again.message
         said = Batch(cursor.place, message.offset, 1, message.size, again.deliveries)
         await self.connection.write(said.encode() + message.line + b"\n")
         self.service.requests.count_sent(message.size)
 
-    async def give(self, fetch: Fetch, cursor: Cursor) -> bool:
+    async def give(self, fetch: PendingFetch, cursor: Cursor) -> bool:
         """Answer a fetch with records of this partition. Refuse it, once, because of what is wrong with the partition."""
         seen = cursor.partition.signature()
         if seen == cursor.seen or cursor.damage.is_resting:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from kmq.config.terminal import while_read
 from kmq.errors import EXIT_OK, ConfigError
-from kmq.gateway.groups.offset_table import TOPIC, Committed, RowKey, decode_key, decode_payload, scan
+from kmq.gateway.groups.offset_table import TOPIC, CommittedOffset, RowKey, decode_key, decode_payload, scan
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
@@ -160,7 +160,7 @@ def _rows_of(broker: Broker) -> Iterator[GroupRow]:
         yield GroupRow(*place[:3], last.offset, end, lag, *last[2:5], at, broker.name)
 
 
-def _committed(broker: Broker) -> dict[RowKey, Committed]:
+def _committed(broker: Broker) -> dict[RowKey, CommittedOffset]:
     """Return the last commit of each place. Records that are none are passed over, as the gateway does."""
     payloads: dict[bytes, tuple[int, bytes]] = {}
     for (topic, number), (first, end) in broker.bounds([TOPIC]).items():
@@ -172,7 +172,7 @@ def _committed(broker: Broker) -> dict[RowKey, Committed]:
             place, row = decode_key(key), decode_payload(payload, seq) if payload else None
         except ValueError:
             continue
-        if isinstance(row, Committed):  # else a message that was given back, or a tombstone
+        if isinstance(row, CommittedOffset):  # else a message that was given back, or a tombstone
             found[place] = row
     return found
 

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kmq.gateway.groups.group import NEVER
-from kmq.gateway.groups.offset_table import MAX_NACKS, Nack, Partition
+from kmq.gateway.groups.offset_table import MAX_NACKS, NackRow, Partition
 
 
-class Hand(NamedTuple):
+class OpenDelivery(NamedTuple):
     """Who has a message, from which committed position on it is done, and whether it is all that the member has.
 
     `is_shown`: the position came with the message, so a commit of just the message (offset + 1) is one of it, too.
@@ -119,12 +119,12 @@ class Answers:
         return {place for each in self._of[pair] for place in (*each.new, *(at for at, _ in each.again))}
 
 
-class InHand:
+class Deliveries:
     """The messages of all groups that members have."""
 
     def __init__(self) -> None:
         self.answers = Answers()
-        self._hands: dict[tuple[str, Partition], dict[int, Hand]] = {}
+        self._open: dict[tuple[str, Partition], dict[int, OpenDelivery]] = {}
         self._read: dict[tuple[str, str], dict[Partition, int]] = {}  # group and member → the next new message of each
         # Rows that come apart, and whether their next delivery counts: it does not where the last one did without right.
         self._apart: dict[tuple[str, Partition], dict[int, bool]] = {}
@@ -133,18 +133,18 @@ class InHand:
 
     # --- delivering --------------------------------------------------------------------------------------------------
 
-    def take(self, group: str, place: Partition, offset: int, hand: Hand) -> None:
+    def take(self, group: str, place: Partition, offset: int, delivery: OpenDelivery) -> None:
         """Note that a message is delivered again."""
-        self._hands.setdefault((group, place), {})[offset] = hand
-        if hand.is_alone:
-            self._alone[group, hand.member] = place, offset
+        self._open.setdefault((group, place), {})[offset] = delivery
+        if delivery.is_alone:
+            self._alone[group, delivery.member] = place, offset
 
     def give_back(self, group: str, place: Partition, offset: int) -> bool:
         """Note that nobody has a message in hand any more. Returns True if somebody had."""
-        mine = self._hands.get((group, place), {})
+        mine = self._open.get((group, place), {})
         found = mine.pop(offset, None)
         if not mine:
-            self._hands.pop((group, place), None)
+            self._open.pop((group, place), None)
         if found is not None and self._alone.get((group, found.member)) == (place, offset):
             del self._alone[group, found.member]
         return found is not None
@@ -152,16 +152,16 @@ class InHand:
     def show(self, group: str, place: Partition, offset: int, position: int) -> None:
         """Note that a message was delivered with this position: a commit of it says that the message is done."""
         if self.has(group, place, offset):
-            hands = self._hands[group, place]
-            hands[offset] = hands[offset]._replace(position=position, is_shown=True)
+            mine = self._open[group, place]
+            mine[offset] = mine[offset]._replace(position=position, is_shown=True)
 
     def has(self, group: str, place: Partition, offset: int) -> bool:
         """Return True if somebody has a message in hand."""
-        return offset in self._hands.get((group, place), ())
+        return offset in self._open.get((group, place), ())
 
-    def hand(self, group: str, place: Partition, offset: int) -> Hand | None:
+    def find(self, group: str, place: Partition, offset: int) -> OpenDelivery | None:
         """Return who has a message in hand."""
-        return self._hands.get((group, place), {}).get(offset)
+        return self._open.get((group, place), {}).get(offset)
 
     def read(self, group: str, member: str, positions: Mapping[Partition, int]) -> None:
         """Note up to where a member was given new messages."""
@@ -181,8 +181,8 @@ class InHand:
         """Note that a member asks for more, so it lives: what it had alone is one of many from now on."""
         found = self._alone.pop((group, member), None)
         if found is not None:
-            hands = self._hands[group, found[0]]
-            hands[found[1]] = hands[found[1]]._replace(is_alone=False)
+            mine = self._open[group, found[0]]
+            mine[found[1]] = mine[found[1]]._replace(is_alone=False)
 
     # --- the end of a reader -----------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class InHand:
         """Note that a member has died: what it had comes again, each message apart."""
         self.answers.release(group, member)
         for place, offset in self._of(group, member):
-            was_alone = self._hands[group, place][offset].is_alone
+            was_alone = self._open[group, place][offset].is_alone
             self.give_back(group, place, offset)
             self._apart.setdefault((group, place), {})[offset] = was_alone
         for place, position in self._read.pop((group, member), {}).items():
@@ -212,10 +212,10 @@ class InHand:
     def _of(self, group: str, member: str) -> list[tuple[Partition, int]]:
         return [
             (place, offset)
-            for (other, place), mine in self._hands.items()
+            for (other, place), mine in self._open.items()
             if other == group
-            for offset, hand in mine.items()
-            if hand.member == member
+            for offset, delivery in mine.items()
+            if delivery.member == member
         ]
 
     def is_apart(self, group: str, place: Partition, offset: int) -> bool:
@@ -253,7 +253,7 @@ class InHand:
     def drop(self, group: str, place: Partition | None = None) -> None:
         """Forget what a group had in hand, in a partition or in all: it reads anew there, or it is gone."""
         self.answers.drop(group, place)
-        for table in (self._hands, self._apart, self._doubted):
+        for table in (self._open, self._apart, self._doubted):
             for key in [key for key in table if key[0] == group and place in (None, key[1])]:
                 del table[key]
         for pair in [pair for pair, (where, _) in self._alone.items() if pair[0] == group and place in (None, where)]:
@@ -264,7 +264,7 @@ class InHand:
     def forget_topics(self, names: Iterable[str]) -> None:
         """Forget what groups had in hand of topics that were deleted, and whose names others have now."""
         gone = set(names)
-        tables = self._hands, self._apart, self._doubted, self.answers.places()
+        tables = self._open, self._apart, self._doubted, self.answers.places()
         for group, place in {key for table in tables for key in table if key[1][0] in gone}:
             self.drop(group, place)
 
@@ -274,16 +274,16 @@ class InHand:
         """Return True if no new message of any partition of the group comes apart."""
         return not self._doubted or not any(other == group for other, _ in self._doubted)
 
-    def due(self, group: str, place: Partition, rows: Mapping[int, Nack], now: float) -> list[int]:
+    def due(self, group: str, place: Partition, rows: Mapping[int, NackRow], now: float) -> list[int]:
         """Return the offsets that are to be delivered again now, in order."""
-        mine = self._hands.get((group, place), {})
+        mine = self._open.get((group, place), {})
         return sorted(
             offset for offset, row in rows.items() if row.due <= now and offset not in mine and not row.letter
         )
 
-    def next_due(self, group: str, place: Partition, rows: Mapping[int, Nack]) -> float:
+    def next_due(self, group: str, place: Partition, rows: Mapping[int, NackRow]) -> float:
         """Return when the next message is due, by the clock of the rows; NEVER if none waits."""
-        mine = self._hands.get((group, place), {})
+        mine = self._open.get((group, place), {})
         return min((row.due for offset, row in rows.items() if offset not in mine and not row.letter), default=NEVER)
 
     def done_by(self, group: str, place: Partition, committed: int) -> list[int]:
@@ -296,26 +296,26 @@ class InHand:
 
     def _passed_by(self, group: str, place: Partition, committed: int) -> list[tuple[int, bool]]:
         found = []
-        for offset, hand in self._hands.get((group, place), {}).items():
-            is_just_this = hand.is_shown and committed == offset + 1
-            if is_just_this or committed >= hand.position:
+        for offset, delivery in self._open.get((group, place), {}).items():
+            is_just_this = delivery.is_shown and committed == offset + 1
+            if is_just_this or committed >= delivery.position:
                 # Who read up to this message before giving it back commits the same offset as who has it again.
-                found.append((offset, not self.answers.is_on_the_way(group, hand.member, place, offset)))
+                found.append((offset, not self.answers.is_on_the_way(group, delivery.member, place, offset)))
         return sorted(found)
 
 
-def is_paused(rows: Mapping[int, Nack]) -> bool:
+def is_paused(rows: Mapping[int, NackRow]) -> bool:
     """Return True if so many messages wait that a partition delivers no new ones."""
     return len(rows) >= MAX_NACKS
 
 
-def is_spent(row: Nack, max_deliveries: int) -> bool:
+def is_spent(row: NackRow, max_deliveries: int) -> bool:
     """Return True if a message must not be delivered again. `max_deliveries`: 0 is no limit."""
     return bool(max_deliveries) and row.deliveries >= max_deliveries
 
 
-def given_back(known: Nack | None, now: float, delay_s: float, reason: str) -> Nack:
+def given_back(known: NackRow | None, now: float, delay_s: float, reason: str) -> NackRow:
     """Return the row of a message that a member gives back. The same request again changes nothing but the time."""
     if known is None:
-        return Nack(1, now + delay_s, reason, first=now)
+        return NackRow(1, now + delay_s, reason, first=now)
     return known._replace(due=now + delay_s, reason=reason, letter="")

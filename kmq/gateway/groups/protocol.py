@@ -1,11 +1,18 @@
-"""On which terms a member joins, and the bounds of all groups together."""
+"""What members and the coordinator say to one another: how a member joins, and what it is told. Values, and their bounds.
+
+for event in coordinator.take_events(): …      Revoke | Assigned | Ended | Forgotten, in the order to send them
+"""
 
 from collections.abc import Collection
+from enum import Enum
 from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, DEFAULT
 from kmq.message import record
+from kmq.wire.requests import TopicPartition
+
+# --- joining ---------------------------------------------------------------------------------------------------------
 
 SESSION_S = (6.0, 300.0)
 REBALANCE_S = (1.0, 3600.0)
@@ -21,7 +28,7 @@ class Client(NamedTuple):
     host: str
 
 
-class Terms(NamedTuple):
+class MemberOptions(NamedTuple):
     """What a member asks for. Times in seconds.
 
     topics       names; a topic that is not there yet counts from the moment it is declared
@@ -48,7 +55,7 @@ class Resume(NamedTuple):
     owned: Collection[tuple[str, int]] | None = None
 
 
-class Limits(NamedTuple):
+class GroupLimits(NamedTuple):
     """The bounds of the coordinator's memory and of the time that one rebalance takes.
 
     groups       all groups, with or without members
@@ -75,7 +82,7 @@ class Limits(NamedTuple):
     retention_s: float = 7 * 86400.0
 
 
-def check_name(what: str, name: str, limits: Limits) -> None:
+def check_name(what: str, name: str, limits: GroupLimits) -> None:
     """Raise RequestRefused (bad_name) unless `name` can name a group or a member (`what`)."""
     if not 1 <= len(name) <= limits.name_bytes or len(name.encode(errors="replace")) > limits.name_bytes:
         raise RequestRefused("bad_name", f"{what}: must be 1 to {limits.name_bytes} bytes")
@@ -83,31 +90,123 @@ def check_name(what: str, name: str, limits: Limits) -> None:
         raise RequestRefused("bad_name", f"{what}: must be printable and without spaces")
 
 
-def check_terms(terms: Terms, limits: Limits) -> None:
-    """Raise RequestRefused unless a member may join on these terms."""
-    if terms.assignor not in ASSIGNORS:
+def check_options(options: MemberOptions, limits: GroupLimits) -> None:
+    """Raise RequestRefused unless a member may join with these options."""
+    if options.assignor not in ASSIGNORS:
         raise RequestRefused("unknown_assignor", f"unknown assignor; expected one of {', '.join(ASSIGNORS)}")
     for what, value, (low, high) in (
-        ("session", terms.session_s, SESSION_S),
-        ("rebalance timeout", terms.rebalance_s, REBALANCE_S),
-        ("max.poll.interval", terms.max_poll_s, MAX_POLL_S),
+        ("session", options.session_s, SESSION_S),
+        ("rebalance timeout", options.rebalance_s, REBALANCE_S),
+        ("max.poll.interval", options.max_poll_s, MAX_POLL_S),
     ):
         if not low <= value <= high:  # also for NaN
             raise RequestRefused("bad_timeout", f"{what}: must be {low:g} to {high:g} seconds")
-    if terms.static_name is not None:
-        check_name("static name", terms.static_name, limits)
-    if len(terms.topics) > limits.topics:
+    if options.static_name is not None:
+        check_name("static name", options.static_name, limits)
+    if len(options.topics) > limits.topics:
         raise RequestRefused("subscription_too_large", f"topics: at most {limits.topics} for a member")
-    if sum(map(len, terms.topics)) > limits.topic_bytes:
+    if sum(map(len, options.topics)) > limits.topic_bytes:
         raise RequestRefused("subscription_too_large", f"topics: at most {limits.topic_bytes} bytes of names")
-    for topic in terms.topics:
+    for topic in options.topics:
         if not record.is_topic_name(topic):
             raise RequestRefused("bad_topic")
 
 
-def check_resume(resume: Resume, limits: Limits) -> None:
+def check_resume(resume: Resume, limits: GroupLimits) -> None:
     """Raise RequestRefused unless a member may say that of itself."""
     if not 0 <= resume.generation <= MAX_GENERATION:
         raise RequestRefused("bad_request", f"generation: must be 0 to {MAX_GENERATION}")
     if resume.owned is not None and len(resume.owned) > limits.partitions:
         raise RequestRefused("bad_request", f"owned partitions: at most {limits.partitions}")
+
+
+# --- events and views ------------------------------------------------------------------------------------------------
+
+Partitions = tuple[TopicPartition, ...]  # in the order of topics and numbers
+
+
+class State(Enum):
+    """What a group waits for.
+
+    state       the group has…
+    EMPTY       no members
+    PREPARING   members or topics that the present target does not know yet, or (eager) partitions that all must give up
+    COMPLETING  a target, and members that have not answered, or partitions that are on the way to their new owner
+    STABLE      every partition with the owner that the target names, and every member has said so
+    DEAD        been forgotten, or was never there
+    """
+
+    EMPTY = "empty"
+    PREPARING = "preparing"
+    COMPLETING = "completing"
+    STABLE = "stable"
+    DEAD = "dead"
+
+
+class Revoke(NamedTuple):
+    """The member must stop reading `partitions`, commit, and answer `revoked`. Until then it still owns them."""
+
+    group: str
+    member: str
+    generation: int
+    partitions: Partitions
+
+
+class Assigned(NamedTuple):
+    """From now on the member reads exactly `partitions`. The answer is `sync`, or `revoked` after a Revoke."""
+
+    group: str
+    member: str
+    generation: int
+    partitions: Partitions
+
+
+class Ended(NamedTuple):
+    """The member is none any more. `code`: fenced | session_timeout | poll_timeout | rebalance_timeout."""
+
+    group: str
+    member: str
+    code: str
+
+
+class Forgotten(NamedTuple):
+    """The group is gone: its committed offsets are to be forgotten too."""
+
+    group: str
+
+
+Event = Revoke | Assigned | Ended | Forgotten
+
+
+class Assignment(NamedTuple):
+    """What a member may read now, and of which generation that is."""
+
+    generation: int
+    partitions: Partitions
+
+
+class MemberView(NamedTuple):
+    """One row of `describe`. `revoking`: owned still, to be given up."""
+
+    id: str
+    name: str
+    host: str
+    static_name: str | None
+    topics: tuple[str, ...]
+    partitions: Partitions
+    revoking: Partitions
+
+
+class GroupView(NamedTuple):
+    """What a door shows of a group.
+
+    protocol    the assignor in force, "" as long as there was no member
+    left        when the last of its members left, by the coordinator's clock; -inf if it had none in this life
+    """
+
+    name: str
+    state: State
+    generation: int
+    protocol: str
+    members: tuple[MemberView, ...]
+    left: float = float("-inf")
