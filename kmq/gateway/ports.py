@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_hex
 from ssl import SSLContext
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from aiohttp import web
@@ -359,17 +359,50 @@ def grpc_server(
     )
 
 
-def listen_grpc(
-    server: Any, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
+class DoorServers(NamedTuple):
+    """What the ports lead to: gRPC's server, aiohttp's for HTTP and for metrics, factories of protocols for lines."""
+
+    grpc: Any
+    http: Any
+    metrics: Any
+    lines: Any
+    status: Any
+
+
+def listen(
+    servers: DoorServers, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
-    """Open the ports of gRPC's `server`. Returns name → port number. Call inside the event loop."""
-    front = _front(calls, server.add_insecure_port)
-    ports = {"grpc": _open(front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
+    """Open all ports. Returns name → port number. Call inside the event loop. Raises KmqError."""
+    host, opened = settings.host, dict[str, int]()
+    most, consumers = _most_connections(settings, _MOST_HTTP), _most_connections(settings, _MOST_CONSUMERS)
+
+    def connection() -> HttpConnection:
+        return HttpConnection(servers.http())
+
+    def listen_at(name: str, host: str, server: Any, context: SSLContext | None = None, most: int = 0) -> None:
+        port = getattr(settings, f"{name}_port")
+        try:
+            found = listening(host, port)  # a name may stand for several addresses
+        except OSError as err:
+            raise cannot_listen(f"KMQ_{name.upper()}_PORT", host, port, err) from err
+        for door in found:
+            doors.serve(door, server, context, most)
+        opened[name] = found[0].getsockname()[1]
+        replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % opened[name])
+
+    listen_at("grpc", host, _front(calls, servers.grpc.add_insecure_port))
+    listen_at("http", host, connection, most=most)
+    listen_at("egress", host, servers.lines, most=consumers)
+    listen_at("status", host, servers.status, most=consumers)
     if certificates is not None:
         credentials = _credentials(settings, certificates)
-        front = _front(calls, lambda address: server.add_secure_port(address, credentials))
-        ports["grpcs"] = _open(front, doors, "KMQ_GRPCS_PORT", settings.tls_host, settings.grpcs_port)
-    return _write_ports(settings, ports)
+        front = _front(calls, lambda address: servers.grpc.add_secure_port(address, credentials))
+        listen_at("grpcs", settings.tls_host, front)
+        listen_at("https", settings.tls_host, connection, certificates.context(), most)
+        listen_at("egress_tls", settings.tls_host, servers.lines, certificates.context(), consumers)
+    if settings.metrics_host:
+        listen_at("metrics", settings.metrics_host, servers.metrics)
+    return opened
 
 
 def _front(calls: Calls, add_port: Callable[[str], int]) -> Front:
@@ -404,59 +437,3 @@ def _credentials(settings: Settings, certificates: Certificates) -> Any:
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(settings.tls_client_ca))
-
-
-def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
-    """Open the ports of aiohttp's `server`. Returns name → port number. Call inside the event loop."""
-    most = _most_connections(settings, _MOST_HTTP)
-
-    def connection() -> HttpConnection:
-        return HttpConnection(server())
-
-    ports = {"http": _open(connection, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port, most=most)}
-    if certificates is not None:
-        place, context = (settings.tls_host, settings.https_port), certificates.context()
-        ports["https"] = _open(connection, doors, "KMQ_HTTPS_PORT", *place, context, most)
-    return _write_ports(settings, ports)
-
-
-def listen_lines(
-    lines: Any, status: Any, doors: Doors, settings: Settings, certificates: Certificates | None
-) -> dict[str, int]:
-    """Open the consumer port and the status port. Returns name → port number, as listen_http does."""
-    host, most = settings.host, _most_connections(settings, _MOST_CONSUMERS)
-    ports = {
-        "egress": _open(lines, doors, "KMQ_EGRESS_PORT", host, settings.egress_port, most=most),
-        "status": _open(status, doors, "KMQ_STATUS_PORT", host, settings.status_port, most=most),
-    }
-    if certificates is not None:
-        place, context = (settings.tls_host, settings.egress_tls_port), certificates.context()
-        ports["egress_tls"] = _open(lines, doors, "KMQ_EGRESS_TLS_PORT", *place, context, most)
-    return _write_ports(settings, ports)
-
-
-def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, int]:
-    """Open the port for metrics if KMQ_METRICS_HOST is set. Returns name → port number, as listen_http does."""
-    if not settings.metrics_host:
-        return {}
-    number = _open(server, doors, "KMQ_METRICS_PORT", settings.metrics_host, settings.metrics_port)
-    return _write_ports(settings, {"metrics": number})
-
-
-def _open(
-    server: Any, doors: Doors, setting: str, host: str, port: int, context: SSLContext | None = None, most: int = 0
-) -> int:
-    try:
-        opened = listening(host, port)  # a name may stand for several addresses
-    except OSError as err:
-        raise cannot_listen(setting, host, port, err) from err
-    for door in opened:
-        doors.serve(door, server, context, most)
-    number: int = opened[0].getsockname()[1]
-    return number
-
-
-def _write_ports(settings: Settings, ports: dict[str, int]) -> dict[str, int]:
-    for name, port in ports.items():
-        replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % port)
-    return ports

@@ -43,7 +43,7 @@ from kmq.gateway.http.server import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
 from kmq.gateway.lines.service import StatusPort
-from kmq.gateway.ports import Doors, grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
+from kmq.gateway.ports import Doors, DoorServers, grpc_server, listen
 from kmq.logfmt import Logger
 
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
@@ -120,10 +120,8 @@ class Gateway:
         loops = self.keeper, self.groups, self.overview, self.stalled
         keeping = asyncio.gather(keep_compacted(self.settings, self.log), *(loop.run() for loop in loops))
         try:
-            ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
-            ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
-            ports |= listen_lines(self.lines, self.status, self.doors, self.settings, self.certificates)
-            ports |= listen_metrics(metrics.server, self.doors, self.settings)
+            servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status)
+            ports = listen(servers, self.calls, self.doors, self.settings, self.certificates)
             await server.start()
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}

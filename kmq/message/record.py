@@ -19,7 +19,6 @@ from zlib import crc32
 from kmq.message.ids import MAX_ID_DIGITS
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
-RESERVED = (b"append", b"dropped")  # <topic>.log of these topics would replace the broker's own files
 MALFORMED = b"dead.malformed"
 # Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
 MALFORMED_OVERHEAD = 256
@@ -32,6 +31,7 @@ CONTROL = b"!+-"
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
 _NUMBERED = re.compile(rb"(?m)^((" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|[^|\n]*+\|(\d{1,%d}))\|(.*+)\n" % MAX_ID_DIGITS)
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
+# <topic>.log of append and dropped would replace the broker's own files.
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 # Topics of KMQ itself, which only its own programs write: __consumer_offsets. `__append` is the WAL's name in lists;
 # `__kmq` belongs to the framer alone (kmq/log/topic_changes.py).

@@ -393,23 +393,23 @@ def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
     async def listen(settings):
         doors, calls = Doors(settings, strangers), Calls(settings, strangers)
         try:
-            if kind == "grpc":
-                server = listeners.grpc_server(settings, None, strangers, calls, ["x"])
-                return listeners.listen_grpc(server, calls, doors, settings, None)
+            server = listeners.grpc_server(settings, None, strangers, calls, ["x"])
             runner = http.AppRunner(http.Application())
             await runner.setup()
-            return listeners.listen_http(runner.server, doors, settings, None)
+            servers = listeners.DoorServers(server, runner.server, None, None, None)
+            return listeners.listen(servers, calls, doors, settings, None)
         finally:
             doors.close()
 
-    setting = f"KMQ_{kind.upper()}_PORT"
+    names, setting = ("grpc", "http", "egress", "status"), f"KMQ_{kind.upper()}_PORT"
+    environ = {"KMQ_PIPES": str(tmp_path)} | {f"KMQ_{name.upper()}_PORT": "0" for name in names}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = load({"KMQ_PIPES": str(tmp_path), setting: str(port)}, "/nonexistent.toml")
+        settings = load(environ | {setting: str(port)}, "/nonexistent.toml")
         with pytest.raises(ConfigError, match=rf"{setting}={port}: cannot listen on 127\.0\.0\.1:{port}: .*in use"):
             asyncio.run(listen(settings))
-    settings = load({"KMQ_PIPES": str(tmp_path), setting: "0"}, "/nonexistent.toml")
-    assert asyncio.run(listen(settings)) == {kind: int((tmp_path / f"{kind}.port").read_text())}
+    opened = asyncio.run(listen(load(environ, "/nonexistent.toml")))
+    assert opened == {name: int((tmp_path / f"{name}.port").read_text()) for name in names}
 
 
 # --- health ----------------------------------------------------------------------------------------------------------

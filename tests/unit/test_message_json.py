@@ -7,7 +7,7 @@ from base64 import b64encode
 import pytest
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.http.messages import Writer, dump, load
+from kmq.gateway.http.messages import Writer, load
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.message.message import Message
 from kmq.message.text import format_headers, format_text, make_id, make_routing_key
@@ -22,6 +22,10 @@ def stored(new, offset=0):
     id = make_id(new.id or "", new.headers)
     line = format_text(key, new.value, id, new.timestamp if new.timestamp is not None else 1.0)
     return Message("t", 0, offset, b"1|1.000000|" + line[:-1])
+
+
+def dump(message, is_text):
+    return Writer(is_text).dump(message)
 
 
 def as_base64(value):

@@ -97,11 +97,6 @@ def _shown(headers: Sequence[Header], show: Show) -> str:
     return f"[{','.join(pairs)}]"
 
 
-def dump(message: Message, is_text: bool) -> str:
-    """Return one message as a JSON object on one line."""
-    return Writer(is_text).dump(message)
-
-
 # --- messages in ------------------------------------------------------------------------------------------------------
 
 _NEW = SCHEMAS["NewMessage"]

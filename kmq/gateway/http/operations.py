@@ -418,9 +418,3 @@ def _value(name: str, schema: Schema, given: str) -> Any:
         value = given == "true"
     check(schema, value, name)
     return value
-
-
-def no_body(request: web.Request) -> None:
-    """Raise RequestRefused if a request that needs no body has one."""
-    if request.can_read_body:
-        raise RequestRefused("bad_request", f"{request.method} {request.path}: takes no body")
