@@ -356,7 +356,7 @@ MUTANTS = [
     Mutant(
         "one commit record instead of two",
         [("kmq/links/layout.py", "RECORD = (8, 24)", "RECORD = (8, 8)")],
-        [crash("framer")],
+        [RACES],
     ),
     Mutant(
         "a reader does not go where an empty ring was begun anew",
@@ -477,6 +477,8 @@ MUTANTS = [
         "a start goes on after the first lines of a block that the ring has whole",
         [(DURABILITY, "        if keep < log.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
         [WRITES],
+        "what the WAL has of a block is compared with the ring, and only the rest is appended; this cuts what a dying disk"
+        " may have lost of the page cache",
     ),
     Mutant(
         "the WAL's index counts lines",
