@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from kmq.broker import status
 from kmq.broker.health import Verdict
 from kmq.broker.stats import PROCESSES, StatsPage
-from kmq.broker.status import BrokerStatus, Pace
+from kmq.broker.status import BrokerStatus, StagePace
 from kmq.broker.topic_rates import TopicRates
 from kmq.config.settings import Settings
 from kmq.log import reader
@@ -112,42 +112,9 @@ class Events:
 
 
 # --- transitions -----------------------------------------------------------------------------------------------------
-# Processes that start, stop and come back, logs that roll; readiness and warnings, which the gateway logs, too.
+# Of readiness and warnings, which the gateway logs, too. `Overview` notes what changes on the page and in the files.
 
 SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is not
-
-
-class Transitions:
-    """Notes what has changed since it looked last."""
-
-    def __init__(self, data: str, events: Events) -> None:
-        self._data, self._events = data, events
-        self._starts: dict[str, int] = {}
-        self._states: dict[str, str] = {}
-        self._segment: int | None = None
-
-    def follow(self, page: StatsPage) -> None:
-        """Note what has changed on the page. The first call only looks."""
-        for name in PROCESSES:
-            row = page.rows[name]
-            starts, state = row.starts, row.state_name
-            known = self._starts.get(name)
-            before = self._states.get(name, state)
-            if known is not None and starts > known and starts > 1:
-                self._events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
-            elif known is not None and starts != known and starts:
-                self._events.add("started", name, f"{name} was started, pid {row.pid}")
-            if state == "stopped" != before:
-                self._events.add("stopped", name, f"{name} has ended in order")
-            self._starts[name], self._states[name] = starts, state
-
-    def follow_files(self) -> None:
-        """Note that the WAL has begun a new segment."""
-        segments = reader.wal(self._data).segments()
-        newest = segments[-1][0] if segments else None
-        if self._segment is not None and newest is not None and newest != self._segment:
-            self._events.add("rolled", "append.log", f"the WAL has begun a new segment at seq {newest}")
-        self._segment = newest
 
 
 class VerdictChanges:
@@ -214,21 +181,42 @@ class Overview:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.events, self.pace, self.topics = Events(), Pace(), TopicRates(settings.data)
-        self._transitions = Transitions(settings.data, self.events)
+        self.events, self.pace, self.topics = Events(), StagePace(), TopicRates(settings.data)
+        self._starts: dict[str, int] = {}
+        self._states: dict[str, str] = {}
+        self._segment: int | None = None
 
     def look(self, budget_s: float) -> None:
         """Look at the page, and for `budget_s` at topics. Call at least about once a second."""
         page = status.page_of(self._settings)
         self.pace.add(page)
         if page is not None:
-            self._transitions.follow(page)
+            self._follow(page)
         self.events.sweep()
         self.topics.look(budget_s)
 
+    def _follow(self, page: StatsPage) -> None:
+        """Note processes that have started, stopped or come back since the look before. The first one only looks."""
+        for name in PROCESSES:
+            row = page.rows[name]
+            starts, state = row.starts, row.state_name
+            known = self._starts.get(name)
+            before = self._states.get(name, state)
+            if known is not None and starts > known and starts > 1:
+                self.events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
+            elif known is not None and starts != known and starts:
+                self.events.add("started", name, f"{name} was started, pid {row.pid}")
+            if state == "stopped" != before:
+                self.events.add("stopped", name, f"{name} has ended in order")
+            self._starts[name], self._states[name] = starts, state
+
     def follow_files(self) -> None:
-        """Look for a new segment of the WAL. Call every few seconds."""
-        self._transitions.follow_files()
+        """Note that the WAL has begun a new segment. Call every few seconds."""
+        segments = reader.wal(self._settings.data).segments()
+        newest = segments[-1][0] if segments else None
+        if self._segment is not None and newest is not None and newest != self._segment:
+            self.events.add("rolled", "append.log", f"the WAL has begun a new segment at seq {newest}")
+        self._segment = newest
 
     def document(self, found: BrokerStatus, topics: int) -> dict[str, Any]:
         """Return what is known, ready for JSON, with the `topics` topics that have the highest rates."""

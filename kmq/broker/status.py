@@ -68,7 +68,7 @@ class _Sample(NamedTuple):
     times: dict[str, HistogramSnapshot]  # by name of TIMED
 
 
-class Pace:
+class StagePace:
     """How fast the stages go, and how long things take: from samples of the stats page, of the last LATENCY_S."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ def trust_clock(settings: Settings) -> None:
 
 def collect_with_rates(settings: Settings) -> BrokerStatus:
     """Return the status with messages per second, measured for _SAMPLE_S."""
-    pace = Pace()
+    pace = StagePace()
     pace.add(page_of(settings))
     time.sleep(_SAMPLE_S)
     status = collect(settings)

@@ -43,17 +43,18 @@ class TopicVisit(NamedTuple):
     nbytes: int
     rate: float | None = None
 
-    def row(self, name: str) -> dict[str, Any]:
-        """Return what JSON shows."""
-        rate = self.rate or 0.0
-        return {
-            "topic": name,
-            "rate": None if self.rate is None else round(rate, 1),
-            "bytes_rate": None if self.rate is None else round(rate * self.nbytes / max(1, self.records), 1),
-            "records": self.records,
-            "bytes": self.nbytes,
-            "partitions": self.partitions,
-        }
+
+def _row(name: str, visit: TopicVisit) -> dict[str, Any]:
+    """Return what JSON shows."""
+    rate = visit.rate
+    return {
+        "topic": name,
+        "rate": None if rate is None else round(rate, 1),
+        "bytes_rate": None if rate is None else round(rate * visit.nbytes / max(1, visit.records), 1),
+        "records": visit.records,
+        "bytes": visit.nbytes,
+        "partitions": visit.partitions,
+    }
 
 
 class TopicRates:
@@ -97,7 +98,7 @@ class TopicRates:
         """Return the `most` topics with the highest rates, ready for JSON; topics that do not move by their records."""
         visited = ((name, visit) for name, visit in self._topics.items() if visit is not None)
         found = nsmallest(most, visited, key=lambda pair: (-(pair[1].rate or 0), -pair[1].records, pair[0]))
-        return [visit.row(name) for name, visit in found]
+        return [_row(name, visit) for name, visit in found]
 
     def _list(self) -> None:
         names = self._bounds.names()

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from kmq.cli.output import examples, open_queue
+from kmq.cli.output import examples, open_queue, table
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
@@ -184,7 +183,7 @@ def _say(text: str) -> None:
 
 # --- status ----------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("node", "last read", "lag", "subscriber", "error")
+_COLUMNS = ("node", ">last read", ">lag", "subscriber", "error")
 
 
 @bq_app.command(epilog=examples("kmq bq status", "kmq bq status --json"))
@@ -212,13 +211,11 @@ def _print_status(cluster: str, found: "Status") -> None:
     if not found.nodes:
         print("no node has subscribed yet; see: kmq bq follow --help")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in _COLUMNS:
-        table.add_column(title, justify="right" if title in ("last read", "lag") else "left")
+    shown = table(*_COLUMNS)
     for node in found.nodes:
         lag = f"[yellow]{node.lag:,}[/]" if node.lag else "0"
-        table.add_row(escape(node.broker), f"{node.read:,}", lag, _subscriber(node), f"[red]{escape(node.error)}[/]")
-    terminal.console().print(table)
+        shown.add_row(escape(node.broker), f"{node.read:,}", lag, _subscriber(node), f"[red]{escape(node.error)}[/]")
+    terminal.console().print(shown)
 
 
 def _subscriber(node: "Node") -> str:

@@ -30,9 +30,9 @@ from kmq import __version__
 from kmq.broker.stats import Row, peek
 from kmq.cli import config
 from kmq.cli.config import HIDDEN, clean
-from kmq.cli.output import counting, examples
+from kmq.cli.output import counting, examples, seconds
 from kmq.config.settings import Settings, load
-from kmq.config.values import MIB, parse_duration
+from kmq.config.values import MIB
 from kmq.errors import ConfigError, KmqError
 
 MOST_BYTES = MIB  # of one file in the bundle
@@ -66,10 +66,7 @@ def bundle(
     is not, and why. It works with the broker down, or hanging, and changes nothing.
     In a pod: kubectl exec <pod> -c router -- kmq bundle - > bundle.tar.gz
     """
-    try:
-        limit_s = parse_duration(verify_for)
-    except ValueError as error:
-        raise ConfigError(f"--verify-for {verify_for!r}: {error}") from None
+    limit_s = seconds("--verify-for", verify_for)
     verify_s = limit_s if with_verify else 0.0
     if file == "-":
         if sys.stdout.isatty():

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.table import Table
 
-from kmq.cli.output import examples
+from kmq.cli.output import examples, table
 from kmq.config import states, terminal
 from kmq.config.settings import (
     KINDS,
@@ -190,11 +189,11 @@ def show(
 
 
 def _print(found: Shown) -> None:
-    table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
+    rows = table("setting", "value", "from")
     for value in found.values:
         style = "red" if value.problem else "" if value.source == _DEFAULT else "bold"
-        table.add_row(value.name, value.text, value.origin, style=style)
-    terminal.console().print(table, markup=False, highlight=False)
+        rows.add_row(value.name, value.text, value.origin, style=style)
+    terminal.console().print(rows, markup=False, highlight=False)
     if found.ignored:
         print(f"not settings, because Kubernetes makes them for a Service: {', '.join(found.ignored)}")
     if found.retired:

@@ -12,9 +12,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.table import Table
 
-from kmq.cli.output import counted, examples, existing_data, grouped
+from kmq.cli.output import counted, examples, existing_data, grouped, table
 from kmq.config import terminal
 from kmq.errors import ConfigError, KmqError
 from kmq.message import record
@@ -98,11 +97,10 @@ def _list_topics(data: str, as_json: bool) -> None:
     if not rows:
         print("no topics of dead letters (dead, <topic>.dlq)")
         return
-    table = Table("topic", box=None, pad_edge=False, header_style="bold")
-    table.add_column("letters", justify="right")
+    shown = table("topic", ">letters")
     for name, count in rows:
-        table.add_row(name, f"{count:,}")
-    terminal.console().print(table)
+        shown.add_row(name, f"{count:,}")
+    terminal.console().print(shown)
 
 
 def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
@@ -115,13 +113,10 @@ def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_
             print(json.dumps(_as_dict(found), ensure_ascii=False))
         _tell_more(every)
         return
-    table = Table("letter", "origin", "key", box=None, pad_edge=False, header_style="bold")
-    for title in ("attempts", "replays"):
-        table.add_column(title, justify="right")
-    table.add_column("error")
+    shown = table("letter", "origin", "key", ">attempts", ">replays", "error")
     for found in letters:
-        table.add_row(*_row(found))
-    print(f"{topic}: no letters that match") if not table.row_count else terminal.console().print(table)
+        shown.add_row(*_row(found))
+    print(f"{topic}: no letters that match") if not shown.row_count else terminal.console().print(shown)
     _tell_more(every)
 
 

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from kmq.cli.output import examples, open_queue
+from kmq.cli.output import examples, open_queue, seconds, table
 from kmq.config import terminal
 from kmq.config.settings import SHARED
 from kmq.config.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
-from kmq.config.values import parse_duration
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topics import MAX_PARTITIONS
@@ -200,10 +198,7 @@ def run(
 
     A broker that is away is named, and not waited for; one that goes away meanwhile has not done it.
     """
-    try:
-        lasts_s = parse_duration(within)
-    except ValueError as error:
-        raise ConfigError(f"--within {within!r}: {error}") from None
+    lasts_s = seconds("--within", within)
     if not lasts_s:
         raise ConfigError(f"--within {within!r}: must not be 0; how long may a broker take to begin, such as 1h?")
     with open_queue() as queue:
@@ -356,16 +351,12 @@ def _print(found: dict[str, Any]) -> None:
     told = [f"message {found['epoch']}", f"{len(found['topics'])} topics", f"{len(found['tokens'])} revoked tokens"]
     told += [f"{name}={text}" for name, text in found["settings"].items()]
     print(", ".join(told))
-    table = Table("broker", box=None, pad_edge=False, header_style="bold")
-    for title in ("read", "lag"):
-        table.add_column(title, justify="right")
-    table.add_column("health")
-    table.add_column("last seen")
+    shown = table("broker", ">read", ">lag", "health", "last seen")
     for row in found["brokers"]:
         seen = f"{max(0, time.time() - row['seen']):,.0f} s ago" if row["health"] == "away" and row["seen"] else ""
         health = f"[{_COLOURS.get(row['health'], 'red')}]{row['health']}[/]"
-        table.add_row(escape(row["broker"]), f"{row['read']:,}", f"{row['lag']:,}", health, seen)
-    terminal.console().print(table)
+        shown.add_row(escape(row["broker"]), f"{row['read']:,}", f"{row['lag']:,}", health, seen)
+    terminal.console().print(shown)
     for row in found["brokers"]:
         _print_remarks(row, found["settings"])
 

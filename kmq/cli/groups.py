@@ -6,9 +6,8 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.table import Table
 
-from kmq.cli.output import examples
+from kmq.cli.output import examples, table
 from kmq.config import terminal
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError, KmqError, RetryError
@@ -74,14 +73,11 @@ def list_all(as_json: _JSON = False) -> None:
     if not rows:
         print("no groups yet; one begins with: kmq consume <topic> --group <name>")
         return
-    table = Table("group", "state", box=None, pad_edge=False, header_style="bold")
-    for title in ("generation", "members", "partitions committed"):
-        table.add_column(title, justify="right")
+    shown = table("group", "state", ">generation", ">members", ">partitions committed")
     for row in rows:
-        table.add_row(
-            row["group"], row["state"], *(f"{row[name]:,}" for name in ("generation", "members", "committed"))
-        )
-    terminal.console().print(table)
+        numbers = (f"{row[name]:,}" for name in ("generation", "members", "committed"))
+        shown.add_row(row["group"], row["state"], *numbers)
+    terminal.console().print(shown)
 
 
 @groups_app.command("describe", epilog=examples("kmq groups describe report", "kmq groups describe report --json"))
@@ -94,17 +90,14 @@ def describe(group: _GROUP, as_json: _JSON = False) -> None:
     protocol = f", {found['protocol']}" if found["protocol"] else ""
     print(f"group {group}: {found['state']}, generation {found['generation']}{protocol}")
     owners = {(place["topic"], place["partition"]): row for row in found["members"] for place in row["assignment"]}
-    table = Table("topic", box=None, pad_edge=False, header_style="bold")
-    for title in ("partition", "committed", "end", "lag", "lag seconds"):
-        table.add_column(title, justify="right")
-    table.add_column("member")
+    shown = table("topic", ">partition", ">committed", ">end", ">lag", ">lag seconds", "member")
     for row in found["partitions"]:
         owner = owners.get((row["topic"], row["partition"]))
         committed = "-" if row["committed"] is None else f"{row['committed']:,}"
         member = f"{owner['id']} ({owner['host']})" if owner else "-"
         numbers = committed, f"{row['end']:,}", f"{row['lag']:,}", f"{row['lagSeconds']:,.1f}"
-        table.add_row(row["topic"], str(row["partition"]), *numbers, member)
-    terminal.console().print(table)
+        shown.add_row(row["topic"], str(row["partition"]), *numbers, member)
+    terminal.console().print(shown)
 
 
 @groups_app.command(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kmq.cli.output import counting, examples, existing_data
+from kmq.cli.output import counting, examples, existing_data, table
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
@@ -116,12 +116,10 @@ def _stat_row(found: "Stat") -> dict[str, str | int | float]:
 
 
 def _stat_table(rows: Sequence[dict[str, str | int | float]]) -> Table:
-    table = Table("log", box=None, pad_edge=False, header_style="bold")
-    for title in ("segments", "first", "last", "bytes", "blocks", "oldest s", "newest s"):
-        table.add_column(title, justify="right")
+    shown = table("log", ">segments", ">first", ">last", ">bytes", ">blocks", ">oldest s", ">newest s")
     for name, *numbers in map(dict.values, rows):
-        table.add_row(str(name), *(f"{number:,}" for number in numbers))
-    return table
+        shown.add_row(str(name), *(f"{number:,}" for number in numbers))
+    return shown
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from rich.console import Console
+from rich.table import Table
 
 from kmq.broker import supervisor
 from kmq.config.settings import load
+from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
@@ -58,6 +60,14 @@ def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
     return [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
 
 
+def seconds(option: str, text: str) -> float:
+    """Return a duration in seconds. Raises ConfigError, which names the option."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from None
+
+
 # --- what commands open ----------------------------------------------------------------------------------------------
 
 
@@ -76,6 +86,17 @@ def open_queue() -> "BroadcastQueue":
     except ImportError as error:
         raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
     return BroadcastQueue()
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(*columns: str) -> Table:
+    """Return a table without lines. A title that begins with > is one of numbers, which stand at the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in columns:
+        made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
+    return made
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

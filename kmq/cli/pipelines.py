@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kmq.cli.output import examples, grouped
+from kmq.cli.output import examples, grouped, seconds
 from kmq.cli.spark_options import (
     Catalog,
     Checkpoint,
@@ -30,7 +30,6 @@ from kmq.cli.spark_options import (
     TargetOptions,
     TopicOptions,
     running,
-    seconds,
 )
 from kmq.errors import ConfigError
 

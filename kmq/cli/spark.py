@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kmq.cli import pipelines
-from kmq.cli.output import examples, grouped
+from kmq.cli.output import examples, grouped, seconds
 from kmq.cli.pipelines import pipeline_app, run_app
-from kmq.cli.spark_options import From, On, running, seconds
+from kmq.cli.spark_options import From, On, running
 from kmq.errors import BusyError, ConfigError, KmqError
 
 if TYPE_CHECKING:

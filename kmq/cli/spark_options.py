@@ -154,16 +154,6 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def seconds(option: str, text: str) -> float:
-    """Return a duration in seconds. Raises ConfigError, which names the option."""
-    from kmq.config.values import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: {error}") from None
-
-
 # --- session ---------------------------------------------------------------------------------------------------------
 
 _HERE = On()

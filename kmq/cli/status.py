@@ -10,14 +10,13 @@ from rich.table import Table
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
 from kmq.broker.status import BrokerStatus, StageStatus
-from kmq.cli.output import examples
+from kmq.cli.output import examples, table
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
 
 _COLOURS = {"ready": "green", "draining": "yellow", "recovering": "yellow"}  # by state; every other state is red
-_TEXT_COLUMNS = ("stage", "state", "waits before it")
-_COLUMNS = ("stage", "pid", "state", "restarts", "msg/s", "messages", "last seq", "waits before it")
+_COLUMNS = ("stage", ">pid", "state", ">restarts", ">msg/s", ">messages", ">last seq", "waits before it")
 
 
 def status(
@@ -55,16 +54,14 @@ def _print_status(settings: Settings, found: BrokerStatus) -> None:
 
 def show_table(found: BrokerStatus) -> None:
     """Print a row for each process, with less space between the columns where the terminal is narrow."""
-    console, table = terminal.console(), _as_table(found)
+    console, shown = terminal.console(), _as_table(found)
     unbounded = console.options.update(max_width=10_000)
-    table.collapse_padding = console.measure(table, options=unbounded).maximum > console.width
-    console.print(table)
+    shown.collapse_padding = console.measure(shown, options=unbounded).maximum > console.width
+    console.print(shown)
 
 
 def _as_table(found: BrokerStatus) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in _COLUMNS:
-        table.add_column(title, justify="left" if title in _TEXT_COLUMNS else "right")
+    shown = table(*_COLUMNS)
     waiting = {
         "ingress": f"{found.stages[0].connections} producers",
         "framer": f"raw {found.backlog['raw_bytes']:,} B",
@@ -72,8 +69,8 @@ def _as_table(found: BrokerStatus) -> Table:
         "router": f"durable {found.backlog['durable_messages']:,} msg",
     }
     for stage in found.processes:
-        table.add_row(*_cells(stage), waiting.get(stage.name, ""))
-    return table
+        shown.add_row(*_cells(stage), waiting.get(stage.name, ""))
+    return shown
 
 
 def _cells(stage: StageStatus) -> list[str]:

@@ -1,7 +1,7 @@
 """`kmq token …`: the bearer tokens of producers and consumers."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,7 +56,7 @@ def list_tokens(
     from kmq.access import roles, tokens
 
     found = tokens.read(_token_file())
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "tokens": len(hashes),
@@ -68,9 +68,8 @@ def list_tokens(
     if as_json:
         print(json.dumps({"tokens": rows}))
         return
-    for name, hashes in found.items():
-        ids = ",".join(tokens.id_of(name, row.digest) for row in hashes)
-        print(pairs(name=name, tokens=len(hashes), ids=ids, roles=" ".join(roles.text(row.roles) for row in hashes)))
+    for row in rows:
+        print(pairs(**row | {"ids": ",".join(row["ids"]), "roles": " ".join(row["roles"])}))
 
 
 def add_to(app: typer.Typer) -> None:

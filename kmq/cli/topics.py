@@ -8,11 +8,10 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from kmq.broker import status
 from kmq.broker.data_directory import known_id
-from kmq.cli.output import examples, existing_data
+from kmq.cli.output import examples, existing_data, table
 from kmq.config import terminal
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
@@ -136,13 +135,11 @@ def list_topics(
         for row in rows:
             print(pairs(**row | {"from_seq": row["from_seq"] or 0}))
     else:
-        table = Table("topic", box=None, pad_edge=False, header_style="bold")
-        for title in ("partition", "messages", "bytes", "in force from seq"):
-            table.add_column(title, justify="right")
+        shown = table("topic", ">partition", ">messages", ">bytes", ">in force from seq")
         for row in rows:
             since = "pending" if row["from_seq"] is None else str(row["from_seq"])
-            table.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
-        terminal.console().print(table)
+            shown.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
+        terminal.console().print(shown)
 
 
 # --- set -------------------------------------------------------------------------------------------------------------
@@ -257,12 +254,10 @@ def show(
         return
     since = "pending" if found["from_seq"] is None else f"in force from seq {found['from_seq']}"
     print(f"topic {name}: {found['partitions']} partition(s), {since}")
-    limits = Table("limit", "value", "from", box=None, pad_edge=False, header_style="bold")
+    limits = table("limit", "value", "from")
     for limit, row in found["limits"].items():
         limits.add_row(limit, _text(limit, row["value"]), row["from"])
-    logs = Table("partition", box=None, pad_edge=False, header_style="bold")
-    for title in ("messages", "bytes", "first offset", "last offset"):
-        logs.add_column(title, justify="right")
+    logs = table("partition", ">messages", ">bytes", ">first offset", ">last offset")
     for number, row in enumerate(found["logs"]):
         last = "" if row["last_offset"] is None else f"{row['last_offset']:,}"
         logs.add_row(str(number), f"{row['messages']:,}", f"{row['bytes']:,}", f"{row['first_offset']:,}", last)

@@ -130,10 +130,7 @@ class Settings:
         "maximum bytes of the WAL, and of each partition; the oldest whole segments are deleted beyond it",
     )
     data_quota: int = _setting(  # 0: no quota
-        "KMQ_DATA_QUOTA",
-        "none",
-        kind.LIMIT,
-        "maximum bytes under KMQ_DATA; producers are refused before it is reached",
+        "KMQ_DATA_QUOTA", "none", kind.LIMIT, "maximum bytes under KMQ_DATA; producers are refused before it is reached"
     )
     dedupe_count: int = _setting(
         "KMQ_DEDUPE_COUNT", "100000", kind.COUNT, "maximum arbitrary message ids that are remembered for deduplication"

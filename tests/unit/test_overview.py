@@ -10,7 +10,7 @@ import pytest
 from kmq.broker import status
 from kmq.broker.overview import Events
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
-from kmq.broker.status import Pace
+from kmq.broker.status import StagePace
 from kmq.cli.top import readers
 from kmq.cli.top.readers import LocalReader
 from kmq.config.settings import STAGES, load
@@ -142,7 +142,7 @@ def sampled(pace, page, at, monkeypatch, messages=None):
 
 
 def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process(page, monkeypatch):
-    pace = Pace()
+    pace = StagePace()
     assert sampled(pace, page, 0.0, monkeypatch, 0) is None
     shown = [sampled(pace, page, step / 4, monkeypatch, step * 100) for step in range(1, 40)]
     assert shown[-1] == pytest.approx(400)
@@ -156,7 +156,7 @@ def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process(pa
 
 
 def test_times_are_those_of_the_last_ten_seconds(page, monkeypatch):
-    pace, ack = Pace(), page.histogram("ack")
+    pace, ack = StagePace(), page.histogram("ack")
     ack.observe(9.0)
     sampled(pace, page, 0.0, monkeypatch)
     assert pace.latency() == {"ack": None, "sync": None, "routed": None}

@@ -9,6 +9,7 @@ Invariant   `draw` returns exactly `height` lines of at most `width` cells, for 
 import math
 import textwrap
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -44,7 +45,6 @@ _FINE, _SLOW = ("ready",), ("draining", "recovering", "starting", "waiting")
 _ABSENT = StageRow("", "-", None, None, None, None, None, None, None)
 
 _NUMBER = 11  # columns of a number in a table
-_COUNTS = ("connected", "restarts", "refused", "dropped")
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -394,51 +394,44 @@ def _and(text: str) -> str:
 # Topics, groups, connections and links, events. The first line of each is its title.
 
 
-def _title(name: str, total: int, shown: int, columns: tuple[str, ...], width: int) -> ScreenLine:
-    what = f"{name} ({total:,})" if total <= shown else f"{name} ({shown:,} of {total:,})"
-    line = ScreenLine().cell(what, _first(width, len(columns)), "head")
-    for column in columns:
-        line.cell(column, _NUMBER, "dim", right=True)
+def _rows(
+    name: str, total: int, columns: tuple[str, ...], cells: Sequence[tuple[str, ...]], width: int
+) -> list[ScreenLine]:
+    """Return a title and a line for each of `cells`, a name and then numbers: as many columns as have room beside it."""
+    columns = columns[: max(1, (width - 24) // _NUMBER)]
+    what = f"{name} ({total:,})" if total <= len(cells) else f"{name} ({len(cells):,} of {total:,})"
+    lines = [_line(what, columns, width, "head", "dim")]
+    return lines + [_line(first, numbers[: len(columns)], width) for first, *numbers in cells]
+
+
+def _line(first: str, numbers: Sequence[str], width: int, style: str = "", style_of_numbers: str = "") -> ScreenLine:
+    line = ScreenLine().cell(first, max(12, width - len(numbers) * _NUMBER), style)
+    for number in numbers:
+        line.cell(number, _NUMBER, style_of_numbers, right=True)
     return line
-
-
-def _first(width: int, columns: int) -> int:
-    return max(12, width - columns * _NUMBER)
-
-
-def _few(width: int, *columns: str) -> tuple[str, ...]:
-    """Return as many columns as have room beside a name."""
-    return columns[: max(1, (width - 24) // _NUMBER)]
 
 
 def topics(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Topics, the highest rate first."""
-    columns = _few(width, "msg/s", "bytes/s", "records", "bytes", "partitions")
-    lines = [_title("topics", snapshot.topics_total, len(snapshot.topics), columns, width)]
-    for row in snapshot.topics:
-        cells = (
+    cells = [
+        (
+            row.topic,
             per_second(row.rate).removesuffix("/s"),
-            size(row.byte_rate),
-            count(row.records),
-            size(row.nbytes),
-            count(row.partitions),
+            *(size(row.byte_rate), count(row.records), size(row.nbytes), count(row.partitions)),
         )
-        line = ScreenLine().cell(row.topic, _first(width, len(columns)))
-        for cell in cells[: len(columns)]:
-            line.cell(cell, _NUMBER, right=True)
-        lines.append(line)
+        for row in snapshot.topics
+    ]
+    columns = ("msg/s", "bytes/s", "records", "bytes", "partitions")
+    lines = _rows("topics", snapshot.topics_total, columns, cells, width)
     return _with_note(lines, snapshot, "topics", "no topics yet; the first message makes one")
 
 
 def groups(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Groups, the largest lag first."""
-    columns = _few(width, "lag", "lag time", "members", "state")
-    lines = [_title("groups", snapshot.groups_total, len(snapshot.groups), columns, width)]
-    for row in snapshot.groups:
-        line = ScreenLine().cell(row.group, _first(width, len(columns)))
-        for cell in (count(row.lag), duration(row.lag_seconds), count(row.members), row.state)[: len(columns)]:
-            line.cell(cell, _NUMBER, right=True)
-        lines.append(line)
+    cells = [
+        (row.group, count(row.lag), duration(row.lag_seconds), count(row.members), row.state) for row in snapshot.groups
+    ]
+    lines = _rows("groups", snapshot.groups_total, ("lag", "lag time", "members", "state"), cells, width)
     return _with_note(lines, snapshot, "groups", "no groups yet")
 
 
@@ -465,20 +458,17 @@ def _with_note(lines: list[ScreenLine], snapshot: TopSnapshot, about: str, empty
 
 def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Connections of the processes that have some, then the links."""
-    lines = [_title("processes", len(snapshot.stages), len(snapshot.stages), ("state", *_COUNTS), width)]
+    first = max(12, width - 5 * _NUMBER)
+    title = f"processes ({len(snapshot.stages):,})"
+    lines = [_line(title, ("state", "connected", "restarts", "refused", "dropped"), width, "head", "dim")]
     for stage in snapshot.stages:
-        line = (
-            ScreenLine().cell(stage.name, _first(width, 5)).cell(stage.state, _NUMBER, state_style(stage.state), True)
-        )
+        line = ScreenLine().cell(stage.name, first).cell(stage.state, _NUMBER, state_style(stage.state), True)
         for value in (stage.connections, stage.restarts, stage.refused, stage.dropped):
             line.cell(count(value), _NUMBER, right=True)
         lines.append(line)
-    titles = ScreenLine().cell("links", _first(width, 5), "head")
-    for title in ("fill", "", "bytes", "capacity", "messages"):
-        titles.cell(title, _NUMBER, "dim", right=True)
-    lines += [ScreenLine(), titles]
+    lines += [ScreenLine(), _line("links", ("fill", "", "bytes", "capacity", "messages"), width, "head", "dim")]
     for link in snapshot.links:
-        line = ScreenLine().cell(link.name, _first(width, 5)).cell(percent(link.fill), _NUMBER, fill_style(link), True)
+        line = ScreenLine().cell(link.name, first).cell(percent(link.fill), _NUMBER, fill_style(link), True)
         line.add(" ").add(bar(link.fill, _NUMBER - 1), "bar")
         for cell in (size(link.nbytes), size(link.capacity), count(link.messages)):
             line.cell(cell, _NUMBER, right=True)

@@ -66,7 +66,7 @@ class TopicRow(NamedTuple):
     partitions: float | None
 
 
-class GroupRow(NamedTuple):
+class GroupLagRow(NamedTuple):
     """A group by its lag."""
 
     group: str
@@ -99,7 +99,7 @@ class TopSnapshot(NamedTuple):
     findings: list[FindingRow]
     topics: list[TopicRow]
     topics_total: int
-    groups: list[GroupRow]
+    groups: list[GroupLagRow]
     groups_total: int
     events: list[EventRow]  # newest first
     notes: dict[str, str]  # about topics, groups or events: why there are none, or how they are known
@@ -213,9 +213,9 @@ def _topic(row: dict[str, Any]) -> TopicRow:
     return TopicRow(_text(row.get("topic")), *(_number(row.get(field)) for field in fields))
 
 
-def _group(row: dict[str, Any]) -> GroupRow:
+def _group(row: dict[str, Any]) -> GroupLagRow:
     numbers = (_number(row.get(field)) for field in ("members", "lag", "lag_seconds"))
-    return GroupRow(_text(row.get("group")), _text(row.get("state")), *numbers)
+    return GroupLagRow(_text(row.get("group")), _text(row.get("state")), *numbers)
 
 
 def _event(row: dict[str, Any]) -> EventRow:

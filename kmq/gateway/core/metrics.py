@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot, Row
+from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot
 from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
@@ -41,6 +41,7 @@ from kmq.wire import refusals
 # --- from the stats page ---------------------------------------------------------------------------------------------
 
 Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
+Read = Callable[["Scrape"], Samples]
 
 
 class Metric(NamedTuple):
@@ -49,22 +50,37 @@ class Metric(NamedTuple):
     name: str
     help: str
     labels: tuple[str, ...]
-    read: Callable[["Scrape"], Samples]
+    read: Read
 
 
-def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[["Scrape"], Samples]:
-    """Return a reader of one value per process, for the processes that have ever been started."""
-    return lambda scrape: [((name,), value(row)) for name in names if (row := scrape.page.rows[name]).pid]
+_STAGE = ("stage",)
+_DOORS = ("ingress", "gateway")  # the processes that listen on ports
 
 
-def _single(name: str, value: Callable[[Row], float]) -> Callable[["Scrape"], Samples]:
-    """Return a reader of a value that only the process `name` has."""
-    return lambda scrape: [((), value(scrape.page.rows[name]))]
+def _rows(field: str, names: tuple[str, ...] = PROCESSES) -> tuple[tuple[str, ...], Read]:
+    """Return label and reader of one value per process, for the processes that have ever been started."""
+    return _STAGE, lambda scrape: [
+        ((name,), getattr(row, field)) for name in names if (row := scrape.page.rows[name]).pid
+    ]
 
 
-def _agent(value: Callable[[Row], float]) -> Callable[["Scrape"], Samples]:
-    """Return a reader of a value of the agent, if this broker has one."""
-    return lambda scrape: [((), value(row)) for row in [scrape.page.rows[AGENT]] if row.pid]
+def _single(name: str, field: str, has: str = "") -> tuple[tuple[str, ...], Read]:
+    """Return no label, and the reader of a value that only the process `name` has. `has`: it is absent while that is 0."""
+    return (), lambda scrape: [
+        ((), getattr(row, field)) for row in [scrape.page.rows[name]] if not has or getattr(row, has)
+    ]
+
+
+def _clock_trusted(scrape: "Scrape") -> Samples:
+    return [((name,), not row.clock_suspect) for name in STAGES[1:] if (row := scrape.page.rows[name]).pid]
+
+
+def _cluster_lag(scrape: "Scrape") -> Samples:
+    return [((), max(0, row.newest - row.epoch)) for row in [scrape.page.rows[AGENT]] if row.pid]
+
+
+def _cluster_connected(scrape: "Scrape") -> Samples:
+    return [((), state_of(AGENT, row) == "ready") for row in [scrape.page.rows[AGENT]] if row.pid]
 
 
 def _synced_age(scrape: "Scrape") -> Samples:
@@ -105,14 +121,6 @@ def _auth_failures(scrape: "Scrape") -> Samples:
             yield (name, "not_local"), row.auth_local
 
 
-def _looked(value: Callable[[Row], float], has: Callable[[Row], int]) -> Callable[["Scrape"], Samples]:
-    """Return a reader of a size that ingress has looked at, where there is one."""
-    return lambda scrape: [((), value(row)) for row in [scrape.page.rows["ingress"]] if has(row)]
-
-
-_STAGE = ("stage",)
-_DOORS = ("ingress", "gateway")  # the processes that listen on ports
-
 ROWS = (
     Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
     Metric(
@@ -125,76 +133,59 @@ ROWS = (
         ("stage", "file"),
         _certificates,
     ),
-    Metric("kmq_messages_total", "Messages a stage has moved.", _STAGE, _rows(lambda r: r.messages, STAGES[1:])),
-    Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", _STAGE, _rows(lambda r: r.bytes, STAGES)),
+    Metric("kmq_messages_total", "Messages a stage has moved.", *_rows("messages", STAGES[1:])),
+    Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", *_rows("bytes", STAGES)),
     Metric(
         "kmq_seq",
         "Last seq that a stage has finished: numbered by framer, on disk by durability, in its queue by router.",
-        _STAGE,
-        _rows(lambda r: r.seq, STAGES[1:]),
+        *_rows("seq", STAGES[1:]),
     ),
-    Metric("kmq_restarts_total", "How often a process has been started again.", _STAGE, _rows(lambda r: r.restarts)),
+    Metric("kmq_restarts_total", "How often a process has been started again.", *_rows("restarts")),
     Metric(
-        "kmq_state",
-        f"State of a process: the index into {', '.join(s or 'down' for s in STATES)}.",
-        _STAGE,
-        _rows(lambda r: r.state),
+        "kmq_state", f"State of a process: the index into {', '.join(s or 'down' for s in STATES)}.", *_rows("state")
     ),
-    Metric(
-        "kmq_heartbeat_age_seconds", "Time since the last heartbeat of a process.", _STAGE, _rows(lambda r: r.age_s)
-    ),
+    Metric("kmq_heartbeat_age_seconds", "Time since the last heartbeat of a process.", *_rows("age_s")),
     Metric(
         "kmq_clock_trusted",
         "1: a stage trusts the time of day; 0: it deletes and forgets nothing by age (kmq clock).",
         _STAGE,
-        _rows(lambda r: not r.clock_suspect, STAGES[1:]),
+        _clock_trusted,
     ),
     Metric(
         "kmq_refused_total",
         "Lines that were no messages and became dead.malformed, by the stage that refused them.",
-        _STAGE,
-        _rows(lambda r: r.refused, STAGES[:2]),
+        *_rows("refused", STAGES[:2]),
     ),
     Metric(
         "kmq_dropped_total",
         "Messages that drop_oldest has dropped; dropped.log names them.",
-        _STAGE,
-        _rows(lambda r: r.dropped, STAGES[2:]),
+        *_rows("dropped", STAGES[2:]),
     ),
     Metric(
         "kmq_duplicates_total",
         "Messages answered with the seq they had been stored under before.",
-        (),
-        _single("framer", lambda r: r.duplicates),
+        *_single("framer", "duplicates"),
     ),
-    Metric("kmq_producers", "Producer names that are remembered.", (), _single("framer", lambda r: r.producers)),
-    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _single("framer", lambda r: r.remembered)),
-    Metric("kmq_connections", "Connections of producers.", (), _single("ingress", lambda r: r.connections)),
-    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _single("gateway", lambda r: r.connections)),
-    Metric("kmq_askers", "Connections on the ack port.", (), _single("ingress", lambda r: r.askers)),
+    Metric("kmq_producers", "Producer names that are remembered.", *_single("framer", "producers")),
+    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", *_single("framer", "remembered")),
+    Metric("kmq_connections", "Connections of producers.", *_single("ingress", "connections")),
+    Metric("kmq_gateway_connections", "Connections to the gateway.", *_single("gateway", "connections")),
+    Metric("kmq_askers", "Connections on the ack port.", *_single("ingress", "askers")),
     Metric(
         "kmq_turned_away_total",
         "Connections and calls that were refused or evicted because too many were open.",
-        _STAGE,
-        _rows(lambda r: r.turned_away, _DOORS),
+        *_rows("turned_away", _DOORS),
     ),
     Metric(
         "kmq_cut_off_total",
         "Connections and calls that a deadline, or the limit on unread bytes, has ended.",
-        _STAGE,
-        _rows(lambda r: r.cut_off, _DOORS),
+        *_rows("cut_off", _DOORS),
     ),
-    Metric(
-        "kmq_unauthorized_total",
-        "Connections and requests without a valid token.",
-        _STAGE,
-        _rows(lambda r: r.unauthorized, _DOORS),
-    ),
+    Metric("kmq_unauthorized_total", "Connections and requests without a valid token.", *_rows("unauthorized", _DOORS)),
     Metric(
         "kmq_unanswered",
         "Messages of acknowledged producers that have no reply yet.",
-        (),
-        _single("ingress", lambda r: r.unanswered),
+        *_single("ingress", "unanswered"),
     ),
     Metric(
         "kmq_last_durable_write_age_seconds",
@@ -205,20 +196,19 @@ ROWS = (
     Metric(
         "kmq_cluster_epoch",
         "Last message of the cluster's Broadcast Queue that this broker has processed.",
-        (),
-        _agent(lambda r: r.epoch),
+        *_single(AGENT, "epoch", "pid"),
     ),
     Metric(
         "kmq_cluster_lag",
         "Messages of the Broadcast Queue that this broker knows of and has not processed.",
         (),
-        _agent(lambda r: max(0, r.newest - r.epoch)),
+        _cluster_lag,
     ),
     Metric(
         "kmq_cluster_connected",
         "1: this broker's agent follows the Broadcast Queue; 0: Consul does not answer it.",
         (),
-        _agent(lambda r: state_of(AGENT, r) == "ready"),
+        _cluster_connected,
     ),
     Metric(
         "kmq_errors_total",
@@ -236,54 +226,36 @@ ROWS = (
     Metric(
         "kmq_unclean_ends_total",
         "How often a process did not report its end, so it was killed or has crashed; ever since the stats page was made.",
-        _STAGE,
-        _rows(lambda r: r.unclean_ends),
+        *_rows("unclean_ends"),
     ),
     Metric(
         "kmq_damage_found",
         "Damaged blocks and files that were found on reading or verifying, ever since the stats page was made.",
-        _STAGE,
-        _rows(lambda r: r.damage),
+        *_rows("damage"),
     ),
     Metric(
         "kmq_oom_kills_total",
         "Processes of the broker's cgroup that the kernel has killed for lack of memory, ever since the stats page was made.",
-        (),
-        _single("durability", lambda r: r.oom_kills),
+        *_single("durability", "oom_kills"),
     ),
-    Metric(
-        "kmq_disk_size_bytes",
-        "Size of the disk of KMQ_DATA.",
-        (),
-        _looked(lambda r: r.disk_size, lambda r: r.disk_size),
-    ),
+    Metric("kmq_disk_size_bytes", "Size of the disk of KMQ_DATA.", *_single("ingress", "disk_size", "disk_size")),
     Metric(
         "kmq_inodes_free",
         "Inodes free on the disk of KMQ_DATA; absent if the file system does not count them.",
-        (),
-        _looked(lambda r: r.inodes_free, lambda r: r.inodes_total),
+        *_single("ingress", "inodes_free", "inodes_total"),
     ),
-    Metric(
-        "kmq_inodes", "Inodes of the disk of KMQ_DATA.", (), _looked(lambda r: r.inodes_total, lambda r: r.inodes_total)
-    ),
+    Metric("kmq_inodes", "Inodes of the disk of KMQ_DATA.", *_single("ingress", "inodes_total", "inodes_total")),
     Metric(
         "kmq_quota_used_bytes",
         "Upper bound of the bytes under KMQ_DATA; absent without KMQ_DATA_QUOTA.",
-        (),
-        _looked(lambda r: r.quota_used, lambda r: r.quota_limit),
+        *_single("ingress", "quota_used", "quota_limit"),
     ),
-    Metric(
-        "kmq_quota_bytes",
-        "KMQ_DATA_QUOTA; absent without one.",
-        (),
-        _looked(lambda r: r.quota_limit, lambda r: r.quota_limit),
-    ),
-    Metric("kmq_groups", "Consumer groups.", (), _single("gateway", lambda r: r.groups)),
+    Metric("kmq_quota_bytes", "KMQ_DATA_QUOTA; absent without one.", *_single("ingress", "quota_limit", "quota_limit")),
+    Metric("kmq_groups", "Consumer groups.", *_single("gateway", "groups")),
     Metric(
         "kmq_groups_stalled",
         "Groups that have committed nothing for five minutes although there are messages for them.",
-        (),
-        _single("gateway", lambda r: r.groups_stalled),
+        *_single("gateway", "groups_stalled"),
     ),
 )
 
