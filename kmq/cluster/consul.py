@@ -1,7 +1,7 @@
 """The part of Consul's HTTP API that KMQ uses: what is asked, what the answers mean, and how both are sent.
 
 Each function is a generator, a `Steps`: it yields a Request or a Pause, gets the Response, and returns its result.
-The transports carry the steps out over HTTP, with or without asyncio, at the first of several addresses that answers.
+The transport carries the steps out over HTTP, at the first of several addresses that answers.
 The tests carry them out in any order they like.
 
 Invariant   A request that changes something is sent a second time only if the first one was surely not sent. Otherwise
@@ -15,9 +15,9 @@ import asyncio
 import base64
 import binascii
 import json
+import os
 import ssl
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -306,61 +306,27 @@ class ConsulAddress(NamedTuple):
         return cls(urls, token, ca)
 
 
-class _Wire:
-    """What both transports share: how a request is written, and which address is asked."""
+class Transport:
+    """Carries steps out, in an event loop."""
 
     def __init__(self, address: ConsulAddress) -> None:
         self._address, self._at = address, 0
         try:
-            self._verify = ssl.create_default_context(cafile=address.ca or None)
+            verify = ssl.create_default_context(cafile=address.ca or None)
         except OSError as error:
             raise ConfigError(f"KMQ_CONSUL_CA={address.ca}: {error}") from None
+        headers = {"X-Consul-Token": address.token} if address.token else {}
+        self._client = httpx.AsyncClient(verify=verify, headers=headers, trust_env=False)
 
-    def _options(self) -> dict[str, object]:
-        headers = {"X-Consul-Token": self._address.token} if self._address.token else {}
-        return {"verify": self._verify, "headers": headers, "trust_env": False}
-
-    def _arguments(self, request: Request, at: int) -> dict[str, object]:
-        return {
-            "method": request.method,
-            "url": self._address.urls[at] + request.path,
-            "params": request.params,
-            "content": request.body,
-            "timeout": httpx.Timeout(_ANSWER_S + request.wait_s * _WATCH_SLACK, connect=_CONNECT_S),
-        }
-
-    def _may_ask_another(self, request: Request, at: int, error: httpx.HTTPError, tries: int) -> None:
-        """Turn to the next address. Raises Unanswered if another try could do something twice, or there is none."""
-        url = self._address.urls[at]
-        if self._at == at:  # another thread may have left it already
-            self._at = (at + 1) % len(self._address.urls)
-        was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        if tries >= len(self._address.urls) or (was_sent and request.method != "GET"):
-            raise Unanswered(f"Consul at {url}: {str(error) or type(error).__name__}") from error
-
-
-def _answer(response: httpx.Response) -> Response:
-    return Response(
-        response.status_code, {name.lower(): value for name, value in response.headers.items()}, response.content
-    )
-
-
-class Transport(_Wire):
-    """For threads: several may use one."""
-
-    def __init__(self, address: ConsulAddress) -> None:
-        super().__init__(address)
-        self._client = httpx.Client(**self._options())  # type: ignore[arg-type]
-
-    def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
+    async def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out these steps and return their result. Raises Stopped between two steps once `stop` is set."""
         try:
             asked = next(steps)
             while True:
-                if stop is not None and stop.wait(asked.seconds if isinstance(asked, Pause) else 0):
+                if stop is not None and stop.is_set():
                     raise Stopped("told to stop")
                 try:
-                    answer = None if stop and isinstance(asked, Pause) else self._carry_out(asked)
+                    answer = await self.ask(asked)
                 except ConsulError as error:
                     asked = steps.throw(error)
                 else:
@@ -369,57 +335,42 @@ class Transport(_Wire):
             result: T = end.value
             return result
 
-    def _carry_out(self, asked: Request | Pause) -> Response | None:
-        if isinstance(asked, Pause):
-            time.sleep(asked.seconds)
-            return None
-        tries = 0
-        while True:
-            at = self._at
-            try:
-                return _answer(self._client.request(**self._arguments(asked, at)))  # type: ignore[arg-type]
-            except httpx.HTTPError as error:
-                tries += 1
-                self._may_ask_another(asked, at, error, tries)
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class AsyncTransport(_Wire):
-    """For asyncio."""
-
-    def __init__(self, address: ConsulAddress) -> None:
-        super().__init__(address)
-        self._client = httpx.AsyncClient(**self._options())  # type: ignore[arg-type]
-
-    async def run(self, steps: Steps[T]) -> T:
-        """Carry out these steps and return their result."""
-        try:
-            asked = next(steps)
-            while True:
-                try:
-                    answer = await self._carry_out(asked)
-                except ConsulError as error:
-                    asked = steps.throw(error)
-                else:
-                    asked = steps.send(answer)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    async def _carry_out(self, asked: Request | Pause) -> Response | None:
+    async def ask(self, asked: Request | Pause) -> Response | None:
+        """Ask one address after the other. Raises Unanswered if another try could do something twice."""
         if isinstance(asked, Pause):
             await asyncio.sleep(asked.seconds)
             return None
-        tries = 0
+        timeout = httpx.Timeout(_ANSWER_S + asked.wait_s * _WATCH_SLACK, connect=_CONNECT_S)
+        left = len(self._address.urls)
         while True:
             at = self._at
+            url = self._address.urls[at]
             try:
-                return _answer(await self._client.request(**self._arguments(asked, at)))  # type: ignore[arg-type]
+                response = await self._client.request(
+                    asked.method, url + asked.path, params=asked.params, content=asked.body, timeout=timeout
+                )
             except httpx.HTTPError as error:
-                tries += 1
-                self._may_ask_another(asked, at, error, tries)
+                if self._at == at:  # another task may have left it already
+                    self._at = (at + 1) % len(self._address.urls)
+                left -= 1
+                was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if not left or (was_sent and asked.method != "GET"):
+                    raise Unanswered(f"Consul at {url}: {_reason(error)}") from error
+            else:
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                return Response(response.status_code, headers, response.content)
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    """Return what has failed, in the system's words if it has any: asyncio only says that all attempts have failed."""
+    if isinstance(error, httpx.TimeoutException):
+        return "timed out"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConsulError):  # of an earlier request, whose error is handled
+        if isinstance(cause, OSError) and cause.errno and cause.errno > 0 and not isinstance(cause, ssl.SSLError):
+            return f"[Errno {cause.errno}] {os.strerror(cause.errno)}"
+        cause = cause.exceptions[-1] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__

@@ -9,10 +9,10 @@ Memory      What one watch brings: all messages of the queue (publisher.py).
 Not covered A handler that never returns: nothing more is received, and the place in Consul is kept.
 """
 
-import queue as queues
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import NamedTuple
 
 from kmq.cluster.consul import ConsulError, Entry, Unanswered
@@ -104,32 +104,38 @@ class _Following:
     # --- with a place ------------------------------------------------------------------------------------------------
 
     def _receive(self, subscriber: Subscriber, heart: Heart) -> None:
-        reader = _Fetcher(self._queue, subscriber, heart, self._stop)
-        try:
-            while not self._stop.is_set():
-                try:
-                    items = self._next(subscriber, reader)
-                except ValueError as error:  # what lies there is no message
-                    self._fail(subscriber, str(error))
-                    continue
-                self._change(lost="")
-                self._lost_wait_s = FIRST_WAIT_S
-                if not items:
-                    if self._is_drain:
-                        return
-                    heart.check()
-                    self._recover(subscriber)  # nothing is left to process
-                self._process_all(subscriber, items)
-        finally:
-            reader.end()
+        while not self._stop.is_set():
+            try:
+                items = self._next(subscriber, heart)
+            except ValueError as error:  # what lies there is no message
+                self._fail(subscriber, str(error))
+                continue
+            self._change(lost="")
+            self._lost_wait_s = FIRST_WAIT_S
+            if not items:
+                if self._is_drain:
+                    return
+                heart.start(heart.presence.check()).result()
+                self._recover(subscriber)  # nothing is left to process
+            self._process_all(subscriber, items)
 
-    def _next(self, subscriber: Subscriber, reader: "_Fetcher") -> list[Item]:
+    def _next(self, subscriber: Subscriber, heart: Heart) -> list[Item]:
+        """Return what Subscriber.fetch returns. Raises what it raises, SessionLost, and Stopped."""
         if self._given is not None:
             given, self._given = self._given, None
             return self._queue.run(subscriber.choose(given))
         if self._is_drain:
             subscriber.again()
-        return reader.fetch()
+        fetching = heart.start(subscriber.fetch(WAIT_S))
+        try:
+            while not wait([fetching], _LOOK_S).done:
+                if self._stop.is_set():
+                    raise Stopped("told to stop")
+                if heart.has_stopped_beating:
+                    raise SessionLost("our session in Consul has ended")
+            return fetching.result()
+        finally:
+            fetching.cancel()
 
     def _process_all(self, subscriber: Subscriber, items: list[Item]) -> None:
         marked_at = time.monotonic()
@@ -166,40 +172,3 @@ class _Following:
 
 def _name(item: Item) -> str:
     return f"snapshot {item.epoch}" if isinstance(item, Snapshot) else f"message {item.epoch} ({item.type})"
-
-
-class _Fetcher:
-    """Fetches in a thread of its own, because nothing else can end the wait for Consul's answer to a watch."""
-
-    def __init__(self, queue: BroadcastQueue, subscriber: Subscriber, heart: Heart, stop: threading.Event) -> None:
-        self._queue, self._subscriber, self._heart, self._stop = queue, subscriber, heart, stop
-        self._asked: queues.SimpleQueue[bool] = queues.SimpleQueue()
-        self._fetched: queues.SimpleQueue[list[Item] | Exception] = queues.SimpleQueue()
-        threading.Thread(target=self._run, name="kmq-reader", daemon=True).start()
-
-    def _run(self) -> None:
-        while self._asked.get():
-            try:
-                self._fetched.put(self._queue.run(self._subscriber.fetch(WAIT_S)))
-            except Exception as error:  # whatever it is, it belongs to the thread that waits
-                self._fetched.put(error)
-
-    def fetch(self) -> list[Item]:
-        """Return what Subscriber.fetch returns. Raises what it raises, SessionLost, and Stopped."""
-        self._asked.put(True)
-        while True:
-            try:
-                fetched = self._fetched.get(timeout=_LOOK_S)
-            except queues.Empty:
-                if self._stop.is_set():
-                    raise Stopped("told to stop") from None
-                if self._heart.has_stopped_beating:
-                    raise SessionLost("our session in Consul has ended") from None
-                continue
-            if isinstance(fetched, Exception):
-                raise fetched
-            return fetched
-
-    def end(self) -> None:
-        """Let the thread end, at the latest when its watch does."""
-        self._asked.put(False)

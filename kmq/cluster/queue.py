@@ -12,7 +12,8 @@
 
 Promise     An item is marked only after the loop has come back for the next one. If the loop ends with an error, or the
             process is killed, the item is received again. An asyncio `publish` that was cancelled may have published.
-Threads     One more thread keeps the session in Consul alive, whatever the processing of an item takes.
+Threads     `BroadcastQueue` is an asyncio queue in an event loop of its own, in a thread that the first call begins. The
+            session in Consul stays alive there, whatever the processing of an item takes. Any thread may call.
 Loop        Use an asyncio queue only in the event loop that entered it. A task of its own keeps the session alive, so
             nothing may hold the loop for longer than a third of KMQ_SESSION_TTL.
 """
@@ -22,17 +23,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kmq.cluster.consul import AsyncTransport, ConsulAddress, ConsulError, Steps, T, Transport
+from kmq.cluster.consul import ConsulAddress, ConsulError, Steps, T, Transport
 from kmq.cluster.presence import Keys, Lock, Presence, SessionLost, check_broker
 from kmq.cluster.publisher import Mark, Message, Publisher
 from kmq.cluster.subscriber import Item, Status, Subscriber, read_status
 from kmq.config.settings import Settings, load
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, Stopped
 
 MARK_S = 0.1  # at most so long after its processing a message is marked, while others are processed
 WAIT_S = 10.0  # longest watch: after it a lost connection is noticed
@@ -69,199 +72,50 @@ def who_we_are() -> str:
 
 
 class Heart:
-    """A thread that beats for a Presence until it is stopped."""
+    """A session in Consul that a task keeps alive until it is stopped. `open` it in an event loop."""
 
     def __init__(self, transport: Transport, presence: Presence) -> None:
-        self._transport, self._presence = transport, presence
-        self._stopped = threading.Event()
-        self.has_stopped_beating = False  # the session is lost
-        self._thread = threading.Thread(target=self._run, name="kmq-session", daemon=True)
-        self._thread.start()
+        self.presence = presence
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._run())
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._presence.ttl_s / BEATS):
+    @classmethod
+    async def open(cls, transport: Transport, ttl_s: float, stop: threading.Event | None = None) -> "Heart":
+        """Begin a session. Raises Stopped if `stop` is set before it is ours."""
+        presence = Presence(ttl_s)
+        await transport.run(presence.open(), stop)
+        return cls(transport, presence)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.presence.ttl_s / BEATS)
             try:
-                self._transport.run(self._presence.beat())
+                await self._transport.run(self.presence.beat())
             except SessionLost:
-                self.has_stopped_beating = True
-                return
+                return  # whoever uses the session finds that out
             except ConsulError:
                 pass  # beaten again; if that goes on too long the session is lost
 
-    def check(self) -> None:
-        """Raise SessionLost if Consul does not have the session any more."""
-        self._transport.run(self._presence.check())
+    @property
+    def has_stopped_beating(self) -> bool:
+        """Return True once the session is lost."""
+        return self._task.done()
 
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
+    def start(self, steps: Steps[T]) -> Future[T]:
+        """Begin to carry out steps that need the session. For other threads than the loop's."""
+        return asyncio.run_coroutine_threadsafe(self._transport.run(steps), self._loop)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        with suppress(ConsulError):  # it ends by itself
+            await self._transport.run(self.presence.close())
 
 
 class PublisherSession(NamedTuple):
     """The session in which we publish."""
 
-    presence: Presence
     heart: Heart
-    publisher: Publisher
-
-
-class BroadcastQueue:
-    """One node's end of the queue. Only one process a node can receive; any number can publish."""
-
-    def __init__(self, place: Place | None = None) -> None:
-        """`place`: without it the settings of this directory say (environment, kmq.toml)."""
-        self.place = place if place is not None else Place.of(load())
-        self.keys = Keys(self.place.cluster)
-        self._transport = Transport(self.place.address)
-        self._session: PublisherSession | None = None
-        self._known: Mark | None = None  # what the last `receive` has processed
-        self._lock = threading.Lock()
-
-    def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
-        """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
-
-        Raises BusyError that names who holds the lock, ConfigError if the message is too long, and ConsulError.
-        """
-        data = payload.encode() if isinstance(payload, str) else payload
-        return self.publish_message(Message.new(type, data), timeout)
-
-    def publish_message(self, message: Message, timeout: float = 10.0) -> int:
-        """Publish a message made before."""
-        with self._lock:
-            return self._in_session(lambda publisher: self.run(publisher.publish(message, timeout_s=timeout)))
-
-    def as_publisher(self, work: Callable[[Publisher], Steps[T]], timeout: float = 10.0) -> T:
-        """Carry out steps while we hold the publisher's lock: nobody else decides anything meanwhile."""
-        with self._lock:
-            publisher = self._in_session(lambda publisher: self._taken(publisher, timeout))
-            try:
-                try:
-                    return self.run(work(publisher))
-                finally:
-                    self._give(publisher)
-            except ConsulError:
-                self._end_session()
-                raise
-
-    def _in_session(self, act: Callable[[Publisher], T]) -> T:
-        """Do this in our session. One that ended while nothing was published is replaced by a new one."""
-        is_used = self._session is not None
-        try:
-            return act(self._publisher())
-        except SessionLost:
-            self._end_session()
-            if not is_used:
-                raise
-        except ConsulError:
-            self._end_session()
-            raise
-        return self._in_session(act)
-
-    def _taken(self, publisher: Publisher, timeout: float) -> Publisher:
-        self.run(publisher.lock.take(timeout))
-        return publisher
-
-    def _give(self, publisher: Publisher) -> None:
-        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
-        try:
-            self.run(publisher.lock.give())
-        except ConsulError:
-            self._end_session()
-
-    def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
-        """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set."""
-        return self._transport.run(steps, stop)
-
-    def _publisher(self) -> Publisher:
-        if self._session is None:
-            presence = Presence(self.place.ttl_s)
-            self.run(presence.open())
-            publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
-            self._session = PublisherSession(presence, Heart(self._transport, presence), publisher)
-        return self._session.publisher
-
-    def _end_session(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            session.heart.stop()
-            with suppress(ConsulError):  # it ends by itself
-                self.run(session.presence.close())
-
-    def receive(self, start: int | None = None, timeout: float | None = None) -> Iterator[Item]:
-        """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
-
-        `start`: from this epoch on, as far as it still is there. `timeout`: end when nothing has come for so long.
-        Raises BusyError if this node has a subscriber already, and ConsulError.
-        """
-        with self.subscribed(start) as (subscriber, _):
-            yield from self._items(subscriber, timeout)
-
-    @contextmanager
-    def subscribed(
-        self, start: int | None = None, stop: threading.Event | None = None
-    ) -> Iterator[tuple[Subscriber, Heart]]:
-        """Be this node's subscriber. At the end what was processed is marked, as far as Consul answers.
-
-        Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before it is ours.
-        """
-        presence = Presence(self.place.ttl_s)
-        self.run(presence.open(), stop)
-        heart = Heart(self._transport, presence)
-        try:
-            subscriber = Subscriber(self.keys, self.place.broker, presence, who_we_are())
-            self.run(subscriber.open(start, self._known), stop)
-            try:
-                yield subscriber, heart
-            finally:
-                self._known = subscriber.done or self._known
-                with suppress(ConsulError):  # what is not marked is received again
-                    self.run(subscriber.close())
-        finally:
-            heart.stop()
-            with suppress(ConsulError):  # it ends by itself
-                self.run(presence.close())
-
-    def _items(self, subscriber: Subscriber, timeout: float | None) -> Iterator[Item]:
-        while True:
-            items = self.run(subscriber.fetch(WAIT_S if timeout is None else timeout))
-            if not items and timeout is not None:
-                return
-            marked_at = time.monotonic()
-            for item in items:
-                yield item
-                subscriber.processed(item)
-                if time.monotonic() - marked_at > MARK_S:
-                    self.run(subscriber.mark())
-                    marked_at = time.monotonic()
-            self.run(subscriber.mark())
-
-    def status(self) -> Status:
-        """Return who publishes, the epoch, and how far each node is."""
-        return self.run(read_status(self.keys))
-
-    def close(self) -> None:
-        """End the session of the publisher."""
-        with self._lock:
-            self._end_session()
-        self._transport.close()
-
-    def __enter__(self) -> "BroadcastQueue":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-# --- asyncio ---------------------------------------------------------------------------------------------------------
-
-
-class AsyncPublisherSession(NamedTuple):
-    """The session in which we publish."""
-
-    presence: Presence
-    heart: "asyncio.Task[None]"
     publisher: Publisher
 
 
@@ -272,11 +126,13 @@ class AsyncBroadcastQueue:
         """`place`: without it the settings of this directory say (environment, kmq.toml)."""
         self.place = place if place is not None else Place.of(load())
         self.keys = Keys(self.place.cluster)
-        self._transport = AsyncTransport(self.place.address)
-        self._known: Mark | None = None  # what the last `receive` has processed
-        self._session: AsyncPublisherSession | None = None
+        self._transport = Transport(self.place.address)
+        self.known: Mark | None = None  # what the last subscriber has processed
+        self._session: PublisherSession | None = None
         self._lock = asyncio.Lock()
-        self._receiving: set[AsyncGenerator[Item, None]] = set()
+        self._subscribers: dict[Subscriber, Heart] = {}  # of iterations that have not ended
+
+    # --- publishing --------------------------------------------------------------------------------------------------
 
     async def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
         """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
@@ -289,70 +145,74 @@ class AsyncBroadcastQueue:
     async def publish_message(self, message: Message, timeout: float = 10.0) -> int:
         """Publish a message made before."""
         async with self._lock:
-            try:
-                return await self._published(message, timeout)
-            except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
-                await self._end_session()
-                raise
+            return await self._in_session(lambda publisher: self._run(publisher.publish(message, timeout_s=timeout)))
 
-    async def _published(self, message: Message, timeout: float) -> int:
-        """Publish in our session. One that ended while nothing was published is replaced by a new one."""
+    async def _take_lock(self, timeout: float) -> Publisher:
+        """Return a publisher that holds the lock until `_give_lock`."""
+
+        async def take(publisher: Publisher) -> Publisher:
+            await self._run(publisher.lock.take(timeout))
+            return publisher
+
+        await self._lock.acquire()
+        try:
+            return await self._in_session(take)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def _give_lock(self, publisher: Publisher, has_failed: bool) -> None:
+        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
+        try:
+            try:
+                await self._run(publisher.lock.give())
+            except ConsulError:
+                has_failed = True
+            if has_failed:
+                await self._end_session()
+        finally:
+            self._lock.release()
+
+    async def _in_session(self, act: Callable[[Publisher], Awaitable[T]]) -> T:
+        """Do this in our session. One that ended while nothing was published is replaced by a new one."""
         is_used = self._session is not None
         try:
-            publisher = await self._publisher()
-            return await self._run(publisher.publish(message, timeout_s=timeout))
+            return await act(await self._publisher())
         except SessionLost:
+            await self._end_session()
             if not is_used:
                 raise
-        await self._end_session()
-        return await self._published(message, timeout)
-
-    async def _run(self, steps: Steps[T]) -> T:
-        return await self._transport.run(steps)
+        except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
+            await self._end_session()
+            raise
+        return await self._in_session(act)
 
     async def _publisher(self) -> Publisher:
         if self._session is None:
-            presence = Presence(self.place.ttl_s)
-            await self._run(presence.open())
-            publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
-            self._session = AsyncPublisherSession(presence, asyncio.create_task(self._beat(presence)), publisher)
+            heart = await Heart.open(self._transport, self.place.ttl_s)
+            publisher = Publisher(self.keys, Lock(self.keys.coordinator, heart.presence, who_we_are()))
+            self._session = PublisherSession(heart, publisher)
         return self._session.publisher
-
-    async def _beat(self, presence: Presence) -> None:
-        while True:
-            await asyncio.sleep(presence.ttl_s / BEATS)
-            try:
-                await self._run(presence.beat())
-            except SessionLost:
-                return  # whoever uses the session finds that out
-            except ConsulError:
-                pass  # beaten again; if that goes on too long the session is lost
-
-    async def _end(self, presence: Presence, heart: "asyncio.Task[None]") -> None:
-        heart.cancel()
-        with suppress(asyncio.CancelledError):
-            await heart
-        with suppress(ConsulError):  # it ends by itself
-            await self._run(presence.close())
 
     async def _end_session(self) -> None:
         if self._session is not None:
             session, self._session = self._session, None
-            await self._end(session.presence, session.heart)
+            await session.heart.stop()
 
-    def receive(self, start: int | None = None, timeout: float | None = None) -> AsyncIterator[Item]:
+    async def _run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
+        return await self._transport.run(steps, stop)
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    async def receive(self, start: int | None = None, timeout: float | None = None) -> AsyncIterator[Item]:
         """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
 
         `start`: from this epoch on, as far as it still is there. `timeout`: end when nothing has come for so long.
         Raises BusyError if this node has a subscriber already, and ConsulError. A loop that is left early gives the
         place back when the iterator is closed, at the latest with the queue.
         """
-        items = self._items(start, timeout)
-        self._receiving = {each for each in self._receiving if getattr(each, "ag_frame", None)} | {items}  # not ended
-        return items
-
-    async def _items(self, start: int | None, timeout: float | None) -> AsyncGenerator[Item, None]:
-        async with self._subscribed(start) as subscriber:
+        subscriber, _ = await self._subscribe(start)
+        try:
             while True:
                 items = await self._run(subscriber.fetch(WAIT_S if timeout is None else timeout))
                 if not items and timeout is not None:
@@ -365,23 +225,31 @@ class AsyncBroadcastQueue:
                         await self._run(subscriber.mark())
                         marked_at = time.monotonic()
                 await self._run(subscriber.mark())
-
-    @asynccontextmanager
-    async def _subscribed(self, start: int | None) -> AsyncIterator[Subscriber]:
-        presence = Presence(self.place.ttl_s)
-        await self._run(presence.open())
-        heart = asyncio.create_task(self._beat(presence))
-        try:
-            subscriber = Subscriber(self.keys, self.place.broker, presence, who_we_are())
-            await self._run(subscriber.open(start, self._known))
-            try:
-                yield subscriber
-            finally:
-                self._known = subscriber.done or self._known
-                with suppress(ConsulError):  # what is not marked is received again
-                    await self._run(subscriber.close())
         finally:
-            await self._end(presence, heart)
+            await self._unsubscribe(subscriber)
+
+    async def _subscribe(self, start: int | None, stop: threading.Event | None = None) -> tuple[Subscriber, Heart]:
+        """Become this node's subscriber, as BroadcastQueue.subscribed says."""
+        heart = await Heart.open(self._transport, self.place.ttl_s, stop)
+        try:
+            subscriber = Subscriber(self.keys, self.place.broker, heart.presence, who_we_are())
+            await self._run(subscriber.open(start, self.known), stop)
+        except BaseException:
+            await heart.stop()
+            raise
+        self._subscribers[subscriber] = heart
+        return subscriber, heart
+
+    async def _unsubscribe(self, subscriber: Subscriber) -> None:
+        heart = self._subscribers.pop(subscriber, None)
+        if heart is None:
+            return  # the queue was closed
+        self.known = subscriber.done or self.known
+        try:
+            with suppress(ConsulError):  # what is not marked is received again
+                await self._run(subscriber.close())
+        finally:
+            await heart.stop()
 
     async def status(self) -> Status:
         """Return who publishes, the epoch, and how far each node is."""
@@ -389,9 +257,8 @@ class AsyncBroadcastQueue:
 
     async def close(self) -> None:
         """End every iteration that was left early, and the session of the publisher."""
-        for items in self._receiving:
-            await items.aclose()
-        self._receiving.clear()
+        for subscriber in list(self._subscribers):
+            await self._unsubscribe(subscriber)
         async with self._lock:
             await self._end_session()
         await self._transport.close()
@@ -403,3 +270,173 @@ class AsyncBroadcastQueue:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+# --- without asyncio -------------------------------------------------------------------------------------------------
+
+
+class LoopThread:
+    """An event loop in a thread of its own. The first coroutine begins it, so that a queue may be made before a fork."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may come here in between
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return what the coroutine returns. If this thread is interrupted, it is cancelled, and has ended."""
+        has_ended = threading.Event()
+
+        async def work() -> T:
+            try:
+                return await coroutine
+            finally:
+                has_ended.set()
+
+        future = self._begin(work())
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                has_ended.wait()
+            raise
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="kmq-session", daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def finish(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run what ends something. The garbage collector may ask for that in the loop's own thread, which cannot wait."""
+        if threading.current_thread() is self._thread:
+            self._begin(last)
+        else:
+            self.run(last)
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run what ends everything, if anything was begun, and then end the thread."""
+        if (loop := self._loop) is None or self._thread is None:
+            last.close()
+            return
+
+        async def work() -> None:
+            try:
+                await last
+            finally:
+                loop.call_soon(loop.stop)  # after what reports the end of this task
+
+        self.finish(work())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+class BroadcastQueue:
+    """One node's end of the queue. Only one process a node can receive; any number can publish."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        """`place`: without it the settings of this directory say (environment, kmq.toml)."""
+        self._queue, self._thread = AsyncBroadcastQueue(place), LoopThread()
+        self.place, self.keys = self._queue.place, self._queue.keys
+        # At the latest when the program ends, or nobody has the queue any more.
+        self._end = weakref.finalize(self, lambda queue, thread: thread.end(queue.close()), self._queue, self._thread)
+
+    def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
+        """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
+
+        Raises BusyError that names who holds the lock, ConfigError if the message is too long, and ConsulError.
+        """
+        return self._thread.run(self._queue.publish(type, payload, timeout))
+
+    def publish_message(self, message: Message, timeout: float = 10.0) -> int:
+        """Publish a message made before."""
+        return self._thread.run(self._queue.publish_message(message, timeout))
+
+    def as_publisher(self, work: Callable[[Publisher], Steps[T]], timeout: float = 10.0) -> T:
+        """Carry out steps while we hold the publisher's lock: nobody else decides anything meanwhile."""
+        publisher, has_failed = self._thread.run(self._queue._take_lock(timeout)), False
+        try:
+            return self.run(work(publisher))
+        except ConsulError:
+            has_failed = True
+            raise
+        finally:
+            self._thread.run(self._queue._give_lock(publisher, has_failed))
+
+    def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
+        """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set.
+
+        The steps are taken in the caller's thread, because they may call back. Their requests are made in the loop's.
+        """
+        try:
+            asked = next(steps)
+            while True:
+                if stop is not None and stop.is_set():
+                    raise Stopped("told to stop")
+                try:
+                    answer = self._thread.run(self._queue._transport.ask(asked))
+                except ConsulError as error:
+                    asked = steps.throw(error)
+                else:
+                    asked = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def receive(self, start: int | None = None, timeout: float | None = None) -> Iterator[Item]:
+        """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
+
+        `start`: from this epoch on, as far as it still is there. `timeout`: end when nothing has come for so long.
+        Raises BusyError if this node has a subscriber already, and ConsulError.
+        """
+        with self.subscribed(start) as (subscriber, _):
+            while True:
+                items = self.run(subscriber.fetch(WAIT_S if timeout is None else timeout))
+                if not items and timeout is not None:
+                    return
+                marked_at = time.monotonic()
+                for item in items:  # in the caller's thread: the loop's is asked once for all of them
+                    yield item
+                    subscriber.processed(item)
+                    if time.monotonic() - marked_at > MARK_S:
+                        self.run(subscriber.mark())
+                        marked_at = time.monotonic()
+                self.run(subscriber.mark())
+
+    @contextmanager
+    def subscribed(
+        self, start: int | None = None, stop: threading.Event | None = None
+    ) -> Iterator[tuple[Subscriber, Heart]]:
+        """Be this node's subscriber. At the end what was processed is marked, as far as Consul answers.
+
+        Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before it is ours.
+        """
+        subscriber, heart = self._thread.run(self._queue._subscribe(start, stop))
+        try:
+            yield subscriber, heart
+        finally:
+            if self._end.alive:  # else that was done when the queue was closed
+                self._thread.finish(self._queue._unsubscribe(subscriber))
+
+    def status(self) -> Status:
+        """Return who publishes, the epoch, and how far each node is."""
+        return self._thread.run(self._queue.status())
+
+    def close(self) -> None:
+        """End the session of the publisher."""
+        self._end()
+
+    def __enter__(self) -> "BroadcastQueue":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -65,7 +65,7 @@ class _Queue(BroadcastQueue):
         self, start: int | None = None, stop: threading.Event | None = None
     ) -> Iterator[tuple[Subscriber, Heart]]:
         states = self._applier.states
-        self._known = Mark(states.epoch, states.id, 0.0) if states is not None else None
+        self._queue.known = Mark(states.epoch, states.id, 0.0) if states is not None else None
         with super().subscribed(start, stop) as (subscriber, heart):
             if states is None:
                 subscriber.done = None

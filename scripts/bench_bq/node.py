@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 
 from kmq.cluster import consul
-from kmq.cluster.consul import Transport
-from kmq.cluster.presence import Keys
 from kmq.cluster.queue import WAIT_S, BroadcastQueue, Place
 from kmq.config.settings import load
 
@@ -26,12 +24,11 @@ def receive(broker: str) -> None:
 
 
 def watch(broker: str) -> None:
-    place = Place.of(load())
-    transport, keys, position = Transport(place.address), Keys(place.cluster), 0
+    queue, position = BroadcastQueue(), 0
     while True:
-        watched = transport.run(consul.watch(keys.messages, position, WAIT_S))
+        watched = queue.run(consul.watch(queue.keys.messages, position, WAIT_S))
         position = watched.position
-        epoch = max((keys.epoch_of(entry.key) or 0 for entry in watched.entries), default=0)
+        epoch = max((queue.keys.epoch_of(entry.key) or 0 for entry in watched.entries), default=0)
         sys.stdout.write(f"{broker} {epoch} {time.time():.6f}\n")
         sys.stdout.flush()
 

@@ -1,6 +1,7 @@
 """The Broadcast Queue against a real Consul: order, marks, trimming, snapshots, refusals, and what comes after a loss."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.request
 import uuid
+from concurrent.futures import Future
 
 import pytest
 from brokers import ROOT
@@ -19,7 +21,7 @@ from waiting import wait_until
 import kmq
 from kmq.cluster import consul as requests
 from kmq.cluster import following
-from kmq.cluster.consul import ConsulAddress, ConsulError, Unanswered
+from kmq.cluster.consul import ConsulAddress, ConsulError, Pause, Unanswered
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import Lock, Presence
 from kmq.cluster.publisher import KEPT, MAX_BYTES, Message
@@ -436,8 +438,9 @@ def test_a_follower_that_was_taken_for_dead_while_nothing_came_takes_its_place_a
     before = cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"]
 
     def held_up(self):
-        assert released.wait(60)
-        return beat(self)
+        while not released.is_set():
+            yield Pause(0.01)
+        yield from beat(self)
 
     monkeypatch.setattr(Presence, "beat", held_up)
     wait_until(lambda: not node(queue).holder, "it is away", 60)
@@ -456,9 +459,9 @@ def test_a_follower_that_was_taken_for_dead_leaves_what_has_come_to_the_next_one
     session = cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"]
 
     def held_up(self):
-        if self.session == session:
-            assert released.wait(60)
-        return beat(self)
+        while self.session == session and not released.is_set():
+            yield Pause(0.01)
+        yield from beat(self)
 
     monkeypatch.setattr(Presence, "beat", held_up)
     wait_until(lambda: session not in cluster.sessions(), "it is taken for dead", 60)
@@ -671,3 +674,75 @@ def test_a_subscriber_of_asyncio_keeps_its_place_while_it_waits(cluster):
             assert (await waiting).epoch == 1
 
     asyncio.run(use())
+
+
+# --- the thread of a queue without asyncio ---------------------------------------------------------------------------
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kmq-session"]
+
+
+def is_in(function, frame):
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_ctrl_c_ends_a_wait_and_the_place_is_given_back_at_once(cluster):
+    main, before = threading.main_thread().ident, len(threads())
+
+    def interrupt():
+        wait_until(lambda: is_in(Future.result, sys._current_frames()[main]), "it waits")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with cluster.queue() as queue:
+        items = queue.receive()
+        next(items)
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+        interrupting.join()
+        assert node(queue).holder == "" and queue.publish("a") == 1
+    assert len(threads()) == before
+
+
+def test_a_queue_that_nobody_has_any_more_ends_its_session_and_its_thread(cluster):
+    before, sessions = len(threads()), cluster.sessions()
+    queue = kmq.BroadcastQueue(cluster.place())
+    assert queue.publish("a") == 1 and len(threads()) == before + 1
+    assert cluster.sessions() > sessions
+    del queue
+    gc.collect()
+    assert len(threads()) == before and cluster.sessions() == sessions
+
+
+def test_an_iteration_that_the_garbage_collector_finds_in_the_thread_of_its_queue_ends(cluster):
+    queue = cluster.queue()
+    left = [queue.receive()]
+    next(left[0])
+    assert node(queue).holder
+
+    def drop():
+        left.clear()
+        yield Pause(0)
+
+    queue.run(drop())
+    wait_until(lambda: not queue.status().nodes, "the place is given back")
+
+
+def test_a_program_that_ends_with_an_iteration_open_gives_its_place_back(cluster):
+    program = """
+import sys, kmq
+from kmq.cluster.queue import Place
+from kmq.cluster.consul import ConsulAddress
+queue = kmq.BroadcastQueue(Place(ConsulAddress.of(sys.argv[1]), sys.argv[2], "a", 30.0))
+items = queue.receive()
+print(next(items).epoch, queue.publish("a"))
+"""
+    sessions = cluster.sessions()
+    command = [sys.executable, "-c", program, cluster.agent.address, cluster.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
+    assert cluster.sessions() == sessions
