@@ -1,5 +1,8 @@
-"""What kmq.Consumer and kmq.AsyncConsumer share: the calls that do not wait for the broker, and the search for partitions.
+"""What kmq.Consumer and kmq.AsyncConsumer share: every call, the search for partitions, and attempts to connect.
 
+Waiting     A call that waits is a coroutine here. A `Mover` does the waiting: that of kmq.AsyncConsumer suspends the
+            coroutine, that of kmq.Consumer blocks within it. So `at_once` runs such a coroutine to its end without a
+            loop, in the thread that asks for it.
 Invariant   The consumer by itself commits only what the application has come back for: never the message that is being
             handled, or that has raised an exception.
 Memory      At most _MOST_CALLBACKS commits wait for their callbacks.
@@ -8,20 +11,23 @@ Memory      At most _MOST_CALLBACKS commits wait for their callbacks.
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
 
-from kmq.client.connection import CONNECT_S, open_socket
+from kmq.client.connection import CONNECT_S, Address, open_socket
 from kmq.client.consumer_options import Start, logger, to_place, to_position, to_topic
 from kmq.client.consumer_protocol import ConsumerCore, Phase
-from kmq.client.consumer_state import Owned, Pending
-from kmq.client.failures import Fenced, Refused
+from kmq.client.consumer_state import Chunk, Kind, Owned, PartitionEvent, Pending
+from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.lines import no_connection
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError
 from kmq.message.message import Message
 from kmq.message.text import whole_number, wrong_type
+from kmq.wire.refusals import find
 from kmq.wire.replies import Failed, Nacked, PartitionOffsets, Started, reply
 from kmq.wire.requests import (
     LATEST,
@@ -33,31 +39,39 @@ from kmq.wire.requests import (
     TopicPartition,
 )
 
-LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
-FOR_EVER_S = 3600.0  # one wait of an iteration
+SLICE_S = 1.0  # longest wait without a look around
+LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
+_LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
+_FOR_EVER_S = 3600.0  # one wait of an iteration
 _MOST_CALLBACKS = 10_000
 
 Offsets = Mapping[tuple[str, int], int]
 OnCommit = Callable[[dict[TopicPartition, int], KmqError | None], object]
+OnPlaces = Callable[[list[TopicPartition]], object]
 
 
-class Mover(Protocol):
-    """What moves the bytes of a core. `discovers`: topics whose partitions are all to be read, without a group."""
+Result = TypeVar("Result")
 
-    discovers: tuple[str, ...]
-    closed: bool
 
-    def write(self) -> None: ...
-
-    def drop(self, reason: str) -> None: ...
+def at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that never suspends, because what it waits for blocks instead."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise AssertionError("a blocking consumer has suspended")
 
 
 class ConsumerCalls:
-    """The calls of a consumer that do not wait. A partition is given as (topic, number)."""
+    """The calls of a consumer. A partition is given as (topic, number)."""
 
-    def __init__(self, core: ConsumerCore, driver: Mover, lock: AbstractContextManager[object]) -> None:
-        self.options = core.options
-        self._core, self._driver, self._lock = core, driver, lock
+    def __init__(
+        self, driver: "Mover", on_assign: OnPlaces | None, on_revoke: OnPlaces | None, on_lost: OnPlaces | None
+    ) -> None:
+        self.options = driver.core.options
+        self._core, self._driver, self._lock = driver.core, driver, driver.lock
+        self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
         self._given: Message | list[Message] | None = None  # what the application works on
         self._committed: deque[tuple[OnCommit, Pending]] = deque()  # for callbacks
         self._commit_at = time.monotonic() + self.options.auto_commit_s  # when the consumer commits by itself
@@ -145,31 +159,6 @@ class ConsumerCalls:
         with self._lock:
             return [place for place, owned in self._core.holdings.owned.items() if owned.paused or owned.is_damaged]
 
-    def _most(self, max_records: int | None) -> int:
-        most = self.options.max_poll_records if max_records is None else max_records
-        if most < 1:
-            raise ValueError(f"max_records={most}: must be at least 1")
-        return most
-
-    def _must_read(self) -> None:
-        if not self._core.has_something_to_read and not self._driver.discovers:
-            raise KmqError("nothing to read: name topics, or call subscribe() or assign()")
-
-    def _has_news(self) -> bool:
-        """Return True if there are records, or something to tell the application."""
-        core = self._core
-        return bool(core.holdings.buffer.chunks or core.holdings.events or core.errors)
-
-    def _rows(self, pending: Pending, wanted: list[TopicPartition]) -> list[PartitionOffsets]:
-        """Return the answer to `offsets` in this order. Raises the error that was the answer."""
-        if pending.error is not None:
-            raise pending.error
-        assert isinstance(pending.value, tuple)
-        rows = {row.place: row for row in pending.value}
-        if missing := next((place for place in wanted if place not in rows), None):
-            raise Refused(f"damaged {missing}: its offsets cannot be told; ask for it alone to hear why")
-        return [rows[place] for place in wanted]
-
     def _find(self, place: tuple[str, int]) -> Owned:
         wanted = to_place(place, "partition")
         with self._lock:
@@ -184,11 +173,11 @@ class ConsumerCalls:
         """Commit without waiting. `callback` gets the offsets and the error or None, at a later poll."""
         if len(self._committed) >= _MOST_CALLBACKS:
             raise KmqError(f"commit_async: {_MOST_CALLBACKS:,} callbacks wait already; call poll, which runs them")
-        pending = self._commit(offsets)
+        pending = self._begin_commit(offsets)
         if callback is not None:
             self._committed.append((callback, pending))
 
-    def _commit(self, offsets: Message | Offsets | None) -> Pending:
+    def _begin_commit(self, offsets: Message | Offsets | None) -> Pending:
         if isinstance(offsets, Message) and offsets.deliveries > 1:
             return self._ask_commit((), [(TopicPartition(offsets.topic, offsets.partition), offsets.offset)])
         pairs = tuple(self._offsets(offsets))
@@ -231,31 +220,6 @@ class ConsumerCalls:
             if (*place, offset) not in busy
         ]
 
-    def _nack(self, message: Message, delay: float, reason: str) -> Pending:
-        if not isinstance(message, Message):
-            raise wrong_type("message", message, "a message")
-        if not isinstance(reason, str):
-            raise wrong_type("reason", reason, "str")
-        if not isinstance(delay, int | float):
-            raise wrong_type("delay", delay, "a number of seconds")
-        if not 0 <= delay <= MAX_DELAY_MS / 1000:
-            raise ValueError(f"delay={delay}: must be 0 to {MAX_DELAY_MS // 1000} seconds")
-        with self._lock:
-            self._must_have_group("nack")
-            place, text = to_place((message.topic, message.partition), "nack"), reason[:MAX_REASON]
-            text = text.encode(errors="replace").decode()  # of an error's own text, which may be anything
-            request = Nack(place, message.offset, round(delay * 1000), text)
-            pending = self._core.nack(request, time.monotonic())
-            self._driver.write()
-        return pending
-
-    def _nacked(self, pending: Pending) -> Nacked:
-        """Return the answer to `nack`. Raises the error that was the answer."""
-        if pending.error is not None:
-            raise pending.error
-        assert isinstance(pending.value, Nacked)
-        return pending.value
-
     def _must_have_group(self, what: str) -> None:
         if not self.options.group_id:
             raise KmqError(f"{what}: this consumer has no group that could remember it; give group_id=")
@@ -272,16 +236,167 @@ class ConsumerCalls:
             return [(to_place(place, "commit"), whole_number(offset, "offset")) for place, offset in pairs]
         return [(place, owned.position) for place, owned in self._core.holdings.owned.items() if owned.is_known]
 
-    def _run_callbacks(self) -> None:
-        """Tell the application how its commits have ended, in order."""
-        while self._committed and self._committed[0][1].done:
-            callback, pending = self._committed.popleft()
-            callback(dict(pending.offsets), pending.error)
+    # --- records -----------------------------------------------------------------------------------------------------
 
-    def _commit_if_due(self, now: float) -> None:
+    async def _poll(self, max_records: int | None, timeout: float) -> list[Message]:
+        count = self.options.max_poll_records if max_records is None else max_records
+        if count < 1:
+            raise ValueError(f"max_records={count}: must be at least 1")
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._driver.closed:
+                raise KmqError("this consumer is closed")
+            await self._came_back()
+            with self._lock:
+                if taken := self._core.holdings.buffer.collect(count):
+                    self._given = taken
+                    self._ask_for_more()
+                    return taken
+            if not await self._wait_for_records(deadline - time.monotonic()):
+                return []
+
+    async def _next_chunk(self) -> Chunk | None:
+        """Wait for records, as long as it takes, and return the first chunk of them; None once the consumer is closed."""
+        while not self._driver.closed:
+            await self._came_back()
+            if chunks := self._core.holdings.buffer.chunks:
+                return chunks[0]
+            await self._wait_for_records(_FOR_EVER_S)
+        return None
+
+    def _ask_for_more(self) -> None:
+        """Let the next batch come while the application works on this one."""
+        self._core.fetch(time.monotonic(), 0.0)
+        self._driver.write()
+
+    async def _wait_for_records(self, timeout_s: float) -> bool:
+        self._must_read()
+        return await self._driver.wait(self._has_news, max(timeout_s, 0.0), fetches=True)
+
+    def _must_read(self) -> None:
+        if not self._core.has_something_to_read and not self._driver.discovers:
+            raise KmqError("nothing to read: name topics, or call subscribe() or assign()")
+
+    def _has_news(self) -> bool:
+        """Return True if there are records, or something to tell the application."""
+        core = self._core
+        return bool(core.holdings.buffer.chunks or core.holdings.events or core.errors)
+
+    # --- what happens between records --------------------------------------------------------------------------------
+
+    async def _came_back(self) -> None:
+        """The application has come back for more: run callbacks, commit if that is due."""
+        self._given = None
+        core, now = self._core, time.monotonic()
+        self._driver.use(now)
+        with self._lock:
+            self._ask_for_more()
         if self.options.auto_commit and now >= self._commit_at:
             self._commit_at = now + self.options.auto_commit_s
             self.commit_async(callback=_report)
+        while self._committed and self._committed[0][1].done:
+            callback, pending = self._committed.popleft()
+            callback(dict(pending.offsets), pending.error)
+        while core.holdings.events:
+            await self._handle(core.holdings.events.popleft())
+        if core.errors:
+            raise core.errors.popleft()
+
+    async def _handle(self, event: PartitionEvent) -> None:
+        """Tell the application what has happened to partitions."""
+        try:
+            if event.places:
+                await self._tell(event.kind, event.places)
+        finally:
+            if event.kind is Kind.REVOKED:
+                if self.options.auto_commit:
+                    await self._commit_last(event.places)
+                with self._lock:
+                    self._core.revoked(event, time.monotonic())
+                    self._driver.write()
+
+    async def _tell(self, kind: Kind, places: Iterable[TopicPartition]) -> None:
+        if callback := self._callbacks[kind]:
+            await self._driver.finish(callback(list(places)))
+
+    async def _close(self) -> None:
+        if self._driver.closed:
+            return
+        try:
+            held = tuple(self._core.holdings.owned)
+            if held and self.options.group_id:
+                if self.options.auto_commit and self._core.failed is None:
+                    await self._commit_last(held)
+                await self._tell(Kind.REVOKED, held)
+        finally:
+            await self._driver.end()
+
+    # --- calls that wait ---------------------------------------------------------------------------------------------
+    # Each waits at most `timeout` seconds, by default the option timeout_s, and then raises NotAnswered.
+
+    async def _wait_for(self, is_ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if not await self._driver.wait(is_ready, self.options.timeout_s if timeout is None else timeout):
+            raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
+
+    async def _answer(self, pending: Pending, timeout: float | None, what: str) -> Any:
+        """Return the answer to a request. Raises the error that was the answer."""
+        await self._wait_for(lambda: pending.done, timeout, what)
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
+
+    async def _connect(self, timeout: float | None) -> list[TopicPartition]:
+        self._must_read()
+        await self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
+        return self.assignment()
+
+    async def _position(self, place: tuple[str, int], timeout: float | None) -> int:
+        owned = self._find(place)
+        await self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
+        return owned.position
+
+    async def _ask(self, places: Iterable[tuple[str, int]], timeout: float | None) -> list[PartitionOffsets]:
+        """Return the offsets of these partitions, in this order."""
+        wanted = [self._find(place).place for place in places]
+        if not wanted:
+            return []
+        with self._lock:
+            pending = self._core.offsets(tuple(wanted), time.monotonic())
+            self._driver.write()
+        rows = {row.place: row for row in await self._answer(pending, timeout, "the offsets")}
+        if missing := next((place for place in wanted if place not in rows), None):
+            raise Refused(f"damaged {missing}: its offsets cannot be told; ask for it alone to hear why")
+        return [rows[place] for place in wanted]
+
+    async def _commit(self, offsets: Message | Offsets | None, timeout: float | None) -> None:
+        await self._answer(self._begin_commit(offsets), timeout, "the commit")
+
+    async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
+        """Commit what was handled of these partitions, before others read them."""
+        pending = self._commit_handled(places)
+        try:
+            await self._answer(pending, _LAST_COMMIT_S, "the commit")
+        except KmqError as err:
+            logger().warning("not committed, so it comes again: %s", err)
+
+    async def _nack(self, message: Message, delay: float, reason: str, timeout: float | None) -> Nacked:
+        if not isinstance(message, Message):
+            raise wrong_type("message", message, "a message")
+        if not isinstance(reason, str):
+            raise wrong_type("reason", reason, "str")
+        if not isinstance(delay, int | float):
+            raise wrong_type("delay", delay, "a number of seconds")
+        if not 0 <= delay <= MAX_DELAY_MS / 1000:
+            raise ValueError(f"delay={delay}: must be 0 to {MAX_DELAY_MS // 1000} seconds")
+        with self._lock:
+            self._must_have_group("nack")
+            place, text = to_place((message.topic, message.partition), "nack"), reason[:MAX_REASON]
+            text = text.encode(errors="replace").decode()  # of an error's own text, which may be anything
+            request = Nack(place, message.offset, round(delay * 1000), text)
+            pending = self._core.nack(request, time.monotonic())
+            self._driver.write()
+        nacked: Nacked = await self._answer(pending, timeout, "the answer to a nack")
+        return nacked
 
 
 def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
@@ -295,7 +410,7 @@ def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
 # `CONSUME <topic> from=latest` is answered by `!ok <topic>/<partition> offset=<end>` for each partition, and no record. A
 # damaged partition may be left out or refused; it is one nevertheless, and whoever reads it hears of the damage.
 
-DISCOVER_S = 10.0  # between two looks for new partitions
+_DISCOVER_S = 10.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})
 
 
@@ -342,3 +457,112 @@ def _note(line: bytes, found: dict[TopicPartition, int | None]) -> None:
         found.setdefault(answer.place, answer.offset)
     elif isinstance(answer, Failed) and answer.place is not None:
         found.setdefault(answer.place, None)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+class Mover(ABC):
+    """Moves the bytes of a core, over one connection after the other. What has to wait is up to the kind of consumer."""
+
+    def __init__(self, core: ConsumerCore, address: Address, lock: AbstractContextManager[object]) -> None:
+        self.core, self.address, self.lock = core, address, lock
+        self.closed = False
+        self.used_at = time.monotonic()  # when the application last asked for records
+        self.discovers: tuple[str, ...] = ()  # topics whose partitions are all to be read, without a group
+        self._discover_at = 0.0
+        self._is_resting = False  # the application has not come back for too long: no member until it does
+
+    @abstractmethod
+    async def wait(self, is_ready: Callable[[], bool], timeout_s: float, fetches: bool = False) -> bool:
+        """Wait until `is_ready`; return False when the time is up. `fetches`: records are what is waited for.
+
+        Raises the error that has ended the consumer.
+        """
+
+    @abstractmethod
+    async def finish(self, returned: object) -> None:
+        """Wait for what a callback of the application has returned, if it may be a coroutine."""
+
+    @abstractmethod
+    async def aside(self, work: Callable[[], Result]) -> Result:
+        """Do work that blocks, without keeping others from theirs."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Leave the group and close the connection."""
+
+    @abstractmethod
+    async def _open(self, host: str, port: int, token: str, timeout_s: float) -> None:
+        """Connect, and write the opening."""
+
+    @abstractmethod
+    def use(self, now: float) -> None:
+        """Note that the application has come back."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write the requests."""
+
+    @abstractmethod
+    def drop(self, reason: str, is_written: bool = False) -> None:
+        """Close the connection, and make another one. `is_written`: what was written still goes out."""
+
+    async def _attempt(self, timeout_s: float) -> bool:
+        """Make one attempt to connect. Returns True if there is a connection."""
+        where, reason = "the broker", ""
+        try:
+            host, port, token = self.address()
+            where = f"{host}:{port}"
+            if self.discovers or self.core.lacks_ends:
+                await self._discover(host, port, token)
+            if self.core.has_something_to_read:
+                await self._open(host, port, token, timeout_s)
+                return True
+            reason = f"no partitions of {', '.join(self.discovers) or 'any topic'} yet"
+        except Refused as err:
+            reason = str(err)
+            if not find(err.code).is_retryable:
+                self.core.fail(err)
+        except (OSError, KmqError) as err:
+            reason = str(err) if isinstance(err, KmqError) else no_connection(where, err)
+        with self.lock:
+            self.core.lost(reason)
+        return False
+
+    async def _discover(self, host: str, port: int, token: str) -> bool:
+        """Ask for partitions and ends. Returns True if there are partitions that are not read yet."""
+        options, topics = self.core.options, self.discovers or self.core.topics
+        found = await self.aside(
+            lambda: discover(topics, host, port, options.token or token, options.tls, options.server_hostname)
+        )
+        self._discover_at = time.monotonic() + _DISCOVER_S
+        with self.lock:
+            return self.core.discovered(found)
+
+    async def _look_for_partitions(self) -> None:
+        with suppress(OSError, KmqError):
+            if await self._discover(*self.address()):
+                with self.lock:
+                    self.drop("there are new partitions")
+
+    def keep_alive(self, now: float) -> None:
+        """Replace a connection on which the broker does not answer; else beat if that is due, and write."""
+        if why := self.core.overdue(now):
+            self.drop(why)
+        self.core.beat(now)
+        self.write()
+
+    def _rest_if_idle(self, now: float) -> bool:
+        """Leave the group until the application comes back, if it has not for too long: others may be quicker."""
+        most_s = self.core.options.max_poll_interval_s
+        if not self.core.is_managed or now - self.used_at <= most_s:
+            return False
+        self._is_resting = True
+        if self.core.phase is not Phase.AWAY:
+            logger().warning("left the group: no poll for %g s", most_s)
+            self.core.leave(now)
+            self.write()
+            self.core.holdings.lose(tuple(self.core.holdings.owned))
+            self.drop("left the group: no poll within max_poll_interval_s", is_written=True)
+        return True

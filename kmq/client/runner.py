@@ -9,19 +9,18 @@ Async       The handler is a function or a coroutine function. A plain function 
             it comes again.
 """
 
-import asyncio
 import contextlib
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import sha256
-from inspect import isawaitable
 from typing import Protocol
 
-from kmq.client.consumer_calls import Offsets, OnCommit
-from kmq.client.consumer_options import PORT, ConsumerOptions, Start, logger
+from kmq.client.consumer_calls import ConsumerCalls
+from kmq.client.consumer_options import PORT, ConsumerOptions, logger
 from kmq.client.failures import Refused
 from kmq.client.handling import Attempts, Held, Rules
 from kmq.client.producer import Producer
@@ -29,49 +28,7 @@ from kmq.errors import KmqError
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.letters import Failure, format_letter
 from kmq.message.message import Message
-from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
-
-
-class AnyConsumer(Protocol):
-    """What both runners need of a consumer."""
-
-    options: ConsumerOptions
-
-    @property
-    def closed(self) -> bool: ...
-
-    def assignment(self) -> list[TopicPartition]: ...
-
-    def seek(self, place: tuple[str, int], position: Start) -> None: ...
-
-    def pause(self, *places: tuple[str, int]) -> None: ...
-
-    def resume(self, *places: tuple[str, int]) -> None: ...
-
-    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
-
-
-class BlockingConsumer(AnyConsumer, Protocol):
-    """A kmq.Consumer."""
-
-    def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
-
-    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
-
-    def nack(self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None) -> Nacked: ...
-
-
-class AsyncioConsumer(AnyConsumer, Protocol):
-    """A kmq.AsyncConsumer."""
-
-    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
-
-    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
-
-    async def nack(
-        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
-    ) -> Nacked: ...
 
 
 class Stop(Protocol):
@@ -102,168 +59,107 @@ def stopping(stop: Stop | None) -> Iterator[Stop]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+async def run_handler(
+    consumer: ConsumerCalls,
+    handler: Callable[[Message], object],
+    rules: Rules,
+    make: "MakeProducer | None",
+    stop: Stop | None,
+) -> None:
+    """Do what Consumer.run and AsyncConsumer.run say. `make`: None if it is not known where the broker takes letters."""
+    rules.check(handler, knows_producers=make is not None)
+    with stopping(stop) as event:
+        await Runner(consumer, rules, make or local_producer).run(handler, event)  # without letters nobody is asked
+
+
 class Runner:
     """Hands the messages of a consumer to a handler."""
 
-    def __init__(self, consumer: BlockingConsumer, rules: Rules, producer: Callable[[str], Producer]) -> None:
-        self._consumer, self._rules = consumer, rules
-        self._attempts = Attempts(consumer.options, rules)
-        self._letters = Letterbox(consumer.options.group_id, producer)
-
-    def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
-        """Handle messages until `stop`, or the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
-        consumer = self._consumer
-        try:
-            while not consumer.closed and not stop.is_set():
-                self._handle_all(handler, self._poll(), stop)
-                if not consumer.closed:
-                    go_on(consumer, self._attempts)
-        finally:
-            try:
-                handled = self._attempts.take_handled()
-                if handled and not consumer.closed:
-                    consumer.commit(handled)
-            finally:
-                self._letters.close()
-
-    def _poll(self) -> list[Message]:
-        try:
-            return self._consumer.poll(timeout=self._attempts.wait_s(time.monotonic()))
-        except KmqError:
-            if self._consumer.closed:
-                return []
-            raise
-
-    def _handle_all(self, handler: Callable[[Message], object], messages: list[Message], stop: Stop) -> None:
-        self._attempts.begin()
-        for at, message in enumerate(messages):
-            if stop.is_set():
-                put_back(self._consumer, messages[at:])
-                return
-            if not self._attempts.is_turn_of(message):
-                continue
-            try:
-                handler(message)
-            except Exception as error:
-                outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
-                if isinstance(outcome, Held):
-                    if message.deliveries > 1:
-                        with not_given_back(message):
-                            self._consumer.nack(message, outcome.left_s(time.monotonic()), repr(error))
-                    else:
-                        hold(self._consumer, message, outcome, error)
-                    continue
-                if self._rules.dlq is None:
-                    raise
-                self._letters.put(message, self._rules.topic_of_letters(message.topic), outcome)
-            if message.deliveries > 1:
-                self._consumer.commit_async(message, report)
-            else:
-                self._attempts.succeeded(message)
-
-
-class AsyncRunner:
-    """Hands the messages of an asyncio consumer to a handler."""
-
-    def __init__(self, consumer: AsyncioConsumer, rules: Rules, producer: Callable[[str], Producer]) -> None:
+    def __init__(self, consumer: ConsumerCalls, rules: Rules, producer: "MakeProducer") -> None:
         self._consumer, self._rules = consumer, rules
         self._attempts = Attempts(consumer.options, rules)
         self._letters = Letterbox(consumer.options.group_id, producer)
 
     async def run(self, handler: Callable[[Message], object], stop: Stop) -> None:
-        """Handle messages until `stop`, or the consumer is closed or this task is cancelled."""
+        """Handle messages until `stop`, or the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
         consumer = self._consumer
         try:
             while not consumer.closed and not stop.is_set():
                 await self._handle_all(handler, await self._poll(), stop)
                 if not consumer.closed:
-                    go_on(consumer, self._attempts)
+                    self._go_on()
         finally:
             try:
                 handled = self._attempts.take_handled()
                 if handled and not consumer.closed:
-                    await consumer.commit(handled)
+                    await consumer._commit(handled, None)
             finally:
-                await asyncio.to_thread(self._letters.close)
+                await consumer._driver.aside(self._letters.close)
 
     async def _poll(self) -> list[Message]:
         try:
-            return await self._consumer.poll(timeout=self._attempts.wait_s(time.monotonic()))
+            return await self._consumer._poll(None, self._attempts.wait_s(time.monotonic()))
         except KmqError:
             if self._consumer.closed:
                 return []
             raise
 
     async def _handle_all(self, handler: Callable[[Message], object], messages: list[Message], stop: Stop) -> None:
+        consumer = self._consumer
         self._attempts.begin()
         for at, message in enumerate(messages):
             if stop.is_set():
-                put_back(self._consumer, messages[at:])
+                self._put_back(messages[at:])
                 return
             if not self._attempts.is_turn_of(message):
                 continue
             try:
-                returned = handler(message)
-                if isawaitable(returned):
-                    await returned
+                await consumer._driver.finish(handler(message))
             except Exception as error:
                 outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
                 if isinstance(outcome, Held):
-                    if message.deliveries > 1:
-                        with not_given_back(message):
-                            await self._consumer.nack(message, outcome.left_s(time.monotonic()), repr(error))
-                    else:
-                        hold(self._consumer, message, outcome, error)
+                    await self._hold(message, outcome, error)
                     continue
                 if self._rules.dlq is None:
                     raise
-                dlq = self._rules.topic_of_letters(message.topic)
-                await asyncio.to_thread(self._letters.put, message, dlq, outcome)
+                dlq, failure = self._rules.topic_of_letters(message.topic), outcome
+                await consumer._driver.aside(partial(self._letters.put, message, dlq, failure))
             if message.deliveries > 1:
-                self._consumer.commit_async(message, report)
+                consumer.commit_async(message, report)
             else:
                 self._attempts.succeeded(message)
 
-
-# --- what both runners do --------------------------------------------------------------------------------------------
-
-
-def hold(consumer: AnyConsumer, message: Message, held: Held, error: Exception) -> None:
-    """Let a partition wait at this message."""
-    place = TopicPartition(message.topic, message.partition)
-    logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
-    with contextlib.suppress(KmqError):  # it is another member's meanwhile
-        consumer.seek(place, held.offset)
-        consumer.pause(place)
-
-
-@contextlib.contextmanager
-def not_given_back(message: Message) -> Iterator[None]:
-    """Go on if a message cannot be given back: it comes again when this member leaves, or comes back."""
-    try:
-        yield
-    except KmqError as err:
-        logger().warning("%s/%d offset %d: not given back: %s", message.topic, message.partition, message.offset, err)
-
-
-def put_back(consumer: AnyConsumer, messages: Sequence[Message]) -> None:
-    """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
-    first: dict[TopicPartition, int] = {}
-    for message in messages:
-        if message.deliveries <= 1:  # what came again is not behind the position
-            first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
-    for place, offset in first.items():
+    async def _hold(self, message: Message, held: Held, error: Exception) -> None:
+        """Let a partition wait at this message. One that came again is given back instead."""
+        place = TopicPartition(message.topic, message.partition)
+        if message.deliveries > 1:
+            try:
+                await self._consumer._nack(message, held.left_s(time.monotonic()), repr(error), None)
+            except KmqError as err:  # it comes again when this member leaves, or comes back
+                logger().warning("%s offset %d: not given back: %s", place, message.offset, err)
+            return
+        logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
         with contextlib.suppress(KmqError):  # it is another member's meanwhile
-            consumer.seek(place, offset)
+            self._consumer.seek(place, held.offset)
+            self._consumer.pause(place)
 
+    def _put_back(self, messages: Sequence[Message]) -> None:
+        """Let messages that were given out and not handled be the next of their partitions, so that nobody commits them."""
+        first: dict[TopicPartition, int] = {}
+        for message in messages:
+            if message.deliveries <= 1:  # what came again is not behind the position
+                first.setdefault(TopicPartition(message.topic, message.partition), message.offset)
+        for place, offset in first.items():
+            with contextlib.suppress(KmqError):  # it is another member's meanwhile
+                self._consumer.seek(place, offset)
 
-def go_on(consumer: AnyConsumer, attempts: Attempts) -> None:
-    """Commit what was handled, and let partitions go on that have waited long enough."""
-    if handled := attempts.take_handled():
-        consumer.commit_async(handled, report)
-    for place in attempts.due(consumer.assignment(), time.monotonic()):
-        with contextlib.suppress(KmqError):
-            consumer.resume(place)
+    def _go_on(self) -> None:
+        """Commit what was handled, and let partitions go on that have waited long enough."""
+        if handled := self._attempts.take_handled():
+            self._consumer.commit_async(handled, report)
+        for place in self._attempts.due(self._consumer.assignment(), time.monotonic()):
+            with contextlib.suppress(KmqError):
+                self._consumer.resume(place)
 
 
 def report(offsets: object, error: KmqError | None) -> None:
