@@ -138,7 +138,7 @@ def _follow(
     was_interrupted = _stop_on_signals(stop)
     if not command or as_json:
         terminal.when_left(stop.set)
-    following.follow(queue, handle, stop, _Teller(), start, given)
+    following.follow(queue, handle, stop, _teller(), start, given)
     if printer.failed:
         raise printer.failed
     if was_interrupted():
@@ -160,21 +160,21 @@ def _stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
     return lambda: got[:1] == [signal.SIGINT]
 
 
-class _Teller:
-    """Says on stderr what has changed."""
+def _teller() -> "Callable[[Condition], None]":
+    """Return what says on stderr what has changed."""
+    lost = failing = ""
 
-    def __init__(self) -> None:
-        self._lost = self._failing = ""
-
-    def __call__(self, condition: "Condition") -> None:
-        if condition.failing != self._failing:
-            if condition.failing:
-                _say(f"{condition.failing}; it is tried again until it succeeds")
-            else:
-                _say("the message was processed at last")
-        if condition.lost != self._lost:
+    def tell(condition: "Condition") -> None:
+        nonlocal lost, failing
+        if condition.failing and condition.failing != failing:
+            _say(f"{condition.failing}; it is tried again until it succeeds")
+        elif failing and not condition.failing:
+            _say("the message was processed at last")
+        if condition.lost != lost:
             _say(f"{condition.lost}; tried again until it is back" if condition.lost else "Consul is back")
-        self._lost, self._failing = condition.lost, condition.failing
+        lost, failing = condition.lost, condition.failing
+
+    return tell
 
 
 def _say(text: str) -> None:

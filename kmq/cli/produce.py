@@ -122,31 +122,23 @@ def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes])
 # --- without and with replies ----------------------------------------------------------------------------------------
 
 
-class _Malformed:
-    """The lines that the broker will keep as dead letters, because they are no messages: nobody else says so."""
-
-    def __init__(self, max_line: int) -> None:
-        self._max_line = max_line
-        self.count, self.first = 0, ""
-
-    def look(self, block: list[bytes]) -> None:
-        data = b"".join(block)
-        if len(data) <= self._max_line and b".@" not in data and record.good_prefix(data) == len(data):
-            return
-        for line in block:
-            reason = record.refusal(line[:-1]) or ("too_long" if len(line) - 1 > self._max_line else "")
-            if reason:
-                self.count += 1
-                self.first = self.first or f"{line[:80]!r}: {refusals.find(reason).text}"
+def _malformed(block: list[bytes], max_line: int) -> list[str]:
+    """Return what is wrong with lines that the broker will keep as dead letters: nobody else says so."""
+    data = b"".join(block)
+    if len(data) <= max_line and b".@" not in data and record.good_prefix(data) == len(data):
+        return []
+    reasons = ((line, record.refusal(line[:-1]) or ("too_long" if len(line) - 1 > max_line else "")) for line in block)
+    return [f"{line[:80]!r}: {refusals.find(reason).text}" for line, reason in reasons if reason]
 
 
 def _send(blocks: Iterable[list[bytes]], sender: LineSender, max_line: int) -> str:
     """Send whole lines without acknowledgement, each block as soon as it is available. Raises KmqError for dead letters."""
-    malformed = _Malformed(max_line)
+    malformed, first = 0, ""
     try:
         with sender:
             for block in blocks:
-                malformed.look(block)
+                wrong = _malformed(block, max_line)
+                malformed, first = malformed + len(wrong), first or "".join(wrong[:1])
                 for line in block:
                     sender.send(line)
                 sender.flush()
@@ -155,10 +147,8 @@ def _send(blocks: Iterable[list[bytes]], sender: LineSender, max_line: int) -> s
         raise
     except RetryError as err:
         raise RetryError(f"{err}; {sender.outcome()}") from err
-    if malformed.count:
-        text = (
-            f"{malformed.count} of them are no messages, so they went to dead.malformed; the first: {malformed.first}"
-        )
+    if malformed:
+        text = f"{malformed} of them are no messages, so they went to dead.malformed; the first: {first}"
         raise KmqError(f"sent {sender.sent}; {text}")
     return f"sent {sender.sent}"
 

@@ -101,7 +101,7 @@ class Consumer(ConsumerCalls):
                 if self._driver.is_due:
                     at_once(self._came_back())
             with self._lock:
-                self._core.holdings.buffer.finish(chunk)
+                self._core.holdings.finish(chunk)
 
     def run(
         self,

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Unpack
 
 from kmq.client.connection import CONNECT_S, Address, address_of, backoff, keep_alive, local_consumer_address
-from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Offsets, Result
+from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Result
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import ConsumerCore
 from kmq.client.failures import NotAnswered, Refused
@@ -27,7 +27,6 @@ from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
 from kmq.message.message import Message
-from kmq.wire.replies import Nacked
 from kmq.wire.requests import TopicPartition
 
 OnPlaces = Callable[[list[TopicPartition]], Awaitable[object] | object]
@@ -70,9 +69,7 @@ class AsyncConsumer(ConsumerCalls):
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
-        """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
-        return await self._poll(max_records, timeout)
+    poll = ConsumerCalls._poll
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Yield messages one by one, waiting for the next one as long as it takes; until the consumer is closed."""
@@ -86,7 +83,7 @@ class AsyncConsumer(ConsumerCalls):
                 if (now := time.monotonic()) - looked_at >= 1.0:
                     looked_at = now
                     await self._came_back()
-            self._core.holdings.buffer.finish(chunk)
+            self._core.holdings.finish(chunk)
 
     async def run(
         self,
@@ -109,13 +106,10 @@ class AsyncConsumer(ConsumerCalls):
     # --- calls that wait ---------------------------------------------------------------------------------------------
     # Each waits at most `timeout` seconds, by default the option timeout_s, and then raises NotAnswered.
 
-    async def connect(self, timeout: float | None = None) -> list[TopicPartition]:
-        """Wait until the broker has said which partitions this consumer reads, and return them."""
-        return await self._connect(timeout)
-
-    async def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
-        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
-        return await self._position(place, timeout)
+    connect = ConsumerCalls._connect
+    position = ConsumerCalls._position
+    commit = ConsumerCalls._commit
+    nack = ConsumerCalls._nack
 
     async def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:
         """Return the next offset that the group has committed for a partition; None: nothing is committed."""
@@ -132,19 +126,6 @@ class AsyncConsumer(ConsumerCalls):
     ) -> dict[TopicPartition, int]:
         """Return the offset behind the last record of each partition."""
         return {row.place: row.end for row in await self._ask(places, timeout)}
-
-    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
-        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
-
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
-        """
-        await self._commit(offsets, timeout)
-
-    async def nack(
-        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
-    ) -> Nacked:
-        """Give a message back, as Consumer.nack does."""
-        return await self._nack(message, delay, reason, timeout)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -238,7 +238,8 @@ class ConsumerCalls:
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    async def _poll(self, max_records: int | None, timeout: float) -> list[Message]:
+    async def _poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
+        """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
         count = self.options.max_poll_records if max_records is None else max_records
         if count < 1:
             raise ValueError(f"max_records={count}: must be at least 1")
@@ -248,7 +249,7 @@ class ConsumerCalls:
                 raise KmqError("this consumer is closed")
             await self._came_back()
             with self._lock:
-                if taken := self._core.holdings.buffer.collect(count):
+                if taken := self._core.holdings.collect(count):
                     self._given = taken
                     self._ask_for_more()
                     return taken
@@ -259,7 +260,7 @@ class ConsumerCalls:
         """Wait for records, as long as it takes, and return the first chunk of them; None once the consumer is closed."""
         while not self._driver.closed:
             await self._came_back()
-            if chunks := self._core.holdings.buffer.chunks:
+            if chunks := self._core.holdings.chunks:
                 return chunks[0]
             await self._wait_for_records(_FOR_EVER_S)
         return None
@@ -280,7 +281,7 @@ class ConsumerCalls:
     def _has_news(self) -> bool:
         """Return True if there are records, or something to tell the application."""
         core = self._core
-        return bool(core.holdings.buffer.chunks or core.holdings.events or core.errors)
+        return bool(core.holdings.chunks or core.holdings.events or core.errors)
 
     # --- what happens between records --------------------------------------------------------------------------------
 
@@ -345,12 +346,14 @@ class ConsumerCalls:
             raise pending.error
         return pending.value
 
-    async def _connect(self, timeout: float | None) -> list[TopicPartition]:
+    async def _connect(self, timeout: float | None = None) -> list[TopicPartition]:
+        """Wait until the broker has said which partitions this consumer reads, and return them."""
         self._must_read()
         await self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
         return self.assignment()
 
-    async def _position(self, place: tuple[str, int], timeout: float | None) -> int:
+    async def _position(self, place: tuple[str, int], timeout: float | None = None) -> int:
+        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
         owned = self._find(place)
         await self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
         return owned.position
@@ -368,7 +371,11 @@ class ConsumerCalls:
             raise Refused(f"damaged {missing}: its offsets cannot be told; ask for it alone to hear why")
         return [rows[place] for place in wanted]
 
-    async def _commit(self, offsets: Message | Offsets | None, timeout: float | None) -> None:
+    async def _commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
+        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
+
+        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
+        """
         await self._answer(self._begin_commit(offsets), timeout, "the commit")
 
     async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
@@ -379,7 +386,10 @@ class ConsumerCalls:
         except KmqError as err:
             logger().warning("not committed, so it comes again: %s", err)
 
-    async def _nack(self, message: Message, delay: float, reason: str, timeout: float | None) -> Nacked:
+    async def _nack(
+        self, message: Message, delay: float = 0.0, reason: str = "", timeout: float | None = None
+    ) -> Nacked:
+        """Give a message back, as Consumer.nack does."""
         if not isinstance(message, Message):
             raise wrong_type("message", message, "a message")
         if not isinstance(reason, str):

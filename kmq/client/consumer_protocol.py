@@ -212,7 +212,7 @@ class ConsumerCore:
         """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records."""
         if self.phase is not Phase.READING or self.fetch_until is not None or now < self.fetch_from:
             return
-        holdings, has_room = self.holdings, self.holdings.buffer.has_room
+        holdings, has_room = self.holdings, self.holdings.has_room
         is_late = self.is_managed and now - self._fetched_at > _POLL_S
         if not is_late and (not has_room or (self.is_dry and not wait_s)):
             return

@@ -2,7 +2,7 @@
 
 Invariant   A position only rises past a record that was given to the application, unless the application seeks.
             Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
-Memory      `Buffer.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages. A
+Memory      `Holdings.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages. A
             batch is as large as the client has asked for, or one record.
             At most _MOST_COMMITS commits are on their way; what is committed meanwhile is joined to one. A reply line is
             at most MAX_REPLY bytes.
@@ -135,53 +135,6 @@ class Chunk:
         self._lines.clear()
 
 
-class Buffer:
-    """The chunks that wait for the application, in the order of their arrival."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.chunks: deque[Chunk] = deque()
-        self._bytes, self._most = 0, most_bytes
-
-    @property
-    def has_room(self) -> bool:
-        return self._bytes <= self._most
-
-    def add(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self._bytes += chunk.nbytes
-
-    def finish(self, chunk: Chunk) -> None:
-        """Forget the first chunk once all of it was given out."""
-        if self.chunks and self.chunks[0] is chunk:
-            self.chunks.popleft()
-            self._bytes -= chunk.nbytes
-            if not chunk.deliveries:
-                chunk.owned.position = chunk.end
-
-    def drop(self, which: Callable[[Chunk], bool] = lambda _: True) -> None:
-        """Drop some chunks."""
-        for chunk in self.remove(which):
-            chunk.owned.stale |= not chunk.deliveries
-            chunk.drop()
-
-    def remove(self, which: Callable[[Chunk], bool]) -> list[Chunk]:
-        """Take some chunks out, whole."""
-        gone = [chunk for chunk in self.chunks if which(chunk)]
-        self.chunks = deque(chunk for chunk in self.chunks if not which(chunk))
-        self._bytes -= sum(chunk.nbytes for chunk in gone)
-        return gone
-
-    def collect(self, count: int) -> list[Message]:
-        """Return up to `count` messages, and move the positions behind them."""
-        taken: list[Message] = []
-        while self.chunks and len(taken) < count:
-            chunk = self.chunks[0]
-            taken += chunk.take(count - len(taken))
-            if len(taken) < count:
-                self.finish(chunk)
-        return taken
-
-
 class Kind(Enum):
     """What has happened to partitions."""
 
@@ -203,7 +156,8 @@ class Holdings:
 
     def __init__(self, most_bytes: int) -> None:
         self.owned: dict[TopicPartition, Owned] = {}
-        self.buffer = Buffer(most_bytes)
+        self.chunks: deque[Chunk] = deque()  # wait for the application, in the order of their arrival
+        self._bytes, self._most = 0, most_bytes
         self.events: deque[PartitionEvent] = deque()
 
     def grant(self, offsets: dict[TopicPartition, int]) -> None:
@@ -236,7 +190,7 @@ class Holdings:
         mine = tuple(place for place in places if place in self.owned)
         for place in mine:
             self.owned[place].revoked = True
-        self.buffer.drop(lambda chunk: chunk.owned.revoked)
+        self._drop(lambda chunk: chunk.owned.revoked)
         self.events.append(PartitionEvent(Kind.REVOKED, mine, connection))
 
     def surrender(self, places: Iterable[TopicPartition]) -> None:
@@ -246,13 +200,13 @@ class Holdings:
     def _forget(self, places: tuple[TopicPartition, ...]) -> None:
         for place in places:
             self.owned.pop(place).revoked = True
-        self.buffer.drop(lambda chunk: chunk.owned.revoked)
+        self._drop(lambda chunk: chunk.owned.revoked)
 
     def deliver(self, place: TopicPartition, offset: int, lines: int, body: bytes) -> None:
         """Keep a batch for the application, unless it is not wanted any more."""
         owned = self.owned.get(place)
         if owned is not None and owned.is_wanted:
-            self.buffer.add(Chunk(owned, offset, lines, body))
+            self._add(Chunk(owned, offset, lines, body))
         elif owned is not None and not owned.moving and not owned.is_starting:
             owned.stale = True
 
@@ -265,19 +219,19 @@ class Holdings:
         if owned.paused:
             owned.put_by.append(chunk)
         else:
-            self.buffer.add(chunk)
+            self._add(chunk)
 
     def pause(self, places: Iterable[TopicPartition]) -> None:
         """Give out no records of these partitions until `resume`. Raises KeyError for one that is not owned."""
         for place in places:
             self.owned[place].paused = True
-        for chunk in self.buffer.remove(lambda chunk: chunk.owned.paused and bool(chunk.deliveries)):
+        for chunk in self._remove(lambda chunk: chunk.owned.paused and bool(chunk.deliveries)):
             chunk.owned.put_by.append(chunk)
-        self.buffer.drop(lambda chunk: chunk.owned.paused)
+        self._drop(lambda chunk: chunk.owned.paused)
 
     def drop_new(self, owned: Owned) -> None:
         """Drop the new messages of this partition, which a seek brings again. What was given back would not come."""
-        self.buffer.drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
+        self._drop(lambda chunk: chunk.owned is owned and not chunk.deliveries)
 
     def resume(self, places: Iterable[TopicPartition]) -> None:
         for place in places:
@@ -287,16 +241,57 @@ class Holdings:
                 owned.stale = True
             owned.paused = owned.is_damaged = False
             for chunk in owned.put_by:
-                self.buffer.add(chunk)
+                self._add(chunk)
             owned.put_by.clear()
 
     def disconnected(self) -> None:
         """Drop what waits: the next connection reads from the positions on."""
-        self.buffer.drop()
+        self._drop()
         for owned in self.owned.values():
             owned.moving, owned.stale, owned.is_starting, owned.is_damaged = 0, True, False, False
             owned.put_by.clear()
             owned.again.clear()  # they come once more
+
+    # --- what waits for the application ------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        return self._bytes <= self._most
+
+    def _add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._bytes += chunk.nbytes
+
+    def finish(self, chunk: Chunk) -> None:
+        """Forget the first chunk once all of it was given out."""
+        if self.chunks and self.chunks[0] is chunk:
+            self.chunks.popleft()
+            self._bytes -= chunk.nbytes
+            if not chunk.deliveries:
+                chunk.owned.position = chunk.end
+
+    def _drop(self, which: Callable[[Chunk], bool] = lambda _: True) -> None:
+        """Drop some chunks. Their partitions are read again from where they are."""
+        for chunk in self._remove(which):
+            chunk.owned.stale |= not chunk.deliveries
+            chunk.drop()
+
+    def _remove(self, which: Callable[[Chunk], bool]) -> list[Chunk]:
+        """Take some chunks out, whole."""
+        gone = [chunk for chunk in self.chunks if which(chunk)]
+        self.chunks = deque(chunk for chunk in self.chunks if not which(chunk))
+        self._bytes -= sum(chunk.nbytes for chunk in gone)
+        return gone
+
+    def collect(self, count: int) -> list[Message]:
+        """Return up to `count` messages, and move the positions behind them."""
+        taken: list[Message] = []
+        while self.chunks and len(taken) < count:
+            chunk = self.chunks[0]
+            taken += chunk.take(count - len(taken))
+            if len(taken) < count:
+                self.finish(chunk)
+        return taken
 
 
 # --- requests, and the stream of replies -----------------------------------------------------------------------------

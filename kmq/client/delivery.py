@@ -2,7 +2,6 @@
 
 import re
 import ssl
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +15,6 @@ from kmq.message.text import request_line
 from kmq.wire.refusals import RETRYABLE
 
 _NONE: Mapping[int, Refused] = MappingProxyType({})  # shared by all messages that are not refused
-_MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
 _Row = TypeVar("_Row")
 
 
@@ -168,41 +166,6 @@ def in_parts(whole: Delivery, count: int, most: int) -> Iterator[tuple[Delivery,
     whole.data, whole.count, whole.missing = b"", count, count
     for at in range(0, count, most):
         yield Part(whole, at), at, min(count, at + most)
-
-
-class Outcomes:
-    """Deliveries that are done: which callbacks to call, and errors that the user has not seen."""
-
-    __slots__ = ("_unseen", "done")
-
-    def __init__(self) -> None:
-        self.done: deque[Delivery] = deque()  # their callbacks are called next, in this order
-        self._unseen: list[Delivery] = []
-
-    def finish(self, delivery: Delivery) -> None:
-        """Mark `delivery` as done and queue its callback, unless it is done already."""
-        delivery.data, delivery.lines = b"", None
-        if delivery.done:  # the delivery had expired
-            return
-        delivery.done = True
-        if delivery.callback is not None:
-            delivery.seen = True
-            if not isinstance(delivery, Part):
-                self.done.append(delivery)
-            elif delivery.join():
-                self.finish(delivery.whole)
-        elif delivery.error is not None:
-            if len(self._unseen) >= _MAX_UNSEEN:
-                self._unseen = [other for other in self._unseen if not other.seen][:_MAX_UNSEEN]
-            self._unseen.append(delivery)
-
-    def unseen_error(self) -> KmqError | None:
-        """Return the first error that neither a callback nor result() has shown. From then on all count as seen."""
-        unseen = [delivery for delivery in self._unseen if not delivery.seen]
-        self._unseen.clear()
-        for delivery in unseen:
-            delivery.seen = True
-        return unseen[0].error if unseen else None
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Producer:
     def _start(self, address: Address, options: Options) -> None:
         self.options = options
         self._core = ProducerCore(options)
-        self._window, self._pacing = self._core.window, self._core.pacing
+        self._window = self._core.window
         self._driver = ProducerDriver(self._core, address)
         self._lock = self._driver.lock
         atexit.register(self._at_exit)
@@ -143,7 +143,7 @@ class Producer:
             if self._window.is_full or core.failed or driver.closed:
                 driver.wait_for_room(timeout)
             core.add(delivery, routing_key, payload, id, headers, ts)
-            if driver.resting or not self._pacing.waits_for_reply:
+            if driver.resting or not self._window.waits_for_reply:
                 driver.queued()
         return delivery
 
@@ -212,7 +212,7 @@ class Producer:
         """Wait until every message has its reply. Raises the error that ended the producer, or the first unseen one."""
         self._driver.wait(lambda: not self._window.unanswered, timeout, "the replies to all messages")
         with self._lock:
-            error = self._core.failed or self._core.outcomes.unseen_error()
+            error = self._core.failed or self._core.window.unseen_error()
         self._raise(error)
 
     def _raise(self, error: KmqError | None) -> None:
@@ -312,7 +312,7 @@ class ProducerDriver:
         core = self.core
         if core.window.is_full:
             self._wait_locked(lambda: core.window.is_half_free, timeout, "room among the messages in flight")
-            core.pacing.filling = True
+            core.window.filling = True
         if core.failed is not None:
             self.told = True
             raise core.failed
@@ -336,7 +336,7 @@ class ProducerDriver:
             if left <= 0:
                 raise NotAnswered(f"timed out waiting for {what}: {core.describe(now)}")
             if core.window.queue:
-                core.pacing.hurry = True
+                core.window.hurry = True
                 self._write()
             if self._channel.is_open and self._attending in (0, me):
                 self._turns += 1
@@ -375,7 +375,7 @@ class ProducerDriver:
                     self._lose(why)
                 elif channel.has_output or self.core.window.queue:
                     self._write()
-            if self.core.outcomes.done:
+            if self.core.window.done:
                 with self._unlocked:
                     self._call_back()
         finally:
@@ -385,7 +385,7 @@ class ProducerDriver:
 
     def _call_back(self) -> None:
         """Call the callbacks of finished messages, in order. Only the thread that attends calls this."""
-        done = self.core.outcomes.done
+        done = self.core.window.done
         while done:
             delivery = done.popleft()
             try:
@@ -453,7 +453,7 @@ class ProducerDriver:
         self.core.lost(reason)
         self._look()
         self._changed.notify_all()
-        if self.core.outcomes.done:
+        if self.core.window.done:
             with self._unlocked:
                 self._call_back()
         if not self.closed:
@@ -469,8 +469,8 @@ class ProducerDriver:
             return
         self._work.wait(_BUSY_TICK_S if self._busy else _TICK_S)
         self._busy = bool(self._attending) or turns != self._turns
-        if core.pacing.filling and core.window.queue:  # the caller that was filling the window has stopped
-            core.pacing.hurry = True
+        if core.window.filling and core.window.queue:  # the caller that was filling the window has stopped
+            core.window.hurry = True
             self._write()
         if not self._busy:
             self._attend_alone()

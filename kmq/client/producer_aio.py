@@ -278,7 +278,7 @@ class ProducerLink(asyncio.Protocol):
     async def wait(self, is_over: Callable[[], bool]) -> None:
         """Wait until `is_over`, writing all queued messages at once."""
         while not is_over():
-            self.core.pacing.hurry = True
+            self.core.window.hurry = True
             self._flush()
             await self.changed.wait()
 
@@ -311,7 +311,7 @@ class ProducerLink(asyncio.Protocol):
 
     def _call_back(self) -> None:
         """Call the callbacks of finished messages, in order, and wake all waiting tasks."""
-        done = self.core.outcomes.done
+        done = self.core.window.done
         while done:
             delivery = done.popleft()
             assert delivery.callback is not None
@@ -408,7 +408,7 @@ class ProducerLink(asyncio.Protocol):
         while True:
             await asyncio.sleep(overdue.period_s)
             text = overdue.look()
-            if self.core.outcomes.done:
+            if self.core.window.done:
                 self._call_back()
             if text:
                 overdue.report(text)

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_hex
 
-from kmq.client.delivery import Delivery, Options, Outcomes
+from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import Fenced, Refused, refused_message
-from kmq.client.window import Pacing, Window
+from kmq.client.window import Window
 from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.message.ids import MADE_UP, MAX_ID_DIGITS
@@ -58,15 +58,6 @@ def as_list(payloads: Iterable[bytes | str | None], options: Options) -> Sequenc
     return each_as_bytes(found) if len(found) > options.max_in_flight else found
 
 
-class Outage:
-    """Since when there is no connection, and why."""
-
-    __slots__ = ("reason", "since")
-
-    def __init__(self, reason: str) -> None:
-        self.reason, self.since = reason, time.monotonic()
-
-
 class ProducerCore:
     """The messages of one producer, and what is known of them."""
 
@@ -74,18 +65,17 @@ class ProducerCore:
         self.options = options
         self.routing_keys = RoutingKeys()
         self.ids = Ids(options)
-        self.outcomes = Outcomes()
-        self.window = Window(options, self.outcomes)
-        self.pacing = Pacing(options, self.window)
+        self.window = Window(options)
         self.connections = self.duplicates = 0  # connections made; messages that the broker had stored already
         self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended
-        self._outage: Outage | None = Outage("not connected yet")
+        self._away_since: float | None = time.monotonic()  # None: there is a connection
+        self._away_reason = "not connected yet"
         self._replies = ConnectionReplies()  # of this connection
 
     @property
     def connected(self) -> bool:
-        return self._outage is None
+        return self._away_since is None
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
@@ -152,21 +142,27 @@ class ProducerCore:
         return format_hello(self.ids, options.window, options.token or token, options.reserved)
 
     def is_greeting(self, data: bytes) -> bool:
-        """Return True if `data` is all of the reply to hello."""
-        return Greeting.is_whole(data, self.ids.asks_last)
+        """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`."""
+        has_more = self.ids.asks_last and data.startswith(b"!ok")
+        return data.endswith(b"\n") and data.count(b"\n") > has_more
 
     def greeted(self, data: bytes) -> None:
         """Accept the reply to hello. Raises Refused if the broker refuses, and sets `failed` if a retry is useless."""
-        greeting = Greeting(data)
-        if greeting.refusal is not None:
-            self._refused_connection(greeting.refusal)
+        line, _, more = data.partition(b"\n")
+        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
+        if verb == "!err":
+            self._refused_connection(Refused(rest.removeprefix("0 ")))
+        elif verb != "!ok":
+            raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
         if self.ids.asks_last:
-            last = greeting.read_last(self.ids.name)
+            last = read_last(more, self.ids.name)
             self.window.raise_ids(last)
             self.ids.resume(last)
-        self._outage, self._replies = None, ConnectionReplies()
+        self._away_since, self._replies = None, ConnectionReplies()
         self.connections += 1
-        self.max_line = greeting.max_line or self.max_line
+        name, _, value = rest.partition("=")
+        if name == "max_line" and value.isdecimal():
+            self.max_line = int(value)
 
     def _refused_connection(self, refusal: Refused) -> None:
         if refusal.code not in RETRYABLE:
@@ -178,28 +174,28 @@ class ProducerCore:
 
     def lost(self, reason: str) -> None:
         """Note that the connection broke or could not be made. Messages without a reply wait for the next, in order."""
-        if self._outage is None:
-            self._outage = Outage(reason)
-        self._outage.reason = reason
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+        self._away_reason = reason
         self.window.requeue()
 
     # --- lines out ---------------------------------------------------------------------------------------------------
 
     @property
     def _may_write(self) -> bool:
-        return self._outage is None and not self._replies.refusing
+        return self._away_since is None and not self._replies.refusing
 
     def take(self, now: float) -> bytes:
         """Return the next bytes to write; b"" if nothing should go yet."""
-        if not self._may_write or not self.pacing.is_due(now):
+        if not self._may_write or not self.window.is_due(now):
             return b""
         data = self.window.take()
-        self.pacing.written()
+        self.window.written()
         return data
 
     def linger_left(self, now: float) -> float | None:
         """Return the seconds until what is queued has waited long enough; None if that does not depend on time."""
-        return self.pacing.linger_left(now) if self._may_write else None
+        return self.window.linger_left(now) if self._may_write else None
 
     # --- replies in --------------------------------------------------------------------------------------------------
 
@@ -263,12 +259,12 @@ class ProducerCore:
 
     def describe(self, now: float) -> str:
         """Return a sentence on what the producer waits for."""
-        oldest, outage = self.window.oldest, self._outage
+        oldest = self.window.oldest
         text = f"{self.window.unanswered:,} messages unanswered"
         if oldest is not None:
             text += f", the oldest for {now - oldest:.1f} s"
-        if outage is not None:
-            return f"{text}; not connected for {now - outage.since:.1f} s: {outage.reason}"
+        if self._away_since is not None:
+            return f"{text}; not connected for {now - self._away_since:.1f} s: {self._away_reason}"
         return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
 
 
@@ -392,32 +388,12 @@ def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> b
     return request_line("!hello", "acks=1", who, scope, *options)
 
 
-class Greeting:
-    """The reply to hello. `refusal` is why the broker refused the connection; None: it accepted."""
-
-    __slots__ = ("_more", "max_line", "refusal")
-
-    def __init__(self, data: bytes) -> None:
-        """Raises Refused if this is no reply of a KMQ broker."""
-        line, _, self._more = data.partition(b"\n")
-        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
-        if verb not in ("!ok", "!err"):
-            raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
-        self.refusal = Refused(rest.removeprefix("0 ")) if verb == "!err" else None
-        name, _, value = rest.partition("=")
-        self.max_line = int(value) if verb == "!ok" and name == "max_line" and value.isdecimal() else None
-
-    @staticmethod
-    def is_whole(data: bytes, asks_last: bool) -> bool:
-        """Return True if `data` is all of the reply; `asks_last`: a line `!last` follows `!ok`."""
-        return data.endswith(b"\n") and (not asks_last or not data.startswith(b"!ok") or data.count(b"\n") > 1)
-
-    def read_last(self, name: str) -> int:
-        """Return the last id that the broker knows of producer `name`; 0 if it knows none."""
-        verb, _, id = self._more.strip().partition(b" ")
-        if verb != b"!last" or not id.isdigit():
-            raise Refused(f"protocol the broker says {self._more[:100]!r} where the last id of {name} was asked for")
-        return int(id)
+def read_last(line: bytes, name: str) -> int:
+    """Return the last id that the broker knows of producer `name`; 0 if it knows none. Raises Refused."""
+    verb, _, id = line.strip().partition(b" ")
+    if verb != b"!last" or not id.isdigit():
+        raise Refused(f"protocol the broker says {line[:100]!r} where the last id of {name} was asked for")
+    return int(id)
 
 
 class ConnectionReplies:

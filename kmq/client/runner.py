@@ -92,13 +92,13 @@ class Runner:
             try:
                 handled = self._attempts.take_handled()
                 if handled and not consumer.closed:
-                    await consumer._commit(handled, None)
+                    await consumer._commit(handled)
             finally:
                 await consumer._driver.aside(self._letters.close)
 
     async def _poll(self) -> list[Message]:
         try:
-            return await self._consumer._poll(None, self._attempts.wait_s(time.monotonic()))
+            return await self._consumer._poll(timeout=self._attempts.wait_s(time.monotonic()))
         except KmqError:
             if self._consumer.closed:
                 return []
@@ -134,7 +134,7 @@ class Runner:
         place = TopicPartition(message.topic, message.partition)
         if message.deliveries > 1:
             try:
-                await self._consumer._nack(message, held.left_s(time.monotonic()), repr(error), None)
+                await self._consumer._nack(message, held.left_s(time.monotonic()), repr(error))
             except KmqError as err:  # it comes again when this member leaves, or comes back
                 logger().warning("%s offset %d: not given back: %s", place, message.offset, err)
             return

@@ -3,12 +3,13 @@
 from collections import deque
 from time import monotonic
 
-from kmq.client.delivery import Delivery, Options, Outcomes
+from kmq.client.delivery import Delivery, Options, Part
 from kmq.client.failures import NotAnswered, Refused
 from kmq.config.values import KIB
 from kmq.errors import KmqError
 from kmq.message.text import renumber
 
+_MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 
 
@@ -20,12 +21,18 @@ class Window:
     Memory      At most max_in_flight messages and max_in_flight_bytes, plus the one message or list that filled it.
     """
 
-    def __init__(self, options: Options, outcomes: Outcomes) -> None:
+    def __init__(self, options: Options) -> None:
         self.unanswered = self.bytes = 0  # messages, and the bytes they hold
         self.queued_bytes = 0
         self.queue: deque[Delivery] = deque()  # not yet written
         self.flying: deque[Delivery] = deque()  # written on this connection
-        self._outcomes = outcomes
+        self.done: deque[Delivery] = deque()  # their callbacks are called next, in this order
+        self._unseen: list[Delivery] = []  # failed, and nobody was shown their errors
+        self.hurry = False  # a caller waits: write queued messages now
+        self.filling = False  # the window was full: write the next group when it is full again, or on `hurry`
+        self._gathers = options.linger_ms is None
+        self._linger_s = (options.linger_ms or 0) / 1000
+        self._batch_bytes = options.batch_bytes
         self._max_messages, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
         self._expiry_s = options.delivery_timeout_s
 
@@ -99,7 +106,7 @@ class Window:
 
     def stored(self, count: int, seq: int) -> None:
         """Note that the next `count` messages are stored, from `seq` on. Raises IndexError if fewer are in flight."""
-        flying, finish = self.flying, self._outcomes.finish
+        flying, finish = self.flying, self._finish
         self.unanswered -= count
         freed = 0  # bytes
         try:
@@ -132,7 +139,7 @@ class Window:
         if delivery.answered == delivery.count:
             self.flying.popleft()
             self.bytes -= delivery.size
-            self._outcomes.finish(delivery)
+            self._finish(delivery)
 
     def fail_all(self, error: KmqError) -> None:
         """Fail every message with `error`."""
@@ -140,7 +147,7 @@ class Window:
             if not delivery.done and delivery.error is None:
                 delivery.error = error
             self._release(delivery)
-            self._outcomes.finish(delivery)
+            self._finish(delivery)
         self.flying.clear()
         self.queue.clear()
         self.queued_bytes = 0
@@ -155,7 +162,7 @@ class Window:
                 break
             if not delivery.done:
                 delivery.error = NotAnswered(f"no reply within {limit:g} s: {what}")
-                self._outcomes.finish(delivery)
+                self._finish(delivery)
         while self.queue and self.queue[0].done:  # one in flight keeps its place, because its reply is still to come
             delivery = self.queue.popleft()
             self.queued_bytes -= delivery.size
@@ -166,51 +173,62 @@ class Window:
         self.unanswered -= delivery.count - delivery.answered
         self.bytes -= delivery.size
 
+    def _finish(self, delivery: Delivery) -> None:
+        """Mark `delivery` as done and queue its callback, unless it is done already."""
+        delivery.data, delivery.lines = b"", None
+        if delivery.done:  # the delivery had expired
+            return
+        delivery.done = True
+        if delivery.callback is not None:
+            delivery.seen = True
+            if not isinstance(delivery, Part):
+                self.done.append(delivery)
+            elif delivery.join():
+                self._finish(delivery.whole)
+        elif delivery.error is not None:
+            if len(self._unseen) >= _MAX_UNSEEN:
+                self._unseen = [other for other in self._unseen if not other.seen][:_MAX_UNSEEN]
+            self._unseen.append(delivery)
 
-class Pacing:
-    """When queued messages are written: at once, or gathered into fewer and larger writes."""
+    def unseen_error(self) -> KmqError | None:
+        """Return the first error that neither a callback nor result() has shown. From then on all count as seen."""
+        unseen = [delivery for delivery in self._unseen if not delivery.seen]
+        self._unseen.clear()
+        for delivery in unseen:
+            delivery.seen = True
+        return unseen[0].error if unseen else None
 
-    def __init__(self, options: Options, window: Window) -> None:
-        self.hurry = False  # a caller waits: write queued messages now
-        self.filling = False  # the window was full: write the next group when it is full again, or on `hurry`
-        self._window = window
-        self._gathers = options.linger_ms is None
-        self._linger_s = (options.linger_ms or 0) / 1000
-        self._batch_bytes = options.batch_bytes
+    # --- pacing ------------------------------------------------------------------------------------------------------
+    # When queued messages are written: at once, or gathered into fewer and larger writes.
 
     @property
     def waits_for_reply(self) -> bool:
         """Return True if nothing is written before the next reply. Called for each message, so it must be quick."""
-        window = self._window
         return bool(
-            self._gathers
-            and (window.flying or self.filling)
-            and window.queued_bytes < self._batch_bytes
-            and not self.hurry
+            self._gathers and (self.flying or self.filling) and self.queued_bytes < self._batch_bytes and not self.hurry
         )
 
     def is_due(self, now: float) -> bool:
         """Return True if something is queued that should not wait for more."""
-        window = self._window
-        if not window.queue:
+        if not self.queue:
             return False
-        if self.hurry or window.queued_bytes >= self._batch_bytes:
+        if self.hurry or self.queued_bytes >= self._batch_bytes:
             return True
         if self._gathers:
-            return not window.flying and not self.filling
-        return now - window.queue[0].since >= self._linger_s
+            return not self.flying and not self.filling
+        return now - self.queue[0].since >= self._linger_s
 
     def linger_left(self, now: float) -> float | None:
         """Return the seconds until what is queued has waited long enough; None if that does not depend on time."""
-        if self._gathers or not self._window.queue:
+        if self._gathers or not self.queue:
             return None
-        return max(0.0, self._window.queue[0].since + self._linger_s - now)
+        return max(0.0, self.queue[0].since + self._linger_s - now)
 
     def written(self) -> None:
         """Note that a group has been taken."""
         self.filling = False
-        if not self._window.queue:
+        if not self.queue:
             self.hurry = False
 
 
-__all__ = ["CHUNK_BYTES", "Pacing", "Window"]
+__all__ = ["CHUNK_BYTES", "Window"]

@@ -112,13 +112,6 @@ class Heart:
             await self._transport.run(self.presence.close())
 
 
-class PublisherSession(NamedTuple):
-    """The session in which we publish."""
-
-    heart: Heart
-    publisher: Publisher
-
-
 class AsyncBroadcastQueue:
     """One node's end of the queue. Only one process a node can receive; any number can publish."""
 
@@ -128,7 +121,7 @@ class AsyncBroadcastQueue:
         self.keys = Keys(self.place.cluster)
         self._transport = Transport(self.place.address)
         self.known: Mark | None = None  # what the last subscriber has processed
-        self._session: PublisherSession | None = None
+        self._session: tuple[Heart, Publisher] | None = None  # in which we publish
         self._lock = asyncio.Lock()
         self._subscribers: dict[Subscriber, Heart] = {}  # of iterations that have not ended
 
@@ -191,13 +184,13 @@ class AsyncBroadcastQueue:
         if self._session is None:
             heart = await Heart.open(self._transport, self.place.ttl_s)
             publisher = Publisher(self.keys, Lock(self.keys.coordinator, heart.presence, who_we_are()))
-            self._session = PublisherSession(heart, publisher)
-        return self._session.publisher
+            self._session = heart, publisher
+        return self._session[1]
 
     async def _end_session(self) -> None:
         if self._session is not None:
-            session, self._session = self._session, None
-            await session.heart.stop()
+            (heart, _), self._session = self._session, None
+            await heart.stop()
 
     async def _run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         return await self._transport.run(steps, stop)

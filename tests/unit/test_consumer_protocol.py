@@ -48,7 +48,7 @@ class Pair:
         self.pass_on()
 
     def collect(self, count: int = 1000) -> list[tuple[int, int]]:
-        return [(m.partition, m.offset) for m in self.core.holdings.buffer.collect(count)]
+        return [(m.partition, m.offset) for m in self.core.holdings.collect(count)]
 
     def read_all(self) -> list[tuple[int, int]]:
         """Read until nothing has come three times: a partition may first have to be moved to its position."""
@@ -100,7 +100,7 @@ def test_nothing_is_asked_for_while_two_batches_are_there():
     for _ in range(20):
         pair.fetch(0)
     assert 0 < sum(isinstance(asked, lines.Fetch) for asked in pair.peer.asked) <= 3
-    assert sum(chunk.nbytes for chunk in pair.core.holdings.buffer.chunks) <= 400
+    assert sum(chunk.nbytes for chunk in pair.core.holdings.chunks) <= 400
     assert pair.read_all() == in_order(100, 0)
 
 
@@ -184,7 +184,7 @@ def test_a_member_that_is_busy_with_its_records_still_asks_once_a_minute():
     pair = Pair(Peer({EU: 100}), fetch_max_bytes=200).connect()
     for _ in range(5):
         pair.fetch(0)
-    assert not pair.core.holdings.buffer.has_room
+    assert not pair.core.holdings.has_room
     pair.core.fetch(time.monotonic() + 61, 0)
     assert pair.core.requests.take() == b"!fetch 1\n"
 
@@ -584,10 +584,10 @@ def test_all_partitions_are_read_when_too_many_for_one_fetch_are_not_paused():
         written = pair.core.requests.take()
         assert longest_line(written) <= MAX_REQUEST
         pair.receive(pair.session.feed(written))
-        seen |= {(message.topic, message.partition) for message in pair.core.holdings.buffer.collect(10)}
+        seen |= {(message.topic, message.partition) for message in pair.core.holdings.collect(10)}
     pair.core.fetch(time.monotonic(), 1.0)
     pair.receive(pair.session.feed(pair.core.requests.take()))
-    assert not pair.core.holdings.buffer.collect(10)  # nothing of the one that is paused
+    assert not pair.core.holdings.collect(10)  # nothing of the one that is paused
 
 
 def test_offsets_without_an_answer_are_an_error(pair):
@@ -704,7 +704,7 @@ def test_a_history_of_outages_seeks_and_rebalances_skips_nothing(seed):
     expected = {EU: 0, US: 0}  # the application's account
 
     def take(count: int) -> None:
-        for message in pair.core.holdings.buffer.collect(count):
+        for message in pair.core.holdings.collect(count):
             place = lines.TopicPartition(message.topic, message.partition)
             assert message.offset == expected[place], f"{place}: {message.offset} instead of {expected[place]}"
             assert message.value == b"%d" % message.offset

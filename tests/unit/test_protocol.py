@@ -145,9 +145,9 @@ def test_a_refused_message_nobody_was_told_of_is_kept_for_flush():
     told.callback, seen.seen = print, True
     take(core)
     core.receive(b"!err 1 a\n!err 2 b\n!err 3 c\n")
-    assert core.outcomes.unseen_error() is untold.error
-    assert core.outcomes.unseen_error() is None
-    assert list(core.outcomes.done) == [told]
+    assert core.window.unseen_error() is untold.error
+    assert core.window.unseen_error() is None
+    assert list(core.window.done) == [told]
 
 
 @pytest.mark.parametrize(
@@ -400,8 +400,8 @@ def test_a_full_batch_and_somebody_who_waits_do_not_wait_for_a_reply():
     take(core)
     add(core)
     assert take(core) == []
-    core.pacing.hurry = True
-    assert len(take(core)) == 1 and not core.pacing.hurry
+    core.window.hurry = True
+    assert len(take(core)) == 1 and not core.window.hurry
     add(core, b"x" * 100)
     assert len(take(core)) == 1
 
@@ -435,11 +435,11 @@ def test_blocked_senders_resume_when_half_the_window_is_free_and_fill_it():
     assert not core.window.is_full and not core.window.is_half_free
     core.receive(b"!ack 4 4\n")
     assert core.window.is_half_free
-    core.pacing.filling = True
+    core.window.filling = True
     add(core)
-    assert take(core) == [] and core.pacing.waits_for_reply
-    core.pacing.hurry = True
-    assert len(take(core)) == 1 and not core.pacing.filling
+    assert take(core) == [] and core.window.waits_for_reply
+    core.window.hurry = True
+    assert len(take(core)) == 1 and not core.window.filling
 
 
 def test_a_stall_is_described_with_what_is_known():
@@ -567,7 +567,7 @@ def test_a_history_of_broken_connections_stores_everything_once_and_in_order(see
     while len(deliveries) < 300 or core.window.unanswered:
         if len(deliveries) < 300 and not core.window.is_full:
             deliveries.append(add_many(core, rng.randrange(1, 30)) if rng.random() < 0.3 else add(core))
-        core.pacing.hurry = rng.random() < 0.5
+        core.window.hurry = rng.random() < 0.5
         written = take(core)
         reached = written if rng.random() < 0.7 else written[: rng.randrange(len(written) + 1)]
         replies = reply_to(reached, done)
