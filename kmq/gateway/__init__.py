@@ -7,7 +7,8 @@
     core/         what all doors share; knows none of them: the broker's state, topics, partitions, producing, fetching,
                   finding a record, metrics, and the compactor, a process of its own
     groups/       consumer groups; knows the core, and no door: coordinator.py is pure code, offsets.py what is on disk,
-                  membership.py both as doors use them, redelivery.py what members gave back
+                  membership.py both as doors use them, reader.py what a member reads next, and redelivery.py what comes
+                  again; streaming.py and polling.py are for members that hold a stream, and that ask and go away
     console/      the console: its page, and what its API shows; knows the core and the groups, and no door
     http/         door: HTTP. operations.py declares every path of the API, schema.py its JSON, logs.py is /v1/…
     lines/        door: lines out, and GET_STATUS

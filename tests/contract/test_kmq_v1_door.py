@@ -355,6 +355,26 @@ def test_what_one_door_gives_back_comes_by_the_door_of_the_partitions_owner(brok
     assert (message["offset"], message["value"], message["deliveries"]) == (0, "a", 3)
 
 
+def test_a_message_is_read_in_its_turn_when_it_is_not_to_come_again_any_more(broker, client, api, group):
+    topic = f"orders{next(_names)}"
+    api.post("/api/admin/topics", {"name": topic, "partitions": 1})
+    client.produce(topic, *in_partition(0, b"a", b"b", b"c", b"d"))
+    with LineClient(port(broker, "egress")) as lines:
+
+        def ask(request):
+            lines.send(request)
+            return lines.reply()
+
+        ask(f"ASSIGN {group} {topic}/0@1")
+        ask(f"!commit {topic}/0 1")
+        assert ask(f"!nack {topic}/0 2 delay=600000").deliveries == 1
+        _, offset, found = lines.fetch(1000)
+        assert (offset, found.count(b"\n")) == (1, 1), "up to what comes again"
+        assert api.post(f"/api/topics/{topic}/seek", {"group": group, "to": "earliest"}).status == 200
+        _, offset, found = lines.fetch(1000)
+        assert (offset, found.count(b"\n")) == (2, 2)
+
+
 def test_a_revoked_partition_is_given_up_and_read_by_the_other_member(client, topic, group):
     client.produce(topic, *in_partition(0, b"a"), *in_partition(1, b"x"))
     with client.member(group, topic) as first, client.member(group, topic) as second:

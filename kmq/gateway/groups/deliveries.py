@@ -1,6 +1,6 @@
 """Which messages members have in hand, and which come again when a member gives them back or dies. Pure code.
 
-    given back      a row of the store (offset_table.Nack): how often it was delivered, and when it is due
+    given back      a row of the store (offset_table.NackRow): how often it was delivered, and when it is due
     in hand         delivered again to a member, which has neither committed nor given it back since
     read            new messages that a member was given: all up to a position, as far as they are not committed
     apart           in hand, or read, when its reader died: it comes again as the only message that its reader has

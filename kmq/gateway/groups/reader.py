@@ -214,7 +214,7 @@ class Reader:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     @property
-    def has_turns(self) -> bool:
+    def _has_turns(self) -> bool:
         """Return True if something may come again, or may be left out, now: else all new messages may come."""
         if not self.group or self._redelivery is None:
             return False
@@ -222,7 +222,7 @@ class Reader:
             return False
         return self._is_member or self._groups.coordinator.state(self.group) in (State.EMPTY, State.DEAD)
 
-    async def turn(self, cursors: Sequence[Cursor], limit: Limit, is_idle: bool) -> Turn:
+    async def turn(self, cursors: list[Cursor], limit: Limit, is_idle: bool) -> Turn:
         """Return what the member is given next of these partitions.
 
         `is_idle`: it has come back from all that it was given before; one that has committed all that is idle, too.
@@ -233,10 +233,10 @@ class Reader:
             cursor.skips = _NOTHING
         if is_idle:
             deliveries.came_back(group, self.member)
-        elif deliveries.has_one_alone(group, self.member):
+        if not self._has_turns:
+            return Turn([], cursors)
+        if not is_idle and deliveries.has_one_alone(group, self.member):
             return Turn([], [])
-        if not self.has_turns:
-            return Turn([], [*cursors])
         known = groups.committed(group)
         is_idle = is_idle or deliveries.has_nothing(
             group, self.member, lambda place: known[place].offset if place in known else 0
@@ -351,7 +351,7 @@ class Reader:
 
     def wait_s(self, cursors: Iterable[Cursor]) -> float:
         """Return after how many seconds to ask for a turn again, without any news."""
-        if not self.has_turns:
+        if not self._has_turns:
             return NEVER
         group, store, deliveries = self.group, self._groups.store, self._groups.deliveries
         due = NEVER

@@ -5,7 +5,7 @@ Given back  A message that a member gave back is delivered again when it is due,
 Letters     After maxDeliveries a message is put aside as a dead letter. Then it is behind the group: its row stays
             until the group has committed beyond it, and the group's offset moves over it by itself if it stands there.
 
-Owner       the gateway. The rows are in the store of committed offsets (offset_table.Nack), what is in hand in
+Owner       the gateway. The rows are in the store of committed offsets (offset_table.NackRow), what is in hand in
             Groups.deliveries: both are the group's, whatever door its members came through.
 Invariant   A message that was given back is forgotten only when it is committed, or its dead letter is on disk, or the
             message is gone from its partition. Each delivery that counts is on disk before the message is shown.

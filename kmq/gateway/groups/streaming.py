@@ -29,7 +29,7 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.protocol import Assigned, Ended, Event, Revoke
-from kmq.gateway.groups.reader import Reader, Turn
+from kmq.gateway.groups.reader import Reader
 from kmq.gateway.groups.redelivery import DueMessage
 from kmq.wire.requests import TopicPartition
 
@@ -79,9 +79,8 @@ class Fetches:
         """`stream`: what a refusal calls it. `refuses_revoked`: a fetch that waits is refused as soon as a partition
         that it names was revoked; else it goes on with its others, and is answered with nothing when all were."""
         self._reader, self._wire, self._stream, self._refuses_revoked = reader, wire, stream, refuses_revoked
-        self._waiting: deque[tuple[PendingFetch | None, bool]] = (
-            deque()
-        )  # None: the last one is in front of it; was it tried?
+        # Each with whether it was tried. None: the last one is in front of it.
+        self._waiting: deque[tuple[PendingFetch | None, bool]] = deque()
         self._has_fetch = asyncio.Event()
         self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
         self._was_empty = True  # the last answer
@@ -162,9 +161,7 @@ class Fetches:
         A fetch that waits may leave out a partition whose next event will wake it.
         """
         reader, cursors, is_patient = self._reader, self._cursors(fetch), fetch.limit.wait_s > 0
-        turn = Turn([], cursors)
-        if reader.has_turns:
-            turn = await reader.turn(cursors, Limit(1, fetch.limit.nbytes), is_patient or self._was_empty)
+        turn = await reader.turn(cursors, Limit(1, fetch.limit.nbytes), is_patient or self._was_empty)
         self._held = frozenset()
         if len(turn.fresh) < len(cursors):
             self._held = frozenset({cursor.place for cursor in cursors} - {cursor.place for cursor in turn.fresh})
