@@ -27,7 +27,7 @@ from functools import partial
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main, wait_for_ring
 from kmq.framing import blocks
-from kmq.framing.blocks import Batch, frame
+from kmq.framing.blocks import LineBatch, frame
 from kmq.framing.dedupe import DedupeSaver
 from kmq.framing.parser import Parser, ReceivedLines
 from kmq.framing.recovery import known_topics, open_ring, remember
@@ -36,7 +36,7 @@ from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Received, shm_path
 from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
-from kmq.links.staging import READ_BYTES, Staging, area_bytes
+from kmq.links.staging import READ_BYTES, StagingAreas, area_bytes
 from kmq.log import topic_changes
 from kmq.message import record
 
@@ -56,7 +56,7 @@ def other_pod(stage: Stage) -> str:
     return holder if is_of_another_pod(holder, stage.who) else ""
 
 
-def check_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
+def check_pipe(stage: Stage, ring: RingWriter, staging: StagingAreas) -> None:
     """Forget a line that was half read if its rest died with the FIFO.
 
     If the mark could not be set we cannot tell, and assume the same FIFO: it lives while any stage lives.
@@ -79,7 +79,7 @@ def await_received(stage: Stage) -> None:
 class Framer:
     """The job: from the staging area to the ring."""
 
-    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, clock: AgeClock) -> None:
+    def __init__(self, stage: Stage, ring: RingWriter, staging: StagingAreas, clock: AgeClock) -> None:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
         self._messages, self._bytes = stage.row.messages, stage.row.bytes  # to read the row costs more than to write it
@@ -120,7 +120,7 @@ class Framer:
             self.requests.numbered(change, seq)
         return bool(changes)
 
-    def _append(self, batch: Batch) -> None:
+    def _append(self, batch: LineBatch) -> None:
         """Append `batch` block by block; the last commit swaps the staging areas, unless more can be framed at once."""
         ring, staging, stage, source, row = self.ring, self.staging, self.stage, self.source, self.stage.row
         before = self._bytes
@@ -171,7 +171,7 @@ def run(stage: Stage) -> None:
         stage.wait_for(f"the WAL, held by {holder}", lambda: not other_pod(stage) or None)
     ring = open_ring(stage)
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
-    staging = Staging(ring, area_bytes(settings.max_line))
+    staging = StagingAreas(ring, area_bytes(settings.max_line))
     check_pipe(stage, ring, staging)
     stage.state("recovering")
     framer = Framer(stage, ring, staging, AgeClock(stage.row, ring.last.last_ts, stage.log))

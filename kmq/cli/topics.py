@@ -22,7 +22,7 @@ from kmq.log.bounds import measure
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.segment import LIMITS, Limits
-from kmq.log.topic_changes import Request
+from kmq.log.topic_changes import TopicRequest
 from kmq.logfmt import pairs
 
 topics_app = typer.Typer(
@@ -49,7 +49,7 @@ def _require(settings: Settings, name: str) -> None:
     raise ConfigError(f"topic {name!r} does not exist; {hint}")
 
 
-def _is_carried_out(settings: Settings, request: Request) -> bool:
+def _is_carried_out(settings: Settings, request: TopicRequest) -> bool:
     """Return True once the router has carried out the request; False if the broker is not ready, or too slow."""
     deadline = time.monotonic() + _ADOPT_S
     while request.is_waiting:

@@ -132,16 +132,16 @@ class Applier:
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
-    def _topics(self) -> tuple[set[str], dict[str, list[topic_changes.Request]]]:
+    def _topics(self) -> tuple[set[str], dict[str, list[topic_changes.TopicRequest]]]:
         """Return the names of all topics, and by topic what the router was asked to set; read once a pass."""
-        data, asked = self._settings.data, dict[str, list[topic_changes.Request]]()
+        data, asked = self._settings.data, dict[str, list[topic_changes.TopicRequest]]()
         names = {*topics.names(data)}
         for request in topic_changes.waiting(data) if os.path.isdir(f"{data}/topics") else []:
             if request.verb == topic_changes.SET:
                 asked.setdefault(request.topic, []).append(request)
         return names, asked
 
-    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[topic_changes.Request]) -> str:
+    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[topic_changes.TopicRequest]) -> str:
         """Declare a topic, or set its limits. Returns why that cannot be done here; "" if it was done."""
         data = self._settings.data
         try:
@@ -179,7 +179,7 @@ class Applier:
                 found.append(f"{TOPICS}{name}: {why}")
         return found
 
-    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[topic_changes.Request]) -> str:
+    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[topic_changes.TopicRequest]) -> str:
         try:
             partitions, limits = parse_topic(value)
         except ValueError as error:

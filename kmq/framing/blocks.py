@@ -31,7 +31,7 @@ Cut = tuple[int, int, int]
 ANY_TOPIC = AnyTopic()
 
 
-class Batch:
+class LineBatch:
     """Lines ready to be numbered.
 
     cuts       where the batch may be cut, in order; None if it may be cut after each line, and each took its length and
@@ -73,21 +73,21 @@ def well_formed(text: bytes, next_seq: int, topics: AnyTopic = ANY_TOPIC) -> lis
     return lines
 
 
-def single(next_seq: int, position: int, line: bytes) -> Batch:
+def single(next_seq: int, position: int, line: bytes) -> LineBatch:
     """Return the batch of one line of the framer's own, which takes nothing from the text."""
-    batch = Batch(next_seq, position)
+    batch = LineBatch(next_seq, position)
     batch.lines, batch.cuts = [line], [(1, 0, position)]
     batch.key = record.common_key(batch.lines)
     batch.more = True  # the text is as it was
     return batch
 
 
-def endless(next_seq: int, position: int, text: bytes, max_line: int) -> Batch:
+def endless(next_seq: int, position: int, text: bytes, max_line: int) -> LineBatch:
     """Return the batch of a text that fills a staging area without a newline: one refused line.
 
     No writer of whole lines does this. The bytes are kept as dead.malformed.
     """
-    batch = Batch(next_seq, position)
+    batch = LineBatch(next_seq, position)
     batch.lines = [record.malformed("too_long", text, len(text), max_line)]
     batch.cuts = [(1, len(text), position)]
     batch.used = len(text)
@@ -103,7 +103,7 @@ _MESSAGE_BYTES = 256  # most that a block needs for an acknowledged message besi
 _end_of = itemgetter(0)
 
 
-def frame(batch: Batch, limits: BlockLimits, last_ts: int, birth: int = 0) -> Iterator[tuple[Framed, bool]]:
+def frame(batch: LineBatch, limits: BlockLimits, last_ts: int, birth: int = 0) -> Iterator[tuple[Framed, bool]]:
     """Yield each block of `batch`, and True with the last; a block is made when the caller has appended the one before.
 
     `last_ts` is the recv_ts of the last record: times never go back. `birth`: of the ring `received`.
@@ -135,7 +135,7 @@ def frame(batch: Batch, limits: BlockLimits, last_ts: int, birth: int = 0) -> It
         start, used = stop, end
 
 
-def cuts_of(batch: Batch, limits: BlockLimits) -> list[int]:
+def cuts_of(batch: LineBatch, limits: BlockLimits) -> list[int]:
     """Return the numbers of the cuts that end blocks which the ring takes; of the last lines if `batch.cuts` is None."""
     count, max_count = len(batch.lines), limits.count
     reply_bytes = sum(_REPLY_BYTES + len(reply[-1]) for reply in batch.replies) if batch.replies else 0
@@ -149,7 +149,7 @@ def cuts_of(batch: Batch, limits: BlockLimits) -> list[int]:
     return _greedy(batch.cuts, batch, limits)
 
 
-def _greedy(cuts: list[Cut], batch: Batch, limits: BlockLimits) -> list[int]:
+def _greedy(cuts: list[Cut], batch: LineBatch, limits: BlockLimits) -> list[int]:
     """Return the numbers of those of `cuts` that make each block as large as it may be."""
     max_count, max_bytes, lines = limits.count, limits.nbytes, batch.lines
     replies = deque(batch.replies)

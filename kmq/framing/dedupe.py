@@ -39,11 +39,11 @@ from zlib import crc32
 from kmq.config.values import MIB
 from kmq.errors import RetryError
 from kmq.files import FULL, replace_file
-from kmq.framing.blocks import Batch
+from kmq.framing.blocks import LineBatch
 from kmq.log import dedupe_file, remnant
-from kmq.log.dedupe_file import ROWS_PER_BEAT, Snapshot
+from kmq.log.dedupe_file import ROWS_PER_BEAT, TableSnapshot
 from kmq.message import record
-from kmq.message.ids import MADE_UP, MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD, Producer, Window
+from kmq.message.ids import MADE_UP, MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD, IdWindow, KnownProducer
 from kmq.message.record import Starts, fingerprint
 from kmq.message.routing import AnyTopic
 
@@ -68,11 +68,13 @@ class DedupeTable:
     def __init__(self, max_names: int, name_ttl: float, max_ids: int, max_age: float) -> None:
         """Forget a name after `name_ttl` s without a message, an id of a window after `max_age` s."""
         self._max_names, self._ttl, self._max_runs = max_names, name_ttl, max_ids
-        self.names: OrderedDict[bytes, Producer] = OrderedDict()  # in the order of their last messages
-        self.made_up: OrderedDict[bytes, Producer] = OrderedDict()  # those among `names`, in the same order
+        self.names: OrderedDict[bytes, KnownProducer] = OrderedDict()  # in the order of their last messages
+        self.made_up: OrderedDict[bytes, KnownProducer] = OrderedDict()  # those among `names`, in the same order
         self.runs = self.prints = self.ranges = 0  # of all producers together
-        self.window = Window(max_ids, max_age)
-        self._snapshot: Snapshot | None = None  # until it is complete: what it still needs is copied before it changes
+        self.window = IdWindow(max_ids, max_age)
+        self._snapshot: TableSnapshot | None = (
+            None  # until it is complete: what it still needs is copied before it changes
+        )
         self._generation = 0  # of the last snapshot
 
     def __bool__(self) -> bool:
@@ -80,7 +82,7 @@ class DedupeTable:
 
     # --- increasing ids --------------------------------------------------------------------------------------------
 
-    def producer(self, name: bytes, seconds: int) -> Producer | None:
+    def producer(self, name: bytes, seconds: int) -> KnownProducer | None:
         """Return the producer of that name, known or new; None if the table is full.
 
         KMQ's own producers (`__…`, a few) always have a place: strangers must not keep a group from committing.
@@ -91,10 +93,10 @@ class DedupeTable:
                 self.forget_idle(seconds)
             if len(self.names) >= self._max_names and not name.startswith(b"__"):
                 return None
-            producer = self._add(Producer(name, seconds=seconds))
+            producer = self._add(KnownProducer(name, seconds=seconds))
         return producer
 
-    def _add(self, producer: Producer) -> Producer:
+    def _add(self, producer: KnownProducer) -> KnownProducer:
         producer.generation = self._generation
         self.names[producer.name] = producer
         if producer.name.startswith(_MADE_UP):
@@ -102,7 +104,7 @@ class DedupeTable:
         return producer
 
     def remember(
-        self, producer: Producer, first_id: int, seq: int, count: int, seconds: int, prints: Sequence[int] = ()
+        self, producer: KnownProducer, first_id: int, seq: int, count: int, seconds: int, prints: Sequence[int] = ()
     ) -> None:
         """Remember that messages first_id… of `producer` got the seqs seq…; `prints` are their fingerprints."""
         self._keep(producer)
@@ -120,12 +122,12 @@ class DedupeTable:
         elif self.runs > self._max_runs:
             self._trim(producer, MIN_RUNS)
 
-    def _keep(self, producer: Producer) -> None:
+    def _keep(self, producer: KnownProducer) -> None:
         """Let the snapshot copy a producer that is about to change, if it has to."""
         if producer.generation != self._generation and self._snapshot is not None:
             self._snapshot.keep(producer)
 
-    def _trim(self, producer: Producer, keep: int) -> None:
+    def _trim(self, producer: KnownProducer, keep: int) -> None:
         before = len(producer.firsts)
         self.runs -= producer.trim(keep)
         self.ranges += len(producer.firsts) - before
@@ -162,7 +164,7 @@ class DedupeTable:
         if len(self.names) >= self._max_names:
             self._forget(self.made_up, now - min(self._ttl, _MADE_UP_S))
 
-    def _forget(self, order: OrderedDict[bytes, Producer], before: float) -> None:
+    def _forget(self, order: OrderedDict[bytes, KnownProducer], before: float) -> None:
         for _ in range(min(len(order), _FORGOTTEN_AT_ONCE)):
             name, producer = next(iter(order.items()))
             if producer.seconds >= before:
@@ -207,15 +209,15 @@ class DedupeTable:
             return
         producer = self.producer(name, seconds)
         if producer is None:  # the limit was lowered: a stored name stays known, or a retry would be stored twice
-            producer = self._add(Producer(name, seconds=seconds))
+            producer = self._add(KnownProducer(name, seconds=seconds))
         self.remember(producer, first_id, seq, len(prints), seconds, prints)
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, seq: int) -> Snapshot:
+    def snapshot(self, seq: int) -> TableSnapshot:
         """Return the table as it is now, after record `seq`. It is complete once `copy` has returned True."""
         self._generation += 1
-        self._snapshot = Snapshot(seq, self.names.values(), self.window.snapshot(), self._generation)
+        self._snapshot = TableSnapshot(seq, self.names.values(), self.window.snapshot(), self._generation)
         return self._snapshot
 
     def copy(self, seconds: float) -> bool:
@@ -236,7 +238,7 @@ class DedupeTable:
             raise ValueError(f"it speaks of seq {saved.seq}, the WAL ends at {last_seq}")
         try:
             for number, row in enumerate(saved.rows()):
-                if isinstance(row, Producer):
+                if isinstance(row, KnownProducer):
                     self._add(row)
                     self.runs += len(row.ids)
                     self.prints += len(row.prints)
@@ -278,7 +280,7 @@ class Acceptor:
         self._window = table.window
         self._start_of = record.Starts().__getitem__
 
-    def begin(self, batch: Batch, seconds: int) -> None:
+    def begin(self, batch: LineBatch, seconds: int) -> None:
         """Add to this batch from now on; `seconds` since the epoch is now."""
         self._batch, self._seconds = batch, seconds
 
@@ -402,7 +404,7 @@ class DedupeSaver:
     ) -> None:
         """`is_behind`: the file does not cover the whole table, so save it soon even if nothing is framed."""
         self._path, self._table, self._beat = dedupe_file.path(data), table, beat
-        self._snapshot: Snapshot | None = None
+        self._snapshot: TableSnapshot | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._bytes = int(is_behind)  # framed since the last snapshot
@@ -460,7 +462,7 @@ class DedupeSaver:
             self._write_if(synced)
         return not self.pending and not self.busy
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: TableSnapshot) -> None:
         began = time.monotonic()
         try:
             parts = snapshot.encode()

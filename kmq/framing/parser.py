@@ -30,7 +30,7 @@ from itertools import accumulate
 
 from kmq.config.values import KIB
 from kmq.errors import RetryError
-from kmq.framing.blocks import ANY_TOPIC, Batch, Cut, ends_of_messages, well_formed
+from kmq.framing.blocks import ANY_TOPIC, Cut, LineBatch, ends_of_messages, well_formed
 from kmq.framing.dedupe import Acceptor, DedupeTable
 from kmq.links.fifo import CONTROL, LAST_ID, LINES, MESSAGES
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
@@ -146,13 +146,13 @@ class Parser:
         """How many messages were known as stored."""
         return self._acceptor.duplicates
 
-    def batch(self, text: bytes, next_seq: int, seconds: int) -> Batch:
+    def batch(self, text: bytes, next_seq: int, seconds: int) -> LineBatch:
         """Return the batch of whole staged lines.
 
         `next_seq` is what the first line will get; `seconds` since the epoch is now.
         """
         self._text = text
-        batch = self._batch = Batch(next_seq, self.source.begin(text))
+        batch = self._batch = LineBatch(next_seq, self.source.begin(text))
         self._cuts: list[Cut] = []
         self._looked = self._bytes = 0  # at so many lines; so many bytes taken
         self._stops = False  # within a run or the messages of a connection: the control lines are not done
@@ -168,7 +168,7 @@ class Parser:
             batch.key = record.common_key(batch.lines)
         return batch
 
-    def _whole(self, batch: Batch) -> tuple[int, int] | None:
+    def _whole(self, batch: LineBatch) -> tuple[int, int] | None:
         """Make the batch of one run of well-formed lines; return where it ends, or None if there is more, or other."""
         run = self._run(0, batch.begin)
         if run is None or not run.text or (run.end < len(self._text) and len(run.text) < _LARGE_BYTES):
@@ -198,7 +198,7 @@ class Parser:
             self._cut(match.end(), position)
             return match.end(), position
         end = text.index(b"\n", at) + 1  # ingress has not written it: it is a message of some writer
-        return self._add_run(_Run(text[at:end], at, end, position, position, False))
+        return self._add_run(_LineRun(text[at:end], at, end, position, position, False))
 
     def _cut(self, at: int, position: int) -> None:
         self._cuts.append((len(self._batch.lines), at, position))
@@ -210,7 +210,7 @@ class Parser:
 
     # --- lines that nobody waits for ---------------------------------------------------------------------------------
 
-    def _run(self, at: int, position: int) -> "_Run | None":
+    def _run(self, at: int, position: int) -> "_LineRun | None":
         """Return the lines from `at` on that nobody waits for: of some writer, or adjoining pieces of `received`.
 
         None if no such lines lie there.
@@ -218,7 +218,7 @@ class Parser:
         text = self._text
         if not text.startswith(CONTROL, at):
             end = text.find(b"\n" + CONTROL, at) + 1 or len(text)
-            return _Run(text[at:end], at, end, position, position, False)
+            return _LineRun(text[at:end], at, end, position, position, False)
         first, begin = at, position
         parts: list[bytes] = []
         taken = 0
@@ -232,9 +232,9 @@ class Parser:
                 parts.append(self.source.text(low, stop))
                 taken += stop - low
             position, at = max(position, stop), match.end()
-        return _Run(b"".join(parts), first, at, begin, position, True) if at > first else None
+        return _LineRun(b"".join(parts), first, at, begin, position, True) if at > first else None
 
-    def _add_run(self, run: "_Run") -> tuple[int, int]:
+    def _add_run(self, run: "_LineRun") -> tuple[int, int]:
         """Add these lines, as whole lines or one by one; return where the text, and `received`, go on."""
         text, at, end, begin, position, is_received = run
         batch, cuts = self._batch, self._cuts
@@ -261,7 +261,7 @@ class Parser:
             self._cut(end, position)
         return end, position
 
-    def _add_one_by_one(self, run: "_Run") -> int:
+    def _add_one_by_one(self, run: "_LineRun") -> int:
         """Add as many of these lines as a turn looks at; return how many bytes they are."""
         done = 0
         for line in run.text.split(b"\n")[:-1]:
@@ -340,7 +340,7 @@ class Parser:
         return done
 
 
-class _Run(namedtuple("_Run", ("text", "at", "end", "begin", "position", "is_received"))):
+class _LineRun(namedtuple("_LineRun", ("text", "at", "end", "begin", "position", "is_received"))):
     """Lines that nobody waits for: the staged text from `at` to `end` holds them, or the control lines that speak of
     them; in `received` they lie from `begin` to `position`."""
 

@@ -38,7 +38,7 @@ from math import inf
 
 from kmq.broker.admission import TOPIC_INODES
 from kmq.log import deletions, topic_changes, topics
-from kmq.log.topic_changes import Change, Request
+from kmq.log.topic_changes import TopicChange, TopicRequest
 from kmq.message import record
 from kmq.message.record import Marked
 from kmq.message.routing import AnyTopic, Table, Topic, resolve
@@ -270,7 +270,7 @@ class TopicRequests:
         self._seen_ns = 0  # mtime of topics/ when it was listed
         self._due = self._not_before = 0.0
 
-    def due(self) -> list[Change]:
+    def due(self) -> list[TopicChange]:
         """Return the changes to be numbered now, in order. Call `numbered` for each of them."""
         now = time.monotonic()
         try:
@@ -288,7 +288,7 @@ class TopicRequests:
         self._not_before = now + _PART * (time.monotonic() - now) if found.st_nlink > _MANY else 0.0
         return changes
 
-    def _next(self, found: list[Request], routed: int) -> list[Change]:
+    def _next(self, found: list[TopicRequest], routed: int) -> list[TopicChange]:
         """Return the oldest change of each topic that has none on its way."""
         self._numbered = {each.name: self._numbered[each.name] for each in found if each.name in self._numbered}
         busy = {each.topic for each in found if self._numbered.get(each.name, 0) > routed}
@@ -301,10 +301,10 @@ class TopicRequests:
             if incarnation is None:
                 incarnation = self._incarnation(request.topic)
             if incarnation is not None:
-                changes.append(Change(request.verb, request.topic, incarnation, request.values, request.name))
+                changes.append(TopicChange(request.verb, request.topic, incarnation, request.values, request.name))
         return changes
 
-    def numbered(self, change: Change, seq: int) -> None:
+    def numbered(self, change: TopicChange, seq: int) -> None:
         """Note that the record of a change is in the ring."""
         self._numbered[change.request] = seq
 

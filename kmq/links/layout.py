@@ -134,7 +134,7 @@ class Consumed(namedtuple("Consumed", ("area", "offset", "birth", "position"))):
 NOTHING_STAGED = Consumed(0, 0, 0, 0)  # of a ring without staging areas
 
 
-class Commit:
+class RingCommit:
     """One consistent reading of the writer's record."""
 
     __slots__ = ("area", "begin", "birth", "consumed", "head", "last_ts", "messages", "next_seq", "position")
@@ -155,9 +155,9 @@ class Commit:
         self.area, self.consumed, self.birth, self.position = area, consumed, birth, position
         self.begin = begin
 
-    def consuming(self, consumed: Consumed) -> "Commit":
+    def consuming(self, consumed: Consumed) -> "RingCommit":
         """Return the same record with other cells of the framer."""
-        return Commit(self.head, self.messages, self.next_seq, self.last_ts, *consumed, self.begin)
+        return RingCommit(self.head, self.messages, self.next_seq, self.last_ts, *consumed, self.begin)
 
 
 class Stamp(namedtuple("Stamp", ("first_seq", "count", "key_length", "recv_ts"))):
@@ -269,7 +269,7 @@ class Ring(SharedFile):
         self.reader_bell, self.writer_bell = self._bells = bells
         self._bells_text = self.mm[BELLS : BELLS + TEXT]
 
-    def committed(self) -> Commit:
+    def committed(self) -> RingCommit:
         """The writer's record in force (invariant 2)."""
         cells = self.cells
         while True:
@@ -278,7 +278,7 @@ class Ring(SharedFile):
             record = cells[at : at + 9].tolist()
             fence()
             if cells[COUNTER] == counter:
-                return Commit(*record)
+                return RingCommit(*record)
 
     @property
     def synced_seq(self) -> int | None:
@@ -348,7 +348,7 @@ def read_text(fd: int, at: int) -> str:
     return os.pread(fd, TEXT, at).rstrip(b"\0").decode(errors="replace")
 
 
-def first_waiting(ring: Ring, position: int, record: Commit) -> int:
+def first_waiting(ring: Ring, position: int, record: RingCommit) -> int:
     position = max(position, record.begin)
     if position < record.head and ring.words[BLOCKS // 8 + position % ring.size // 8] == SKIP:
         position += ring.size - position % ring.size

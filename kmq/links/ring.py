@@ -40,11 +40,11 @@ from kmq.links.layout import (
     WRITER_SLEEPS,
     Block,
     BlockLimits,
-    Commit,
     Consumed,
     Framed,
     Identity,
     Ring,
+    RingCommit,
     block_bytes,
     first_waiting,
     give_name,
@@ -179,7 +179,7 @@ class RingWriter(Ring):
         return True
 
     @property
-    def last(self) -> Commit:
+    def last(self) -> RingCommit:
         """The record in force, as this writer last committed it."""
         return self._last
 
@@ -258,9 +258,9 @@ class RingWriter(Ring):
         words[header + 4] = recv_ts
         words[header + 5] = last.messages + count
         words[header + 6] = len(replies)
-        self.commit(Commit(start + total, last.messages + count, first_seq + count, recv_ts, *consumed, begin))
+        self.commit(RingCommit(start + total, last.messages + count, first_seq + count, recv_ts, *consumed, begin))
 
-    def commit(self, record: Commit) -> None:
+    def commit(self, record: RingCommit) -> None:
         """Put `record` in force: fill the spare record, then store the counter. That store is the commit."""
         cells = self.cells
         counter = self._counter + 1

@@ -20,7 +20,7 @@ import mmap
 import os
 
 from kmq.config.values import KIB
-from kmq.links.layout import BLOCKS, Commit, Consumed, Framed, Received
+from kmq.links.layout import BLOCKS, Consumed, Framed, Received, RingCommit
 from kmq.links.ring import RingWriter
 
 _CHUNK = 64 * KIB  # searched or zeroed at once: small enough to leave no hole in the heap behind
@@ -34,7 +34,7 @@ def area_bytes(max_line: int) -> int:
     return max_line + 2 * READ_BYTES + 4095 & ~4095
 
 
-class Staging:
+class StagingAreas:
     """The two areas behind the blocks of the ring `framed`."""
 
     def __init__(self, ring: RingWriter, size: int) -> None:
@@ -126,7 +126,7 @@ class Staging:
         self._copied = len(rest)
         return other
 
-    def adopt(self, record: Commit) -> None:
+    def adopt(self, record: RingCommit) -> None:
         """Use the area and the place in it that a commit has put in force."""
         if record.area != self.active:
             self._used_other = self.filled

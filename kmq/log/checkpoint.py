@@ -36,13 +36,13 @@ from kmq.errors import CorruptError, RetryError
 from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log import dedupe_file, deletions, reader, remnant, segment, topic_changes, topics, wal
 from kmq.log.damage import DamageError
-from kmq.log.partition import EMPTY, State, directory_of
+from kmq.log.partition import EMPTY, PartitionState, directory_of
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.logfmt import Logger
 from kmq.message.routing import CRC32, PARTITIONERS, Table, Topic
 
-Rows = dict[tuple[str, int], State]
+Rows = dict[tuple[str, int], PartitionState]
 
 
 def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
@@ -64,10 +64,10 @@ def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
             since[topic] = Since(int(fields[0]), topics.decode_growth(fields[2]) if fields[2:] else ())
             for partition, first in enumerate(fields[1].split(",")):
                 state = rows[topic, partition]
-                rows[topic, partition] = State(state.end_offset, state.last_seq, state.size, int(first))
+                rows[topic, partition] = PartitionState(state.end_offset, state.last_seq, state.size, int(first))
         else:
             partition, end_offset, last_seq, size = map(int, fields)
-            rows[topic, partition] = State(end_offset, last_seq, size)
+            rows[topic, partition] = PartitionState(end_offset, last_seq, size)
     deleted = deletions.Deleted.of(data)
     since = {topic: known for topic, known in since.items() if known.from_seq > deleted.last_seq(topic)}
     gone = deleted.lives.keys() - since.keys()
@@ -192,7 +192,7 @@ class RecordedTopic:
 
     __slots__ = ("grown", "limits", "partitioner", "partitions")
 
-    def __init__(self, change: topic_changes.Change) -> None:
+    def __init__(self, change: topic_changes.TopicChange) -> None:
         self.partitions, self.limits = change.partitions, change.limits
         self.partitioner = PARTITIONERS[change.values.get("partitioner", CRC32.name)]
         self.grown: list[tuple[int, int]] = []
@@ -222,7 +222,7 @@ def recorded_topics(data: str) -> RecordedTopics:
     return found
 
 
-def _recorded_changes(data: str) -> Iterator[topic_changes.Change]:
+def _recorded_changes(data: str) -> Iterator[topic_changes.TopicChange]:
     log = reader.partition(data, topic_changes.TOPIC, 0)
     for _, lines in log.chunks(log.first_offset):
         yield from topic_changes.changes(lines)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from zlib import crc32
 
-from kmq.message.ids import PRINTS, Producer, WindowSnapshot, pack, unpack
+from kmq.message.ids import PRINTS, KnownProducer, WindowSnapshot, pack, unpack
 
 _VERSION = 2
 _ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005
@@ -44,14 +44,14 @@ def checkpoint_seq(data: str) -> int:
         return 0
 
 
-class Snapshot:
+class TableSnapshot:
     """A dedupe table at one moment, after record `seq`. Its text is made in a thread.
 
     The lists of a producer are copied by `copy`, some producers at a time, or by `keep` before they change: to copy
     50,000 names at once takes a second. The ids of a window are not copied.
     """
 
-    def __init__(self, seq: int, producers: Iterable[Producer], window: WindowSnapshot, generation: int) -> None:
+    def __init__(self, seq: int, producers: Iterable[KnownProducer], window: WindowSnapshot, generation: int) -> None:
         self.seq = seq
         self._window = window
         self._generation = generation  # of producers that are copied, or younger than this snapshot
@@ -59,7 +59,7 @@ class Snapshot:
         self._left.reverse()
         self._names: list[_Name] = []
 
-    def keep(self, p: Producer) -> None:
+    def keep(self, p: KnownProducer) -> None:
         """Copy a producer of an older generation, and raise its generation."""
         lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
         self._names.append((p.name, p.last_id, p.seconds, *lists))
@@ -110,7 +110,7 @@ class Saved:
         if version not in (1, _VERSION):
             raise ValueError(f"format {version} is not known here")
 
-    def rows(self, prefix: bytes = b"") -> Iterator[Producer | WindowRow]:
+    def rows(self, prefix: bytes = b"") -> Iterator[KnownProducer | WindowRow]:
         """Yield the producers and the ids of windows whose rows begin with `prefix`, in the order of the file."""
         return (_decode_row(row) for row in self._text.splitlines() if row.startswith(prefix))
 
@@ -140,13 +140,13 @@ def checksum(seq: int, rows: bytes) -> int:
     return crc32(rows, crc32(b"%d" % seq))
 
 
-def _decode_row(row: bytes) -> Producer | WindowRow:
+def _decode_row(row: bytes) -> KnownProducer | WindowRow:
     kind, name, *fields = row.split(b"|")
     if kind == b"w":
         id, seq, seconds, print = fields if len(fields) == 4 else (*fields, b"0")
         return b"%b|%b" % (name, id), pack(int(seq), int(seconds), int(print))
     last_id, seconds, ranges, runs, prints = fields if len(fields) == 5 else (*fields[:2], b"", fields[3], b"")
-    producer = Producer(name, int(last_id), int(seconds))
+    producer = KnownProducer(name, int(last_id), int(seconds))
     for ends in ranges.split(b",") if ranges else ():
         first, last = map(int, ends.split(b":"))
         producer.firsts.append(first)

@@ -31,7 +31,7 @@ _HEAD_BYTES = 64  # a seq and a time are shorter
 _WINDOW = 4 << 10  # bytes looked through at once for the end of a line
 
 
-class Entry:
+class IndexEntry:
     """One index line."""
 
     __slots__ = ("crc", "offset", "position", "recv_ts")
@@ -95,25 +95,25 @@ def read_label(text: bytes) -> bytes:
     return text[: text.find(b"\n") + 1] if text.startswith(LABEL) else b""
 
 
-def parse_line(line: bytes) -> Entry | None:
-    """Return an index line as an Entry; None if it is no index line."""
+def parse_line(line: bytes) -> IndexEntry | None:
+    """Return an index line as an IndexEntry; None if it is no index line."""
     fields = line.split(b"|")
     try:
         offset, position, crc = (int(field) for field in fields[:3])
         record.parse_ts(fields[3])
     except (ValueError, IndexError):
         return None
-    return Entry(offset, position, crc, fields[3]) if len(fields) == 4 else None
+    return IndexEntry(offset, position, crc, fields[3]) if len(fields) == 4 else None
 
 
-def read_entries(path: str, log_size: int) -> list[Entry]:
+def read_entries(path: str, log_size: int) -> list[IndexEntry]:
     """Return the entries in force for a log of `log_size` bytes, in order; [] if there is no index."""
     try:
         with open(path, "rb") as file:
             text = file.read()
     except FileNotFoundError:
         return []
-    entries: list[Entry] = []
+    entries: list[IndexEntry] = []
     for line in text[: text.rfind(b"\n") + 1].splitlines():
         entry = parse_line(line)
         if entry is None or entry.position >= log_size:
@@ -211,7 +211,7 @@ class IndexWriter:
         self._by_seq = by_seq
         self._wait_for_room = wait_for_room
         self._pending: list[bytes] = []
-        self._open: Entry | None = None
+        self._open: IndexEntry | None = None
         self._length = 0  # bytes of the open block
         self._noted = 0  # of them, bytes that a provisional line covers
 
@@ -259,7 +259,7 @@ class IndexWriter:
         finally:
             file.close()
 
-    def _rewrite_if_damaged(self, entries: list[Entry], log_size: int, log_fd: int) -> None:
+    def _rewrite_if_damaged(self, entries: list[IndexEntry], log_size: int, log_fd: int) -> None:
         try:
             with open(self.path, "rb") as file:
                 text = file.read()
@@ -273,7 +273,7 @@ class IndexWriter:
             return
         self._rewrite(label(self._label_of) if needs_label else head, entries)
 
-    def _rewrite(self, head: bytes, entries: list[Entry]) -> None:
+    def _rewrite(self, head: bytes, entries: list[IndexEntry]) -> None:
         """Rewrite the index as `head` and `entries`; without entries empty it, so that it gets a new label."""
         text = head + b"".join(entry.line() for entry in entries) if entries else b""
 
@@ -324,7 +324,7 @@ class IndexWriter:
                     here = offset + int(fields[0]) - first_seq
                 else:
                     here = offset + bytes(data[:at]).count(b"\n")
-                self._open = Entry(here, position + at, 0, fields[1])
+                self._open = IndexEntry(here, position + at, 0, fields[1])
                 self._length = self._noted = 0
             want = BLOCK_BYTES - self._length
             end = size if size - at <= want else line_end(data, at + want - 1)

@@ -8,7 +8,7 @@ Invariant   The segments are a prefix of the records that the WAL routes here, w
             which fall between two appends).
 Crash       The files are copies: the router appends whatever is torn, cut or missing again from the WAL.
             partition_recovery.py finds out what is whole.
-            On disk: the lines and the index. In memory only: State, of which the checkpoint keeps `values`.
+            On disk: the lines and the index. In memory only: PartitionState, of which the checkpoint keeps `values`.
             A sealed segment is synced by the next checkpoint, not by the roll, so no message waits for that sync.
 """
 
@@ -25,7 +25,7 @@ from kmq.log.segment import Limits, Segment, count_lines
 from kmq.message import record
 
 
-class State:
+class PartitionState:
     """What the router knows of a partition log: its extent and its sealed segments.
 
     The next record gets `end_offset`; the last one has `last_seq`. The files hold `size` bytes and begin with record
@@ -40,7 +40,7 @@ class State:
         self.sealed: Sequence[Segment] = ()  # most partitions have none; a list for each would cost memory
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.values() == other.values()
+        return isinstance(other, PartitionState) and self.values() == other.values()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ class State:
         self.sealed, self.size, self.start = [last], last.size, last.first
 
 
-EMPTY = State()
+EMPTY = PartitionState()
 
 
 def directory_of(data: str, topic: str, partition: int) -> str:
@@ -105,7 +105,7 @@ class PartitionLog:
     )
 
     def __init__(
-        self, place: PartitionPlace, state: State, wait_for_room: WaitForRoom, limits: Limits | None = None
+        self, place: PartitionPlace, state: PartitionState, wait_for_room: WaitForRoom, limits: Limits | None = None
     ) -> None:
         """Take a log that is not open yet. `state` belongs to the caller, and outlives this object."""
         self._place, self._wait_for_room = place, wait_for_room

@@ -15,7 +15,7 @@ from kmq.files import find_nul, find_tail
 from kmq.log import index, segment
 from kmq.log.dropped import SeqRange
 from kmq.log.index import last_before
-from kmq.log.partition import State
+from kmq.log.partition import PartitionState
 from kmq.log.segment import Segment, count_lines
 from kmq.message import record
 
@@ -43,14 +43,14 @@ class Remains:
 
     __slots__ = ("cut", "gaps", "segments", "state", "touched")
 
-    def __init__(self, segments: list[Segment], state: State) -> None:
+    def __init__(self, segments: list[Segment], state: PartitionState) -> None:
         self.segments, self.state = segments, state
         self.cut = 0  # bytes cut off: torn, NUL, or behind such bytes
         self.gaps: list[Gap] = []
         self.touched: list[Segment] = []  # sealed segments that may not be synced
 
 
-def fits(segments: list[Segment], known: State) -> bool:
+def fits(segments: list[Segment], known: PartitionState) -> bool:
     """Return True if the files match the checkpoint `known`, by their sizes and one small read at the end."""
     if sum(part.size for part in segments) != known.size:
         return False
@@ -76,7 +76,7 @@ def ends_as(path: str, size: int, last_seq: int) -> bool:
     return tail.startswith(b"%d|" % last_seq, at) or (not at and len(tail) == _LOOK)
 
 
-def recover(segments: list[Segment], known: State, wal: WalRange, start: int) -> Remains:
+def recover(segments: list[Segment], known: PartitionState, wal: WalRange, start: int) -> Remains:
     """Cut the files of a log to what is whole, and return what remains.
 
     `known` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
@@ -99,7 +99,7 @@ class FilePlace(namedtuple("FilePlace", ("number", "byte"))):
     __slots__ = ()
 
 
-def _checkpointed_end(known: State, segments: list[Segment]) -> FilePlace | None:
+def _checkpointed_end(known: PartitionState, segments: list[Segment]) -> FilePlace | None:
     """Return where the records of the checkpoint end in the files; None if the files do not match it."""
     if not segments or segments[0].first != known.start:
         return None
@@ -111,10 +111,12 @@ def _checkpointed_end(known: State, segments: list[Segment]) -> FilePlace | None
     return FilePlace(at, floor) if is_there else None
 
 
-def _cut_after_checkpoint(segments: list[Segment], checkpointed: FilePlace, known: State, high: int) -> Remains:
+def _cut_after_checkpoint(
+    segments: list[Segment], checkpointed: FilePlace, known: PartitionState, high: int
+) -> Remains:
     """Keep everything up to `checkpointed`, and cut at the first bad byte after it."""
     at, floor = checkpointed
-    remains = Remains(segments[:at], State(*known.values()))
+    remains = Remains(segments[:at], PartitionState(*known.values()))
     state = remains.state
     for part in segments[at:]:
         if not floor and part.first != state.end_offset:
@@ -137,7 +139,7 @@ def _cut_after_checkpoint(segments: list[Segment], checkpointed: FilePlace, know
 
 def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
     """Cut the torn end of each segment, and find the gaps between segments."""
-    remains = Remains([], State(start, 0, 0, start))
+    remains = Remains([], PartitionState(start, 0, 0, start))
     state = remains.state
     for part in segments:
         is_last = part is segments[-1]

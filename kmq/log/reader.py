@@ -23,7 +23,7 @@ from itertools import pairwise
 from kmq.files import find_tail
 from kmq.log import segment
 from kmq.log.damage import DamageError
-from kmq.log.index import Entry, read_entries
+from kmq.log.index import IndexEntry, read_entries
 from kmq.log.segment import RECV_TS, SEQ, CheckedLines, first_at, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 from kmq.message import record
@@ -60,7 +60,7 @@ def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
 
 
 def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | None:
-    def is_before(entry: Entry) -> bool:
+    def is_before(entry: IndexEntry) -> bool:
         stamp = segment.stamp_at(entry.position)
         return stamp is not None and stamp[field] < target
 
@@ -152,9 +152,9 @@ def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> 
             return
 
 
-def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[Entry]]:
+def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[IndexEntry]]:
     """Yield the index entries of runs of final blocks, each with the entry behind it; from byte `at` of the index."""
-    run: list[Entry] = []
+    run: list[IndexEntry] = []
     with contextlib.suppress(DamageError):
         for block in segment.blocks(at):
             if block.following is None or block.entry.offset >= end:
@@ -167,7 +167,7 @@ def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[li
         yield run
 
 
-def _read(segment: SegmentReader, entries: list[Entry]) -> Extent:
+def _read(segment: SegmentReader, entries: list[IndexEntry]) -> Extent:
     """Return the blocks that begin with `entries`, up to a bad block; the last entry only marks the end."""
     position = entries[0].position
     edges = [entry.position - position for entry in entries if entry.position <= segment.size] or [0]

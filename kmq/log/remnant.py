@@ -45,7 +45,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     if found is None or tail.cut or (by_seq and found[0] != first):
         return None
     line = tail.last + b"\n"
-    entry = index.Entry(first, 0, zlib.crc32(line), record.format_ts(found[1]))
+    entry = index.IndexEntry(first, 0, zlib.crc32(line), record.format_ts(found[1]))
     try:
         for name, text in ((segment.index_path(path), index.label(path) + entry.line()), (path + _SUFFIX, line)):
             with open(name, "wb") as file:

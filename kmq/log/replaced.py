@@ -96,7 +96,7 @@ class Removable:
                 yield from (self.segment.first + (byte << 3) + bit for bit in range(8) if bits >> bit & 1)
 
 
-class Comparison:
+class KeyComparison:
     """The comparison of all records of one partition."""
 
     def __init__(self, place: SyncedPartition, horizon: Horizon, marks_from: int, pace: Pace = at_once) -> None:
@@ -105,7 +105,7 @@ class Comparison:
         self._log = reader.partition(place.data, place.topic, place.partition)
         self.sealed = compaction.sealed(*place)
         self._start = self.sealed[0].first if self.sealed else place.end
-        self._window = _Window([])
+        self._window = _RecordWindow([])
         self._filter = _Filter(place.end - self._start)
         self.young: Tombstone | None = None  # the first one that the horizon has kept
         self.records = self.nbytes = 0  # that were there, and the bytes of their lines
@@ -224,10 +224,10 @@ class Comparison:
 
 def plan(place: SyncedPartition, horizon: Horizon, marks_from: int) -> Iterator[Removable]:
     """Yield what may be removed from sealed segments because of records before `place.end`."""
-    return Comparison(place, horizon, marks_from).removable()
+    return KeyComparison(place, horizon, marks_from).removable()
 
 
-class _Window:
+class _RecordWindow:
     """Consecutive segments whose removable records are found together."""
 
     def __init__(self, segments: list[Sealed]) -> None:
@@ -252,14 +252,14 @@ class _Window:
             yield self._found.pop(number)
 
 
-def _windows(segments: list[Sealed]) -> Iterator[_Window]:
+def _windows(segments: list[Sealed]) -> Iterator[_RecordWindow]:
     window: list[Sealed] = []
     for segment in segments:
         if window and segment.end - window[0].first > _WINDOW:
-            yield _Window(window)
+            yield _RecordWindow(window)
             window = []
         window.append(segment)
-    yield _Window(window)
+    yield _RecordWindow(window)
 
 
 class _Filter:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from kmq.log import identity, segment
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, Entry, label, parse_line, read_label
+from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, IndexEntry, label, parse_line, read_label
 from kmq.log.segment import CheckedLines, bad_line, last_line, seqs_of
 from kmq.message import record
 
@@ -35,7 +35,7 @@ class IndexLine:
 
     __slots__ = ("end", "entry", "start")
 
-    def __init__(self, start: int, end: int, entry: Entry) -> None:
+    def __init__(self, start: int, end: int, entry: IndexEntry) -> None:
         self.start, self.end, self.entry = start, end, entry
 
 
@@ -80,7 +80,7 @@ class IndexReader:
         entry = self._entry(data[start:stop] if stop >= 0 else b"", base + start)
         return IndexLine(base + start, base + stop + 1, entry)
 
-    def _entry(self, line: bytes, at: int) -> Entry:
+    def _entry(self, line: bytes, at: int) -> IndexEntry:
         entry = parse_line(line)
         if entry is None:
             raise self.damage(at, f"not an index line: {line[:40]!r}")
@@ -89,7 +89,7 @@ class IndexReader:
     def damage(self, at: int, what: str) -> DamageError:
         return DamageError(self.path, at, self.size, 0, 0, what)
 
-    def last(self, holds: Callable[[Entry], bool]) -> IndexLine | None:
+    def last(self, holds: Callable[[IndexEntry], bool]) -> IndexLine | None:
         """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it."""
         best, low, high = None, self.begin, self.size
         if low < high:  # most often who reads is at the end
@@ -105,9 +105,9 @@ class IndexReader:
                 high = line.start
         return best
 
-    def entries(self, at: int = 0) -> Iterator[tuple[int, Entry]]:
+    def entries(self, at: int = 0) -> Iterator[tuple[int, IndexEntry]]:
         """Yield (byte, entry) of the lines in force, the last for each offset, from the line at byte `at` on."""
-        pending: tuple[int, Entry] | None = None
+        pending: tuple[int, IndexEntry] | None = None
         at = max(at, self.begin)
         while at < self.size:
             data = os.pread(self.fd, min(_WINDOW, self.size - at), at)
@@ -127,7 +127,7 @@ class IndexReader:
             yield pending
 
 
-def _may_follow(before: Entry, entry: Entry) -> bool:
+def _may_follow(before: IndexEntry, entry: IndexEntry) -> bool:
     """Return True if `entry` is of the same block as the line before it, or of a later one."""
     is_later = entry.offset > before.offset
     return entry.offset >= before.offset and is_later == (entry.position > before.position)
@@ -162,7 +162,7 @@ class IndexedBlock:
 
     __slots__ = ("at", "entry", "following")
 
-    def __init__(self, at: int, entry: Entry, following: Entry | None) -> None:
+    def __init__(self, at: int, entry: IndexEntry, following: IndexEntry | None) -> None:
         self.at, self.entry, self.following = at, entry, following
 
 
@@ -252,7 +252,7 @@ class SegmentReader:
 
     def blocks(self, at: int = 0) -> Iterator[IndexedBlock]:
         """Yield the blocks, from the index line at byte `at` on."""
-        pending: tuple[int, Entry] | None = None
+        pending: tuple[int, IndexEntry] | None = None
         for byte, entry in self.index.entries(at):
             if pending is not None:
                 yield IndexedBlock(*pending, entry)
@@ -260,7 +260,7 @@ class SegmentReader:
         if pending is not None:
             yield IndexedBlock(*pending, None)
 
-    def fault(self, entry: Entry, data: bytes, following: int) -> str:
+    def fault(self, entry: IndexEntry, data: bytes, following: int) -> str:
         """Return how `data`, a whole block, contradicts its entry, or "". `following`: the next offset; 0: unknown."""
         if what := self.misfit(entry, data):
             return what
@@ -268,7 +268,7 @@ class SegmentReader:
             return "the block and the index count different numbers of records"
         return ""
 
-    def misfit(self, entry: Entry, data: bytes | memoryview) -> str:
+    def misfit(self, entry: IndexEntry, data: bytes | memoryview) -> str:
         """Return what `fault` returns, but do not count the records."""
         if zlib.crc32(data) != entry.crc:
             return "crc mismatch"
@@ -278,7 +278,7 @@ class SegmentReader:
             return "the index line describes another record"
         return ""
 
-    def covered_end(self, entry: Entry) -> int:
+    def covered_end(self, entry: IndexEntry) -> int:
         """Return the byte up to which the provisional line `entry` covers its block. It is the end of a line."""
         data = self._block_from(entry.position)
         if zlib.crc32(data) == entry.crc and data:

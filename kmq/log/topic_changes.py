@@ -60,8 +60,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:+-]*")
 _ENCODED = re.compile(rb"%([0-9A-F]{2})")
 
 
-class Change(
-    namedtuple("Change", ("verb", "topic", "incarnation", "values", "request", "seq", "ts"), defaults=(0, ""))
+class TopicChange(
+    namedtuple("TopicChange", ("verb", "topic", "incarnation", "values", "request", "seq", "ts"), defaults=(0, ""))
 ):
     """A change. `values` are texts by name. `seq` and `ts`: of the stored record."""
 
@@ -78,14 +78,14 @@ class Change(
         return {name: text for name, text in self.values.items() if name not in ("partitions", "partitioner")}
 
 
-def encode(change: Change, now: bytes) -> bytes:
+def encode(change: TopicChange, now: bytes) -> bytes:
     """Return the record as sent, without newline. `now`: its producer_ts."""
     words = [change.verb, change.topic, f"incarnation={change.incarnation}"]
     words += [f"{_quote(name)}={_quote(text)}" for name, text in change.values.items()]
     return b"%b|%b|;request=%b|%b" % (KEY, now, change.request.encode(), " ".join(words).encode())
 
 
-def decode(line: bytes) -> Change:
+def decode(line: bytes) -> TopicChange:
     """Return the change in a stored record. Raises ValueError if it is none."""
     stored = record.fields(line.rstrip(b"\n"))
     verb, topic, *words = stored.payload.decode("ascii").split(" ")
@@ -94,7 +94,7 @@ def decode(line: bytes) -> Change:
     if stored.routing_key != KEY or verb not in VERBS or not record.is_topic_name(topic) or "incarnation" not in values:
         raise ValueError(f"{stored.payload[:80]!r}: is no change of a topic")
     incarnation, request = int(values.pop("incarnation")), stored.id.partition(b";request=")[2].decode("ascii")
-    return Change(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
+    return TopicChange(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
 
 
 def parts(lines: bytes) -> Iterator[tuple[bytes, bool]]:
@@ -109,7 +109,7 @@ def parts(lines: bytes) -> Iterator[tuple[bytes, bool]]:
         yield lines[at:], False
 
 
-def changes(lines: bytes) -> Iterator[Change]:
+def changes(lines: bytes) -> Iterator[TopicChange]:
     """Yield the changes in whole stored lines; records that cannot be read are passed over."""
     for text, is_change in parts(lines):
         if is_change:
@@ -140,7 +140,7 @@ _INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
 RETAIN = "retain"
 
 
-class Request:
+class TopicRequest:
     """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, or the partitions to grow to."""
 
     __slots__ = ("limits", "path", "topic", "verb")
@@ -181,15 +181,15 @@ class Request:
         sync_directory(os.path.dirname(self.path))
 
 
-def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
+def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> TopicRequest:
     """Submit a request to the router; it is on disk when this returns."""
     path = f"{data}/topics/{_PREFIX}{time.time_ns():020d}-{os.getpid()}"
     lines = [f"{verb} {topic}", *(f"{name}={text}" for name, text in limits.items())]
     replace_file(path, "".join(f"{line}\n" for line in lines).encode())
-    return Request(path, verb, topic, limits)
+    return TopicRequest(path, verb, topic, limits)
 
 
-def delete(data: str, topic: str, from_seq: int | None) -> Request:
+def delete(data: str, topic: str, from_seq: int | None) -> TopicRequest:
     """Ask to delete the topic that is in force from `from_seq` on; None: it is not known, so whatever has the name then.
 
     Whoever asks again after a timeout must not delete the topic that a message has made meanwhile.
@@ -197,9 +197,9 @@ def delete(data: str, topic: str, from_seq: int | None) -> Request:
     return submit(data, DELETE, topic, {} if from_seq is None else {_INCARNATION: str(from_seq)})
 
 
-def named(data: str, name: str) -> Request:
+def named(data: str, name: str) -> TopicRequest:
     """Return the request of this name, without its content: to be removed."""
-    return Request(f"{data}/topics/{_PREFIX}{name}", "", "", {})
+    return TopicRequest(f"{data}/topics/{_PREFIX}{name}", "", "", {})
 
 
 def asks_to_create(data: str, topic: str) -> bool:
@@ -207,13 +207,13 @@ def asks_to_create(data: str, topic: str) -> bool:
     return any(request.verb == CREATE and request.topic == topic for request in waiting(data))
 
 
-def waiting(data: str) -> list[Request]:
+def waiting(data: str) -> list[TopicRequest]:
     """Return the requests that are not carried out yet, the oldest first."""
     names = sorted(name for name in os.listdir(f"{data}/topics") if _NAME.fullmatch(name))
     return [request for name in names if (request := _read(f"{data}/topics/{name}"))]
 
 
-def _read(path: str) -> Request | None:
+def _read(path: str) -> TopicRequest | None:
     """Return the request in a file; None if it was carried out meanwhile, or is no file.
 
     A stray file must not stop the framer, and with it all producers: what cannot be read is a request that is refused.
@@ -221,7 +221,7 @@ def _read(path: str) -> Request | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
-        return Request(path, "that cannot be read", "", {})
+        return TopicRequest(path, "that cannot be read", "", {})
     except OSError:
         return None
     try:
@@ -231,11 +231,11 @@ def _read(path: str) -> Request | None:
     finally:
         os.close(fd)
     if len(text) > _MOST_BYTES:
-        return Request(path, f"of more than {_MOST_BYTES} bytes", "", {})
+        return TopicRequest(path, f"of more than {_MOST_BYTES} bytes", "", {})
     head, *lines = text.decode(errors="replace").split("\n")
     verb, _, topic = head.partition(" ")
     pairs = (line.partition("=") for line in lines if line)
-    return Request(path, verb, topic, {name: text for name, _, text in pairs})
+    return TopicRequest(path, verb, topic, {name: text for name, _, text in pairs})
 
 
 def apply(own: dict[str, str], changes: dict[str, str]) -> None:
@@ -246,7 +246,9 @@ def apply(own: dict[str, str], changes: dict[str, str]) -> None:
             own[limit] = value
 
 
-def limits_to_be(data: str, topic: str, own: dict[str, str], asked: Sequence[Request] | None = None) -> dict[str, str]:
+def limits_to_be(
+    data: str, topic: str, own: dict[str, str], asked: Sequence[TopicRequest] | None = None
+) -> dict[str, str]:
     """Return a topic's own limits as they will be once the router has carried out all requests.
 
     `asked`: what `waiting` has returned, or those of this topic; without it they are read now.

@@ -336,7 +336,7 @@ def declare(
     if os.path.isdir(f"{data}/topics/{name}"):
         raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
     check_links(data, Topic(name, partitions, 1), is_new=True)
-    request: topic_changes.Request | None = None
+    request: topic_changes.TopicRequest | None = None
     try:
         texts = {"partitions": str(partitions), "partitioner": partitioner, **(limits or {})}
         # The request first: a declaration without one gets no record.

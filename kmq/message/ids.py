@@ -1,6 +1,6 @@
 """The ids of messages: their form, and the table of stored ids, each with its seq and a fingerprint of its content.
 
-A producer's ids are decimal and increasing (`Producer`). The ids of a window are arbitrary text and age (`Window`).
+A producer's ids are decimal and increasing (`KnownProducer`). The ids of a window are arbitrary text and age (`IdWindow`).
 
 Invariant   An id up to a producer's last is known to be stored exactly while a run or a range holds it. Of the last
             PRINTS ids there is a fingerprint of the content too (record.fingerprint), unless the dedupe table had to
@@ -27,7 +27,7 @@ PRINTS = 4096  # ids of a producer whose content is remembered
 _RANGES = 1 << 16
 
 
-class Producer:
+class KnownProducer:
     """The ids of one name: runs of consecutive ids under consecutive seqs, and below them ranges of older ids."""
 
     __slots__ = ("counts", "firsts", "generation", "ids", "last_id", "lasts", "name", "prints", "seconds", "seqs")
@@ -129,7 +129,7 @@ def unpack(value: int) -> tuple[int, int, int]:
     return value >> _SEQ_SHIFT, value >> _SECONDS_SHIFT & _SECONDS, value & _PRINT
 
 
-class Window:
+class IdWindow:
     """The arbitrary ids of all scopes: the youngest `max_ids`, each for `age` seconds.
 
     Invariant   One call costs the same however many ids there are: `add` forgets at most _KEYS_IN_LIST, and what is

@@ -25,7 +25,7 @@ from kmq.log.reader import LogReader
 from kmq.log.segment import last_line
 from kmq.message import record, routing
 from kmq.message.routing import Topic
-from kmq.repair.directory import At, Directory
+from kmq.repair.directory import At, DataDirectory
 
 WINDOW_BYTES = 32 << 20  # of the WAL
 _READ = 1 << 20
@@ -60,7 +60,7 @@ WHAT = {
 }
 
 
-class _Window(NamedTuple):
+class _SeqWindow(NamedTuple):
     """Consecutive seqs of the WAL, from `base` on."""
 
     base: int
@@ -72,7 +72,7 @@ class _Window(NamedTuple):
         return self.base + len(self.crcs)
 
 
-class _Cursor:
+class _QueueCursor:
     """How far a queue has been compared."""
 
     def __init__(self, data: str, at: At) -> None:
@@ -98,7 +98,7 @@ class Copies:
         self._table = checkpoint.next_table(data)
         changes = (seq for topic in self._table.values() for seq in topic.changes())
         self._cuts = sorted([self._table.marks_from, *changes])
-        self._cursors = {at: _Cursor(data, at) for at in Directory(data).queues()}
+        self._cursors = {at: _QueueCursor(data, at) for at in DataDirectory(data).queues()}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
         self._gaps = gaps
@@ -117,7 +117,7 @@ class Copies:
 
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
-    def _windows(self) -> Iterator[_Window]:
+    def _windows(self) -> Iterator[_SeqWindow]:
         log = reader.wal(self.data)
         base, crcs, numbers, size = log.first_offset, array("I"), array("i"), 0
         for lines in _all_lines(log, base, self._upto):
@@ -136,10 +136,10 @@ class Copies:
                 size += len(line)
             self._progress(sum(map(len, lines)))
             if size >= WINDOW_BYTES:
-                yield _Window(base, crcs, numbers)
+                yield _SeqWindow(base, crcs, numbers)
                 base, crcs, numbers, size = base + len(crcs), array("I"), array("i"), 0
         if crcs:
-            yield _Window(base, crcs, numbers)
+            yield _SeqWindow(base, crcs, numbers)
 
     def _number_of(self, key: bytes, seq: int) -> int:
         # A topic came into force, which may take keys from a shorter one; or marks came into force.
@@ -166,7 +166,7 @@ class Copies:
 
     # --- a queue -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, cursor: _Cursor, window: _Window, seen: bytearray) -> Iterator[Difference]:
+    def _compare(self, cursor: _QueueCursor, window: _SeqWindow, seen: bytearray) -> Iterator[Difference]:
         """Compare everything in the queue up to the end of the window."""
         number, base, end = self._numbers[cursor.at], window.base, window.end
         while True:
@@ -198,7 +198,7 @@ class Copies:
             self._progress(len(text))
 
     @staticmethod
-    def _kind(line: bytes, at: int, number: int, window: _Window) -> str:
+    def _kind(line: bytes, at: int, number: int, window: _SeqWindow) -> str:
         """Return how a record of queue `number` disagrees with record `at` of the window, or an empty text."""
         if window.queues[at] == number:
             return "" if window.crcs[at] == zlib.crc32(line) else "altered"
@@ -206,7 +206,7 @@ class Copies:
             return "misplaced"
         return "altered" if window.crcs[at] else "foreign"
 
-    def _lost(self, window: _Window, seen: bytearray, high: int) -> Iterator[Difference]:
+    def _lost(self, window: _SeqWindow, seen: bytearray, high: int) -> Iterator[Difference]:
         """Yield the records that the WAL has and the queue lacks, although nothing has removed them."""
         if 0 not in seen:
             return

@@ -12,7 +12,7 @@ from kmq.message import record
 At = tuple[str, int]  # topic, partition
 
 
-class Directory:
+class DataDirectory:
     """A data directory. Nothing here changes it."""
 
     def __init__(self, data: str) -> None:

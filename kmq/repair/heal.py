@@ -24,17 +24,17 @@ from functools import partial
 
 from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, reader, segment, topics, wal
-from kmq.log.partition import EMPTY, State, directory_of
+from kmq.log.partition import EMPTY, PartitionState, directory_of
 from kmq.log.reader import FoundRecord
 from kmq.log.segment import SEQ
 from kmq.log.wal import RING_BYTES
 from kmq.message import record, routing
 from kmq.message.routing import Topic
 from kmq.repair.copies import Copies, Difference
-from kmq.repair.directory import At, Directory
-from kmq.repair.places import Locator
+from kmq.repair.directory import At, DataDirectory
+from kmq.repair.places import SegmentLocator
 from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
-from kmq.repair.scan import Block, Evidence, Records, Scan, confirmed_lines
+from kmq.repair.scan import Candidates, Records, Scan, ScannedBlock, confirmed_lines
 from kmq.repair.small_files import SmallFiles
 
 # --- the WAL from the queues -----------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ from kmq.repair.small_files import SmallFiles
 class WalHealer:
     """One run over the WAL."""
 
-    def __init__(self, directory: Directory, rewriter: Rewriter) -> None:
+    def __init__(self, directory: DataDirectory, rewriter: Rewriter) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
         self._unwitnessed: list[int] = []  # seqs of the current segment that nothing else confirms
 
@@ -79,7 +79,7 @@ class WalHealer:
         `until`: the last record of the segment has at least this seq.
         """
         patches: list[Patch] = []
-        last_seq, bad = scan.first - 1, list[Block]()
+        last_seq, bad = scan.first - 1, list[ScannedBlock]()
         for block in [*scan.blocks, None]:
             if block is not None and not block.is_good:
                 bad.append(block)
@@ -103,7 +103,7 @@ class WalHealer:
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
         """Yield the records of a patch, in order."""
         low, high = patch.first_seq, patch.last_seq
-        evidence = Evidence(scan, patch.blocks, low, high)
+        evidence = Candidates(scan, patch.blocks, low, high)
         logs = map(self.directory.queue, self.directory.queues())
         merged = self._merged(patch, heapq.merge(*(self._between(log, low, high) for log in logs)), evidence)
         if not patch.blocks:
@@ -114,7 +114,7 @@ class WalHealer:
         confirmed = confirmed_lines(patch.blocks, patch.position, candidates)
         yield from (Line(seq, text or confirmed.get(seq)) for seq, text in lines)
 
-    def _merged(self, patch: Patch, copies: Iterator[tuple[int, bytes, bool]], evidence: Evidence) -> Iterator[Line]:
+    def _merged(self, patch: Patch, copies: Iterator[tuple[int, bytes, bool]], evidence: Candidates) -> Iterator[Line]:
         """Yield each record from its best remaining copy.
 
         `copies`: the records of the queues, as `_between` yields them.
@@ -151,9 +151,9 @@ class WalHealer:
                         last_seq = stamp[0]
 
 
-def _last_in(scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
+def _last_in(scan: Scan, bad: list[ScannedBlock], last_seq: int, at_most: int) -> int:
     """Return the last seq in a damaged end, as far as it can be read. `at_most`: of records that no crc confirms."""
-    evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+    evidence = Candidates(scan, bad, last_seq + 1, 1 << 62)
     return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
 
@@ -167,7 +167,7 @@ def _last_in(scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
 class QueueHealer:
     """Heals one partition."""
 
-    def __init__(self, directory: Directory, rewriter: Rewriter, topic: str, number: int) -> None:
+    def __init__(self, directory: DataDirectory, rewriter: Rewriter, topic: str, number: int) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
         self.number = number
         self.log = reader.partition(self.data, topic, number)
@@ -187,7 +187,7 @@ class QueueHealer:
             if patches or scan.wrong or scan.unindexed:
                 self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
 
-    def _make_front(self, row: State | None) -> None:
+    def _make_front(self, row: PartitionState | None) -> None:
         """Make an empty segment, to be filled, where the first segments are missing.
 
         `row`: the queue in router.ckpt.
@@ -204,12 +204,12 @@ class QueueHealer:
 
         Return the scan with these blocks, and the seqs that the WAL no longer has.
         """
-        blocks: list[Block] = []
+        blocks: list[ScannedBlock] = []
         unwitnessed: list[int] = []
         may_lack_records = topics.is_compacted(self.data, self.topic.name)
         for block in scan.blocks:
             if block.is_good and block.entry is None and block.first_seq:
-                here = Evidence(scan, [block], 1, 1 << 62).unindexed
+                here = Candidates(scan, [block], 1, 1 << 62).unindexed
                 wal = self._from_wal(max(block.first_seq, self.wal_first), min(block.last_seq, self.wal_end))
                 unwitnessed += [seq for seq in here if seq < self.wal_first]
                 both = {seq: line for seq, line in here.items() if seq >= self.wal_first}
@@ -218,14 +218,14 @@ class QueueHealer:
             blocks.append(block)
         return scan._replace(blocks=blocks), unwitnessed
 
-    def _patches(self, scans: list[Scan], at: int, row: State) -> list[Patch]:
+    def _patches(self, scans: list[Scan], at: int, row: PartitionState) -> list[Patch]:
         """Return the parts of segment `at` that must be written again. `row`: the queue in router.ckpt."""
         scan, patches = scans[at], list[Patch]()
         next_base = scans[at + 1].first if at + 1 < len(scans) else None
         last_seq = max([0, *(before.last_seq for before in scans[:at])])
         later = next(filter(None, (after.seq_from(0) for after in scans[at + 1 :])), 0)
         offset: int | None = scan.first  # of the next record; None: not known
-        bad: list[Block] = []
+        bad: list[ScannedBlock] = []
         for number, block in enumerate([*scan.blocks, None]):
             if block is not None and not block.is_good:
                 bad.append(block)
@@ -250,7 +250,7 @@ class QueueHealer:
         return patches
 
     @staticmethod
-    def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: State) -> bool:
+    def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: PartitionState) -> bool:
         """Return True if records are missing at the end of a segment that ends at `offset` and `last_seq`."""
         if next_base is None:
             return row.last_seq > last_seq
@@ -258,7 +258,7 @@ class QueueHealer:
 
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
         """Yield the records of a patch, in order."""
-        evidence = Evidence(scan, patch.blocks, patch.first_seq, 1 << 62 if patch.is_end else patch.last_seq)
+        evidence = Candidates(scan, patch.blocks, patch.first_seq, 1 << 62 if patch.is_end else patch.last_seq)
         high = self.wal_end if patch.is_end else min(patch.last_seq, self.wal_end)
         low = max(patch.first_seq, self.wal_first)
         records = evidence.proven | self._from_wal(low, high)
@@ -328,7 +328,7 @@ class QueueHealer:
         return [seq for seq in seqs if seq <= patch.last_seq]
 
 
-def _offset_by_index(scan: Scan, block: Block) -> int | None:
+def _offset_by_index(scan: Scan, block: ScannedBlock) -> int | None:
     """Return the offset of a block's first record.
 
     A damaged index is not used, because a wrong offset would invent or lose records.
@@ -383,7 +383,7 @@ class Conflicts:
         """Keep every record, once; return True if anything changed and the logs must be healed again."""
         end = reader.wal(self.data).end_offset() - 1
         found: defaultdict[At, list[Difference]] = defaultdict(list)
-        gaps = Directory(self.data).named_gaps("durable")
+        gaps = DataDirectory(self.data).named_gaps("durable")
         compared = Copies(self.data, end, gaps, is_live=False, progress=self._progress)
         for difference in compared.differences(checkpoint.routed_seq(self.data)):
             found[difference.topic, difference.partition].append(difference)
@@ -561,11 +561,11 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
 
 def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES) -> list[Healed]:
     """Heal a data directory; return what was done, file by file. `ring_bytes`: RB_BYTES of its broker."""
-    directory, rewriter = Directory(data), Rewriter(data, progress, ring_bytes)
+    directory, rewriter = DataDirectory(data), Rewriter(data, progress, ring_bytes)
     small = SmallFiles(directory, rewriter)
     small.heal_deletions()
     small.heal_identity()
-    for path, what in Locator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
+    for path, what in SegmentLocator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
         rewriter.report(path, what)
     rewriter.forget()
     small.heal()
@@ -577,13 +577,15 @@ def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_byt
 
 
 def _heal_logs(data: str, rewriter: Rewriter) -> None:
-    directory = Directory(data)  # a new one, because it caches the named gaps, and the steps before may have named more
+    directory = DataDirectory(
+        data
+    )  # a new one, because it caches the named gaps, and the steps before may have named more
     WalHealer(directory, rewriter).heal(_known(directory, rewriter))
     for topic, number in directory.queues():
         QueueHealer(directory, rewriter, topic, number).heal()
 
 
-def _known(directory: Directory, rewriter: Rewriter) -> int:
+def _known(directory: DataDirectory, rewriter: Rewriter) -> int:
     """Return the last seq in any file except the WAL."""
     routed, rows, _ = directory.load_checkpoint()
     others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]

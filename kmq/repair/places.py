@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from kmq.files import QUARANTINE, replace_file, sync_directory
 from kmq.log import checkpoint, dropped, segment
-from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
+from kmq.log.index import IndexEntry, lineage_of, parse_label, place_of, read_entries
 from kmq.log.partition import EMPTY, directory_of
 from kmq.log.segment import Segment
 from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
-from kmq.repair.directory import Directory, Quarantine
+from kmq.repair.directory import DataDirectory, Quarantine
 from kmq.repair.scan import claimed
 
 _ASIDE = "aside"
@@ -46,7 +46,7 @@ class _LogFile(NamedTuple):
         return self.target == self.path and self.described_by == segment.index_path(self.path)
 
 
-class Locator:
+class SegmentLocator:
     """One run over a data directory.
 
     `known`: the last seq in queues and checkpoints; `rows`: of router.ckpt.
@@ -78,7 +78,7 @@ class Locator:
 
     def _directories(self) -> list[str]:
         """Return append/ and the directories of the partitions."""
-        queues = Directory(self.data).queues()
+        queues = DataDirectory(self.data).queues()
         return [f"{self.data}/append", *(directory_of(self.data, *at) for at in queues)]
 
     def _logs(self) -> list[str]:
@@ -238,7 +238,7 @@ class Locator:
         return is_known or (bool(entries) and _end_offset(before[-1], entries[-1]) == base)
 
 
-def _end_offset(log: str, last: Entry) -> int:
+def _end_offset(log: str, last: IndexEntry) -> int:
     """Return the offset after the last record of a queue's segment; `last`: the entry of its last block."""
     with open(log, "rb") as file:
         file.seek(last.position)

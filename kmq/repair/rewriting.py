@@ -13,7 +13,7 @@ from kmq.log import reader, segment
 from kmq.log.dropped import SeqRange
 from kmq.log.index import IndexWriter
 from kmq.repair.directory import Quarantine
-from kmq.repair.scan import Block, Scan, scan_segment
+from kmq.repair.scan import Scan, ScannedBlock, scan_segment
 
 _CHUNK = 1 << 20
 
@@ -34,7 +34,7 @@ class Patch(NamedTuple):
     end: int
     first_seq: int  # no record that belongs there has a lower seq
     last_seq: int  # nor a higher one
-    blocks: list[Block]  # the blocks that are there now
+    blocks: list[ScannedBlock]  # the blocks that are there now
     offset: int | None = None  # of the first record, in a queue; None: not known
     records: int | None = None  # how many records belong there, in a queue; None: not known
     is_end: bool = False  # True: the end of a queue, nothing follows

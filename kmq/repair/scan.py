@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kmq.files import before_nuls
 from kmq.log import topics, wal
 from kmq.log.damage import DamageError
-from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
+from kmq.log.index import IndexEntry, label, lineage_of, parse_label, parse_line, place_of
 from kmq.log.segment import bad_line, seqs_of
 from kmq.log.segment_reader import SegmentReader
 from kmq.log.wal import RING_BYTES
@@ -21,7 +21,7 @@ from kmq.message import record, routing
 _CHUNK = 1 << 20
 
 
-class Block(NamedTuple):
+class ScannedBlock(NamedTuple):
     """Bytes of a segment: those that one index line covers, or a run that no index line covers."""
 
     position: int
@@ -31,15 +31,15 @@ class Block(NamedTuple):
     last_seq: int
     records: int  # of a good block, with those that compaction removed
     what: str = ""  # what is wrong with a bad block
-    entry: Entry | None = None  # its index line
+    entry: IndexEntry | None = None  # its index line
 
     @classmethod
-    def good(cls, position: int, data: bytes, entry: Entry | None = None) -> "Block":
+    def good(cls, position: int, data: bytes, entry: IndexEntry | None = None) -> "ScannedBlock":
         seqs = seqs_of(data) or [0]
         return cls(position, position + len(data), True, seqs[0], seqs[-1], data.count(b"\n"), "", entry)
 
     @classmethod
-    def bad(cls, position: int, end: int, what: str, entry: Entry | None = None) -> "Block":
+    def bad(cls, position: int, end: int, what: str, entry: IndexEntry | None = None) -> "ScannedBlock":
         return cls(position, end, False, 0, 0, 0, what, entry)
 
     @property
@@ -55,7 +55,7 @@ class Scan(NamedTuple):
     first: int  # seq or offset, by its name
     by_seq: bool  # a segment of the WAL
     size: int
-    blocks: list[Block]  # in order, without a hole; they may reach beyond `size` if the log was cut
+    blocks: list[ScannedBlock]  # in order, without a hole; they may reach beyond `size` if the log was cut
     wrong: list[tuple[int, str]]  # (byte, what) of each wrong line of its index
     torn: int = 0  # bytes of a torn end
     unindexed: int = 0  # good bytes that the index does not cover
@@ -70,7 +70,7 @@ class Scan(NamedTuple):
         """Return the first seq of the first good block with records, from block `number` on, or 0."""
         return next((block.first_seq for block in self.blocks[number:] if block.first_seq), 0)
 
-    def read(self, block: Block) -> bytes:
+    def read(self, block: ScannedBlock) -> bytes:
         with open(self.path, "rb") as file:
             file.seek(block.position)
             return file.read(block.end - block.position)
@@ -95,7 +95,7 @@ def scan_segment(
         end = 0
         for number, (byte, entry) in enumerate(entries):
             if entry.position != end:
-                scan.blocks.append(Block.bad(end, entry.position, "no index line for it"))
+                scan.blocks.append(ScannedBlock.bad(end, entry.position, "no index line for it"))
             following = entries[number + 1][1] if number + 1 < len(entries) else None
             block, fault = _covered_block(segment, entry, following)
             scan.blocks.append(block)
@@ -108,11 +108,11 @@ def scan_segment(
         return _uncovered(segment, end, scan, progress, may_be_torn)
 
 
-def _entries(segment: SegmentReader) -> tuple[list[tuple[int, Entry]], list[tuple[int, str]]]:
+def _entries(segment: SegmentReader) -> tuple[list[tuple[int, IndexEntry]], list[tuple[int, str]]]:
     """Return ((byte, entry) of the index lines in force, in order; (byte, what) of the wrong lines)."""
     with open(segment.index.path, "rb") if segment.index.fd >= 0 else open(os.devnull, "rb") as file:
         text = file.read()
-    kept: list[tuple[int, Entry]] = []
+    kept: list[tuple[int, IndexEntry]] = []
     wrong: list[tuple[int, str]] = []
     byte = segment.index.begin
     for line in text[byte : text.rfind(b"\n") + 1].split(b"\n")[:-1]:
@@ -133,7 +133,7 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, Entry]], list[tupl
     return kept, wrong
 
 
-def _keep(kept: list[tuple[int, Entry]], byte: int, entry: Entry) -> None:
+def _keep(kept: list[tuple[int, IndexEntry]], byte: int, entry: IndexEntry) -> None:
     if kept and kept[-1][1].offset == entry.offset:
         kept.pop()  # provisional
     kept.append((byte, entry))
@@ -142,7 +142,7 @@ def _keep(kept: list[tuple[int, Entry]], byte: int, entry: Entry) -> None:
 DAMAGED_LABEL = "its first line, which says whose it is, is damaged"
 
 
-def label_faults(segment: SegmentReader, entries: list[tuple[int, Entry]]) -> list[tuple[int, str]]:
+def label_faults(segment: SegmentReader, entries: list[tuple[int, IndexEntry]]) -> list[tuple[int, str]]:
     """Return what is wrong with the label of an index, if it is damaged rather than the label of another place."""
     wanted, says = label(segment.path), segment.index.label
     if wanted and says not in (b"", wanted) and claimed(segment, entries[0][1].offset if entries else -1) is None:
@@ -184,12 +184,12 @@ def _route(data: str, segment: SegmentReader) -> str:
     return f"{route.topic.decode(errors='replace')}/{topic.partition_of(route, first.seq) if topic else 0}"
 
 
-def _follows(before: Entry, entry: Entry) -> bool:
+def _follows(before: IndexEntry, entry: IndexEntry) -> bool:
     up = (entry.offset > before.offset) == (entry.position > before.position)
     return up and entry.offset >= before.offset and entry.position >= before.position
 
 
-def _covered_block(segment: SegmentReader, entry: Entry, following: Entry | None) -> tuple[Block, str]:
+def _covered_block(segment: SegmentReader, entry: IndexEntry, following: IndexEntry | None) -> tuple[ScannedBlock, str]:
     """Return the block of an index line, and what is wrong with that line; `following`: the line after it."""
     if following is not None:
         end = following.position
@@ -200,16 +200,16 @@ def _covered_block(segment: SegmentReader, entry: Entry, following: Entry | None
             end = max(err.end, entry.position)
             if b"\n" not in os.pread(segment.fd, _CHUNK, end):  # the damage may have hit its last newline
                 end = max(end, segment.size)
-            return Block.bad(entry.position, end, err.what, entry), ""
+            return ScannedBlock.bad(entry.position, end, err.what, entry), ""
     data = os.pread(segment.fd, max(0, min(end, segment.size) - entry.position), entry.position)
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
-        return Block.bad(entry.position, end, _mismatch(data, entry.position), entry), ""
+        return ScannedBlock.bad(entry.position, end, _mismatch(data, entry.position), entry), ""
     bad = bad_line(data)
     if bad is not None:  # the crc matches, so it was written that way
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
-        return Block.bad(entry.position, end, what, entry), ""
+        return ScannedBlock.bad(entry.position, end, what, entry), ""
     fault = segment.fault(entry, data, following.offset if following else 0)
-    return Block.good(entry.position, data, entry), fault
+    return ScannedBlock.good(entry.position, data, entry), fault
 
 
 def _mismatch(data: bytes, position: int) -> str:
@@ -231,7 +231,7 @@ def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[
         bad = bad_line(whole, last_seq)
         good = whole[:bad]
         if good:
-            block = Block.good(end, good)
+            block = ScannedBlock.good(end, good)
             scan.blocks.append(block)
             last_seq = max(last_seq, block.last_seq)
             unindexed += len(good)
@@ -240,7 +240,7 @@ def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[
         if bad is not None or not whole:
             rest = os.pread(segment.fd, before_nuls(segment.fd, segment.size) - end, end)
             if segment.sealed or len(rest) > may_be_torn or _holds_records(rest):
-                scan.blocks.append(Block.bad(end, segment.size, "not a stored line in order of seq"))
+                scan.blocks.append(ScannedBlock.bad(end, segment.size, "not a stored line in order of seq"))
             else:
                 torn = segment.size - end
             break
@@ -257,7 +257,7 @@ def _holds_records(rest: bytes) -> bool:
 Records = dict[int, bytes]  # seq → line with its newline
 
 
-class Evidence:
+class Candidates:
     """The records of some blocks of a segment, by how well they are confirmed.
 
     proven      the crc of the block confirms them, after one flipped bit in block or index line is corrected
@@ -265,7 +265,7 @@ class Evidence:
     doubtful    they look like records, but the crc of their block does not match
     """
 
-    def __init__(self, scan: Scan, blocks: Iterable[Block], low: int, high: int) -> None:
+    def __init__(self, scan: Scan, blocks: Iterable[ScannedBlock], low: int, high: int) -> None:
         """Take only the records low…high."""
         self.proven: Records = {}
         self.unindexed: Records = {}
@@ -304,7 +304,7 @@ def one_bit(data: bytes, crc: int) -> bytes | None:
     return None
 
 
-def explain(data: bytes, entry: Entry | None) -> bytes | None:
+def explain(data: bytes, entry: IndexEntry | None) -> bytes | None:
     """Return the block that `entry` covered, if one flipped bit in it or in its crc explains the mismatch."""
     if entry is None or not data:
         return None
@@ -316,7 +316,9 @@ def explain(data: bytes, entry: Entry | None) -> bytes | None:
     return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) is None else None
 
 
-def confirmed_lines(blocks: Iterable[Block], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Records:
+def confirmed_lines(
+    blocks: Iterable[ScannedBlock], position: int, lines: Iterable[tuple[int, bytes | None]]
+) -> Records:
     """Return the lines that lie in blocks whose crc confirms them.
 
     `lines` are the (seq, line) from byte `position` on, as far as they are known; a line is None where it is not.

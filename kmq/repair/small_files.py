@@ -28,7 +28,7 @@ from kmq.log.segment import LIMITS, SEQ
 from kmq.log.topics import Since
 from kmq.message import record
 from kmq.message.routing import PARTITIONERS, Growth, Partitioner, Table, Topic, resolve
-from kmq.repair.directory import Directory, read_file, read_text
+from kmq.repair.directory import DataDirectory, read_file, read_text
 from kmq.repair.rewriting import Rewriter
 from kmq.repair.scan import Finding
 
@@ -39,7 +39,7 @@ _EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its 
 ID = re.compile(r"[0-9a-f]{32}\n")  # of the files id and lineage
 
 
-def faults(directory: Directory, is_live: bool) -> Iterator[Finding]:
+def faults(directory: DataDirectory, is_live: bool) -> Iterator[Finding]:
     """Yield everything that is wrong with the small files. `is_live`: a broker may be writing meanwhile."""
     yield from _of_format(directory)
     yield from _of_identity(directory)
@@ -56,7 +56,7 @@ def faults(directory: Directory, is_live: bool) -> Iterator[Finding]:
         yield Finding.of_file("dropped.log", f"not a range of seqs: {line[:60]!r}", byte)
 
 
-def _of_format(directory: Directory) -> Iterator[Finding]:
+def _of_format(directory: DataDirectory) -> Iterator[Finding]:
     if identity.version(directory.data) is None:
         text = directory.read("format").decode(errors="replace")
         what = f"must hold a version, but holds {text[:40]!r}"
@@ -67,7 +67,7 @@ def _of_format(directory: Directory) -> Iterator[Finding]:
         yield Finding.of_file("format", what)
 
 
-def _of_identity(directory: Directory) -> Iterator[Finding]:
+def _of_identity(directory: DataDirectory) -> Iterator[Finding]:
     labels = label_lineages(directory).most_common(1)
     for name in ("id", "lineage"):
         if (
@@ -83,7 +83,7 @@ def _of_identity(directory: Directory) -> Iterator[Finding]:
             yield Finding.of_file(name, f"names {text.strip()}, but most indexes name {labels[0][0]}")
 
 
-def _of_topics(directory: Directory) -> Iterator[Finding]:
+def _of_topics(directory: DataDirectory) -> Iterator[Finding]:
     for name in topics.misnamed(directory.data):
         yield Finding.of_file(f"topics/{topics.printable(name)}", "is not a topic's name")
     _, rows, since = directory.load_checkpoint()
@@ -93,7 +93,7 @@ def _of_topics(directory: Directory) -> Iterator[Finding]:
             yield Finding.of_file(f"topics/{topic}/topic.toml", what)
 
 
-def label_lineages(directory: Directory) -> Counter[str]:
+def label_lineages(directory: DataDirectory) -> Counter[str]:
     """Count the indexes by the lineage in their first line; "": an index that is not empty but names none."""
     counts: Counter[str] = Counter()
     for log in directory.logs():
@@ -105,7 +105,7 @@ def label_lineages(directory: Directory) -> Counter[str]:
     return counts
 
 
-def damaged_ranges(directory: Directory) -> list[tuple[int, bytes]]:
+def damaged_ranges(directory: DataDirectory) -> list[tuple[int, bytes]]:
     """Return (byte, line) of each line of dropped.log that is no range; a torn last line is harmless."""
     return [(byte, line) for byte, line in dropped.lines(directory.data) if not dropped.is_range(line)]
 
@@ -116,7 +116,7 @@ def damaged_ranges(directory: Directory) -> list[tuple[int, bytes]]:
 class SmallFiles:
     """One run over the small files."""
 
-    def __init__(self, directory: Directory, rewriter: Rewriter) -> None:
+    def __init__(self, directory: DataDirectory, rewriter: Rewriter) -> None:
         self.directory, self.data = directory, directory.data
         self._quarantine, self._report = rewriter.quarantine, rewriter.report
 

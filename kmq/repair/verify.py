@@ -23,9 +23,9 @@ from kmq.log.reader import LogReader
 from kmq.log.segment import seqs_of
 from kmq.log.wal import RING_BYTES
 from kmq.repair import copies, small_files
-from kmq.repair.directory import At, Directory
+from kmq.repair.directory import At, DataDirectory
 from kmq.repair.heal import repair
-from kmq.repair.scan import Block, Finding, Scan, scan_segment
+from kmq.repair.scan import Finding, Scan, ScannedBlock, scan_segment
 
 
 class Verifier:
@@ -38,7 +38,7 @@ class Verifier:
         progress: Callable[[int], None] = lambda _: None,
         ring_bytes: int = RING_BYTES,
     ) -> None:
-        self._directory, self._is_live, self._progress = Directory(data), is_live, progress
+        self._directory, self._is_live, self._progress = DataDirectory(data), is_live, progress
         self._ring_bytes = ring_bytes
 
     def findings(self, only: Iterable[str] = ()) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ class Verifier:
                 last_seq = block.last_seq
             is_after_bad = not block.is_good
 
-    def _gaps_within(self, path: str, scan: Scan, block: Block) -> Iterator[Finding]:
+    def _gaps_within(self, path: str, scan: Scan, block: ScannedBlock) -> Iterator[Finding]:
         for before, after in pairwise(seqs_of(scan.read(block))):
             if after > before + 1:
                 yield from self._gaps(path, block.position, before + 1, after - 1)

@@ -27,14 +27,14 @@ from kmq.log import checkpoint, topic_changes, topics
 from kmq.log.topics import Since
 from kmq.message.routing import CRC32, Topic
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs
+from kmq.router.logs import PartitionLogs
 
 
 class Declarations:
     """Puts topics in force, and writes their declarations."""
 
     def __init__(
-        self, context: Context, in_force: TopicsInForce, logs: Logs, before_topic: Callable[[], object]
+        self, context: Context, in_force: TopicsInForce, logs: PartitionLogs, before_topic: Callable[[], object]
     ) -> None:
         """Take the parts of the router. `before_topic` is called before a message makes a topic, and may wait."""
         self._context, self._in_force, self._logs, self._before_topic = context, in_force, logs, before_topic

@@ -13,7 +13,7 @@ from kmq.errors import ConfigError
 from kmq.files import WaitForRoom, replace_file, with_room
 from kmq.log import deletions, identity, topic_changes, topics
 from kmq.log.damage import DamageError
-from kmq.log.partition import State
+from kmq.log.partition import PartitionState
 from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 from kmq.message.routing import Table, Topic
@@ -109,10 +109,10 @@ class TopicsInForce:
         topic = self.table.get(name.encode())
         return topic is not None and not topic.is_gone
 
-    def first_state(self, name: str, partition: int) -> State:
+    def first_state(self, name: str, partition: int) -> PartitionState:
         """Return the state of a partition without records; it continues where a deleted partition of its name ended."""
         first = self.deleted.first_offset(name, partition)
-        return State(first, 0, 0, first)
+        return PartitionState(first, 0, 0, first)
 
     def limits_of(self, name: str) -> Limits:
         if name == topic_changes.TOPIC:  # it has what retention took from the WAL

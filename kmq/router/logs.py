@@ -12,7 +12,7 @@ Invariant   At most `most_open` logs are open; the least recently used log is cl
             into force, grew or was deleted, so within a range every routing key leads to the same place.
 Crash       In memory only: a start examines every log (recovery.py). Healing writes the lines in place, then the index.
             If a kill leaves either half done, the next start heals the log again.
-Memory      A cold partition is one small object, its State.
+Memory      A cold partition is one small object, its PartitionState.
 """
 
 import os
@@ -26,7 +26,7 @@ from kmq.log import dropped, segment, wal
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.dropped import SeqRange
 from kmq.log.index import read_entries
-from kmq.log.partition import PartitionLog, PartitionPlace, State
+from kmq.log.partition import PartitionLog, PartitionPlace, PartitionState
 from kmq.log.segment import is_stored
 from kmq.message import record
 from kmq.message.routing import Topic, resolve
@@ -35,13 +35,13 @@ from kmq.router.in_force import Context, TopicsInForce
 MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
 
 
-class Logs:
+class PartitionLogs:
     """The partition logs, by topic and partition."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, most_open: int = MAX_OPEN) -> None:
         self._context, self._in_force = context, in_force
         self._most_open = min(most_open, MAX_OPEN)
-        self.states: dict[tuple[str, int], State] = {}
+        self.states: dict[tuple[str, int], PartitionState] = {}
         self.unsynced: set[PartitionLog] = set()  # since the last checkpoint
         self._unnoted: set[PartitionLog] = set()  # since the last tick
         self._logs: dict[tuple[str, int], PartitionLog] = {}
@@ -194,7 +194,7 @@ class _GoodEnd(namedtuple("_GoodEnd", ("position", "offset", "last", "entries"))
     __slots__ = ()
 
 
-def _good_end(fd: int, path: str, state: State, damaged_at: int) -> _GoodEnd:
+def _good_end(fd: int, path: str, state: PartitionState, damaged_at: int) -> _GoodEnd:
     tail = find_tail(fd, min(damaged_at, state.active_bytes), is_stored)
     last = tail.last
     indexed = read_entries(segment.index_path(path), 1 << 62)

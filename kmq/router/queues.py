@@ -11,7 +11,7 @@ Crash       The logs are copies, and the WAL is the truth. A start examines ever
             earliest end of a log, and deletes what retention has not deleted since the last checkpoint (recovery.py).
             remnant.py has the crashes while the last record is kept. A segment that compaction has laid out stays until
             it is installed or discarded (kmq/log/compaction.py).
-Memory      A cold partition is one small object, its State. At most `most_open` logs have a descriptor.
+Memory      A cold partition is one small object, its PartitionState. At most `most_open` logs have a descriptor.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from kmq.links.layout import Block
 from kmq.log import compaction, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
-from kmq.log.partition import PartitionLog, State, directory_of
+from kmq.log.partition import PartitionLog, PartitionState, directory_of
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.router.declarations import MADE_AT_ONCE, Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import MAX_OPEN, Logs
+from kmq.router.logs import MAX_OPEN, PartitionLogs
 from kmq.router.recovery import Checkpoints, Recovery
 from kmq.router.sorting import Sorter, Target
 from kmq.router.topic_changes import TopicChanges
@@ -47,7 +47,9 @@ _FUTURE_US = 1 << 62  # a time that no age limit reaches
 class Retention:
     """Seals and deletes segments."""
 
-    def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, context: Context, in_force: TopicsInForce, logs: PartitionLogs, checkpoints: Checkpoints
+    ) -> None:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
@@ -95,7 +97,7 @@ class Retention:
         self._told_postponed = bool(self._postponed)
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(self._postponed)
 
-    def _written_at(self, topic: str, partition: int, state: State) -> int:
+    def _written_at(self, topic: str, partition: int, state: PartitionState) -> int:
         """Return when the active segment was last written, in µs: no record is younger. Cheaper than a read."""
         path = f"{directory_of(self._context.data, topic, partition)}/{segment.name(state.base)}"
         with contextlib.suppress(FileNotFoundError):
@@ -138,7 +140,7 @@ class Retention:
             self._checkpoints.start(gone)
         return bool(gone)
 
-    def _retire_all(self, state: State) -> list[Segment]:
+    def _retire_all(self, state: PartitionState) -> list[Segment]:
         """Retire all segments of a log, but keep its last record, because it says where the log ends."""
         last, first = state.sealed[-1], state.end_offset - 1
         kept = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
@@ -159,7 +161,7 @@ class Retention:
 # --- compacted segments ----------------------------------------------------------------------------------------------
 
 
-def install_compacted(context: Context, in_force: TopicsInForce, logs: Logs) -> bool:
+def install_compacted(context: Context, in_force: TopicsInForce, logs: PartitionLogs) -> bool:
     """Install the segments that compaction has laid out; return True if a checkpoint has to follow."""
     is_due = False
     for sealed in compaction.waiting(context.data):
@@ -189,7 +191,7 @@ def _discard(context: Context, sealed: compaction.Sealed, why: str) -> None:
     compaction.discard(context.data, sealed)
 
 
-def _covering(state: State, sealed: compaction.Sealed) -> Segment | None:
+def _covering(state: PartitionState, sealed: compaction.Sealed) -> Segment | None:
     """Return the sealed segment with exactly these records; None if there is none."""
     ends = [*(segment.first for segment in state.sealed), state.base]
     spans = zip(state.sealed, pairwise(ends), strict=True)
@@ -241,7 +243,7 @@ class Queues:
         self._is_recovered, self._before_topic = False, before_topic
         routes: dict[bytes, Target] = {}
         in_force = self.in_force = TopicsInForce(context, limits or Limits(), routes.clear)
-        logs = self.logs = Logs(context, in_force, most_open)
+        logs = self.logs = PartitionLogs(context, in_force, most_open)
         self.declarations = Declarations(context, in_force, logs, self._wait_before_topic)
         self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)

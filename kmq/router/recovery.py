@@ -22,7 +22,7 @@ from kmq.log import checkpoint, lost_index, reader, remnant, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.index import IndexWriter
-from kmq.log.partition import PartitionLog, PartitionPlace, State, directory_of
+from kmq.log.partition import PartitionLog, PartitionPlace, PartitionState, directory_of
 from kmq.log.partition_recovery import Gap, Remains, WalRange, fits, recover
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
@@ -30,7 +30,7 @@ from kmq.message import record
 from kmq.message.routing import Topic, resolve
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs
+from kmq.router.logs import PartitionLogs
 from kmq.router.sorting import Sorter
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay, so that it i
 class Checkpoints:
     """The router's side of router.ckpt: files to sync, and when to write the next one."""
 
-    def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, sorter: Sorter) -> None:
+    def __init__(self, context: Context, in_force: TopicsInForce, logs: PartitionLogs, sorter: Sorter) -> None:
         self._context, self._in_force, self._logs, self._sorter = context, in_force, logs, sorter
         # The writer's thread only waits for room: making room changes the logs, which belong to the routing thread.
         self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
@@ -94,7 +94,7 @@ class Checkpoints:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-class Row(namedtuple("Row", ("topic", "number", "known"))):
+class KnownPartition(namedtuple("KnownPartition", ("topic", "number", "known"))):
     """A partition, and what the checkpoint says of it (`known`)."""
 
     __slots__ = ()
@@ -107,7 +107,7 @@ class Recovery:
         self,
         context: Context,
         in_force: TopicsInForce,
-        logs: Logs,
+        logs: PartitionLogs,
         declarations: Declarations,
         checkpoints: Checkpoints,
     ) -> None:
@@ -131,7 +131,7 @@ class Recovery:
         for topic in self._declarations.load(rows, since):
             for number in range(topic.partitions):
                 known = rows.get((topic.name, number)) or self._in_force.first_state(topic.name, number)
-                needed = self._examine(Row(topic, number, known), wal_range)
+                needed = self._examine(KnownPartition(topic, number, known), wal_range)
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
         routed = max((state.last_seq for state in self._logs.states.values()), default=0)
@@ -150,13 +150,13 @@ class Recovery:
             self._context.logger.warn("checkpoint_unreadable", reason=err, effect=effect)
             return 0, {}, {}
 
-    def _examine(self, row: Row, wal_range: WalRange) -> int | None:
+    def _examine(self, row: KnownPartition, wal_range: WalRange) -> int | None:
         """Find the state of one log; return the seq from which it needs a replay, or None."""
         topic, number = row.topic, row.number
         directory = directory_of(self._context.data, topic.name, number)
         segments = _settle(directory, row.known)
         was_there, is_changed = bool(segments), not fits(segments, row.known)
-        state, needed = State(*row.known.values()), None
+        state, needed = PartitionState(*row.known.values()), None
         if is_changed:
             state, needed = self._mend(row, segments, wal_range)
             segments = segment.survey(directory)
@@ -172,7 +172,9 @@ class Recovery:
 
     # --- a log that differs from the checkpoint ----------------------------------------------------------------------
 
-    def _mend(self, row: Row, segments: list[Segment], wal_range: WalRange) -> tuple[State, int | None]:
+    def _mend(
+        self, row: KnownPartition, segments: list[Segment], wal_range: WalRange
+    ) -> tuple[PartitionState, int | None]:
         """Cut torn ends, and write missing records before whole segments from the WAL.
 
         Return the state, and the seq from which the log needs a replay (None: it needs none).
@@ -195,7 +197,7 @@ class Recovery:
             state.start, state.size = segments[0].first, sum(part.size for part in segments)
         return state, needed
 
-    def _path_of(self, row: Row, remains: Remains) -> str:
+    def _path_of(self, row: KnownPartition, remains: Remains) -> str:
         """Return the file that a warning about a log names."""
         if remains.segments:
             return remains.segments[-1].path
@@ -218,7 +220,9 @@ class Recovery:
             dirty.append(segment.index_path(part.path))
         return dirty
 
-    def _find_missing_end(self, row: Row, remains: Remains, wal_range: WalRange) -> tuple[State, int | None]:
+    def _find_missing_end(
+        self, row: KnownPartition, remains: Remains, wal_range: WalRange
+    ) -> tuple[PartitionState, int | None]:
         """Decide how a short log gets its missing end: as one more gap, or from a replay. Return what `_mend` returns."""
         state, known = remains.state, row.known
         is_short = state.end_offset < known.end_offset
@@ -245,7 +249,7 @@ class Recovery:
             state = self._in_force.first_state(row.topic.name, row.number)
         return state, needed
 
-    def _fill(self, row: Row, gap: Gap, is_end: bool) -> list[str]:
+    def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
         """Write the records of a gap from the WAL; return the files to be synced.
 
         Records that the WAL no longer has are reported.
@@ -279,19 +283,19 @@ class Recovery:
         log.close()
         return log.unsynced
 
-    def _log_into(self, row: Row, gap: Gap, lost: int) -> PartitionLog:
+    def _log_into(self, row: KnownPartition, gap: Gap, lost: int) -> PartitionLog:
         """Return a log that writes into a gap: the segment that was cut, else a new one behind the lost records."""
         begin = gap.first + lost
-        state = State(begin, gap.seqs.first - 1, 0, begin)
+        state = PartitionState(begin, gap.seqs.first - 1, 0, begin)
         if gap.into is not None and not lost:
-            state = State(gap.first, gap.seqs.first - 1, gap.into.size, gap.into.first)
+            state = PartitionState(gap.first, gap.seqs.first - 1, gap.into.size, gap.into.first)
         place = PartitionPlace(self._context.data, row.topic.name, row.number)
         limits = self._in_force.limits_of(row.topic.name)
         return PartitionLog(place, state, self._context.wait_for_room, limits)
 
     # --- links and indexes -------------------------------------------------------------------------------------------
 
-    def _restore_indexes(self, row: Row, segments: Sequence[Segment], end: int) -> None:
+    def _restore_indexes(self, row: KnownPartition, segments: Sequence[Segment], end: int) -> None:
         """Write the indexes again that are lost or torn: no reader believes a segment without.
 
         Raises DamageError if the active segment may not get one: an append would give it one.
@@ -317,7 +321,7 @@ class Recovery:
                 continue
             context.logger.warn("index_restored", file=segment.index_path(part.path))
 
-    def _check_index_may_be_made(self, row: Row, segments: Sequence[Segment], number: int, end: int) -> None:
+    def _check_index_may_be_made(self, row: KnownPartition, segments: Sequence[Segment], number: int, end: int) -> None:
         """Check that a segment that has lost its index may get one again; raises DamageError if not. `end`: its end."""
         table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
 
@@ -330,7 +334,7 @@ class Recovery:
 
         lost_index.check(segments, number, False, end, contradiction, self._context.check)
 
-    def _lacks_link_or_index(self, row: Row, state: State) -> bool:
+    def _lacks_link_or_index(self, row: KnownPartition, state: PartitionState) -> bool:
         active = f"topics/{row.topic.name}/{row.number}/{segment.name(state.base)}"
         try:
             if os.readlink(f"{self._context.data}/{row.topic.log_names()[row.number]}") != active:
@@ -340,7 +344,7 @@ class Recovery:
         return not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
 
 
-def _settle(directory: str, known: State) -> list[Segment]:
+def _settle(directory: str, known: PartitionState) -> list[Segment]:
     """Finish a retention that a kill interrupted, and return the segments of the log."""
     segments = segment.survey(directory)
     retired = [part for part in segments if part.first < known.start]

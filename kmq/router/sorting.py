@@ -22,7 +22,7 @@ from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
 from kmq.router.declarations import Declarations, Newcomer, Newcomers
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs
+from kmq.router.logs import PartitionLogs
 
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory
@@ -40,7 +40,7 @@ class Sorter:
         self,
         context: Context,
         in_force: TopicsInForce,
-        logs: Logs,
+        logs: PartitionLogs,
         declarations: Declarations,
         routes: dict[bytes, Target],
     ) -> None:

@@ -22,12 +22,12 @@ from kmq.errors import ConfigError
 from kmq.files import sync_file
 from kmq.log import deletions, topic_changes, topics
 from kmq.log.segment import LIMITS
-from kmq.log.topic_changes import Change
+from kmq.log.topic_changes import TopicChange
 from kmq.message import record
 from kmq.message.routing import Topic
 from kmq.router.declarations import Declarations
 from kmq.router.in_force import Context, TopicsInForce
-from kmq.router.logs import Logs
+from kmq.router.logs import PartitionLogs
 from kmq.router.recovery import Checkpoints
 from kmq.router.sorting import Sorter
 
@@ -48,7 +48,7 @@ class TopicChanges:
         self,
         context: Context,
         in_force: TopicsInForce,
-        logs: Logs,
+        logs: PartitionLogs,
         declarations: Declarations,
         sorter: Sorter,
         checkpoints: Checkpoints,
@@ -109,7 +109,7 @@ class TopicChanges:
             if request not in numbered:
                 next_seq = self._sorter.sorted_seq + 1
                 when = _When(next_seq, next_seq - 1, deletions.now())
-                self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
+                self._carry_out(TopicChange(request.verb, request.topic, None, request.limits, request.name), when)
                 request.remove()
         coming = {request.topic for request in numbered if request.verb == topic_changes.CREATE}
         for name in pending:
@@ -126,12 +126,12 @@ class TopicChanges:
             if is_new and self._in_force.has(request.topic):
                 self._early.add(request.name)
                 when = _When(0, 0, "")  # limits need none
-                self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
+                self._carry_out(TopicChange(request.verb, request.topic, None, request.limits, request.name), when)
 
     def _is_known(self, name: str) -> bool:
         return self._in_force.has(name) or name.encode() in self._sorter.newcomers
 
-    def _carry_out(self, change: Change, when: _When) -> None:
+    def _carry_out(self, change: TopicChange, when: _When) -> None:
         """Carry out a change. Its incarnation is None if it has no record: then it is for the topic in force."""
         try:
             if change.verb == topic_changes.CREATE:
@@ -150,7 +150,7 @@ class TopicChanges:
             path = topic_changes.named(self._context.data, change.request).path
             self._context.logger.warn("request_refused", file=path, topic=change.topic, reason=err)
 
-    def _topic_of(self, change: Change) -> Topic:
+    def _topic_of(self, change: TopicChange) -> Topic:
         """Return the topic in force that is to be changed. Raises ConfigError if there is none."""
         name = change.topic
         if change.incarnation is None and name in topics.names(self._context.data) and not self._in_force.has(name):
@@ -164,7 +164,7 @@ class TopicChanges:
             raise ConfigError(f"topic {name!r}: is another one, in force from seq {topic.from_seq}")
         return topic
 
-    def _create(self, change: Change, seq: int) -> None:
+    def _create(self, change: TopicChange, seq: int) -> None:
         """Put a declared topic in force from `seq` on. Raises ConfigError if there is one, or it cannot be."""
         name, data = change.topic, self._context.data
         if not record.is_topic_name(name):
@@ -195,7 +195,7 @@ class TopicChanges:
         if os.path.isdir(f"{data}/topics/{name}") and topics.load(data, name)[1] is None:
             self._remove(Topic(name, 1, 0))
 
-    def _set_limits(self, change: Change) -> None:
+    def _set_limits(self, change: TopicChange) -> None:
         """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
         topic, name, changes = self._topic_of(change), change.topic, change.limits
         if name == topic_changes.TOPIC:
@@ -216,7 +216,7 @@ class TopicChanges:
         texts = {limit: value or "unset" for limit, value in changes.items()}
         self._context.logger.info("topic_limits_set", topic=name, **texts)
 
-    def _grow(self, change: Change, next_seq: int) -> None:
+    def _grow(self, change: TopicChange, next_seq: int) -> None:
         """Give a topic more partitions from `next_seq` on. Raises ConfigError if that cannot be."""
         self._sorter.make_topics()  # waiting lines may be of this topic, and older than the seq written below
         topic, data = self._topic_of(change), self._context.data
@@ -250,7 +250,7 @@ class TopicChanges:
         if not self._context.wal_is_synced:
             sync_file(os.path.realpath(f"{self._context.data}/append.log"))
 
-    def _delete(self, change: Change, when: _When) -> None:
+    def _delete(self, change: TopicChange, when: _When) -> None:
         """Delete a topic with all its records, for good. Raises ConfigError if there is no such topic."""
         name, data, last_seq = change.topic, self._context.data, when.last
         lives = self._in_force.deleted.lives.get(name, ())

@@ -231,7 +231,7 @@ def test_soak_a_kill_at_any_line_of_a_change(policy: str, victim: str, processor
 
 def test_a_change_of_another_kind_of_text_is_read_as_it_was_written() -> None:
     values = {"partitions": "4", "segment_bytes": "1 GiB", "retention_age": "", "x": "ä=%|\n;"}
-    change = topic_records.Change(topic_records.SET, "a.b-c", 17, values, "0001-2")
+    change = topic_records.TopicChange(topic_records.SET, "a.b-c", 17, values, "0001-2")
     line = b"21|1732190000.000001|%b\n" % topic_records.encode(change, b"1.000000")
     assert line.count(b"|") == 5 and line.count(b"\n") == 1
     assert topic_records.decode(line) == change._replace(seq=21, ts="1732190000.000001")

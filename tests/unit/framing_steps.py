@@ -8,7 +8,7 @@ from typing import Any
 from received_ends import Lines, Messages, Way, messages, plain
 
 from kmq.framing import parser
-from kmq.framing.blocks import Batch, Cut, encode_replies
+from kmq.framing.blocks import Cut, LineBatch, encode_replies
 from kmq.framing.dedupe import DedupeTable
 from kmq.framing.parser import ReceivedLines
 from kmq.links.layout import BlockLimits, Received
@@ -28,7 +28,7 @@ def source_of(way: Way) -> ReceivedLines:
     return ReceivedLines(way.attach, Received(way.writer.birth, way.writer.head))
 
 
-def cuts_in(batch: Batch) -> list[Cut]:
+def cuts_in(batch: LineBatch) -> list[Cut]:
     """Where a batch may be cut: (lines, bytes of the text, position in `received`)."""
     if batch.cuts is not None:
         return batch.cuts

@@ -11,7 +11,7 @@ from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.dropped import SeqRange, without
-from kmq.log.partition import State
+from kmq.log.partition import PartitionState
 from kmq.log.topics import Since
 from kmq.message.routing import Topic
 
@@ -25,7 +25,11 @@ def test_a_checkpoint_is_read_as_it_was_written(data):
     path = f"{data}/topics/jobs.eu/3/x.log"
     with open(path, "w"):
         pass
-    states = {("jobs.eu", 0): State(5, 16, 400), ("jobs.eu", 1): State(9, 12, 70, 3), ("t", 0): State(1, 17, 80)}
+    states = {
+        ("jobs.eu", 0): PartitionState(5, 16, 400),
+        ("jobs.eu", 1): PartitionState(9, 12, 70, 3),
+        ("t", 0): PartitionState(1, 17, 80),
+    }
     writer = Checkpointer(data, no_room, FakeLogger())
     writer.start(checkpoint.text(17, states, [Topic("jobs.eu", 2, 11), Topic("t", 1, 17)]), [path], [])
     writer.finish()

@@ -7,7 +7,7 @@ from framing_steps import MAX, P, Steps, W, cuts_in, mine, one_by_one, random_tr
 from received_ends import ME, Way, joined, messages, plain
 
 from kmq.framing import parser
-from kmq.framing.blocks import Batch, cuts_of, encode_replies, endless, well_formed
+from kmq.framing.blocks import LineBatch, cuts_of, encode_replies, endless, well_formed
 from kmq.framing.parser import ReceivedLines
 from kmq.links import layout
 from kmq.links.layout import BlockLimits, Received
@@ -445,7 +445,7 @@ def test_a_batch_is_cut_into_blocks_of_so_many_messages(parts, max_count, found)
     batch, text = batch_of(*parts)
     assert counts(stops(batch, max_count)) == found
     assert stops(batch, max_count)[-1] == (len(batch.lines), len(text), batch.position)
-    assert cuts_of(Batch(1), BlockLimits(max_count, 1000)) == []
+    assert cuts_of(LineBatch(1), BlockLimits(max_count, 1000)) == []
 
 
 def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small():

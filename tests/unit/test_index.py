@@ -8,7 +8,7 @@ import pytest
 from made_up import no_room, stored
 
 from kmq.files import AppendFile
-from kmq.log.index import Entry, IndexWriter, last_before, parse_line, read_entries
+from kmq.log.index import IndexEntry, IndexWriter, last_before, parse_line, read_entries
 
 BLOCK = BLOCK_BYTES = 512  # of the index, see small_blocks
 
@@ -211,6 +211,6 @@ def test_parse_line_takes_only_entries(line):
 
 
 def test_an_entry_is_read_as_it_was_written():
-    entry = Entry(7, 65536, 4294967295, b"1700000000.000001")
+    entry = IndexEntry(7, 65536, 4294967295, b"1700000000.000001")
     again = parse_line(entry.line()[:-1])
     assert (again.offset, again.position, again.crc, again.recv_ts) == (7, 65536, 4294967295, b"1700000000.000001")

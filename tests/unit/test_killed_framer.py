@@ -17,7 +17,7 @@ from kmq.links.fifo import Sender, open_fifo, waiting_bytes
 from kmq.links.layout import Received
 from kmq.links.received import Handover
 from kmq.links.ring import RingReader, RingWriter
-from kmq.links.staging import Staging, area_bytes
+from kmq.links.staging import StagingAreas, area_bytes
 
 
 class Killed(Exception):
@@ -102,7 +102,7 @@ class Framer:
     def __init__(self, world):
         self.world = world
         self.ring = ring = world.ring()
-        self.staging = Staging(ring, world.area)
+        self.staging = StagingAreas(ring, world.area)
         self.known = table()
         if hasattr(world, "stored"):
             self.known.absorb(b"".join(world.stored), 0)

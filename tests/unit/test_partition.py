@@ -7,19 +7,19 @@ from made_up import no_room, stored
 
 from kmq.errors import RetryError
 from kmq.log import index, partition, partition_recovery, segment
-from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State
+from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, PartitionState
 from kmq.log.partition_recovery import WalRange
 
 LINES = stored([b"t|1|%d|%b" % (n, b"x" * (n % 50)) for n in range(1, 101)], 11)
 ENDS = [sum(map(len, LINES[:n])) for n in range(101)]
-KNOWN = State(60, 70, ENDS[60])  # what the checkpoint saw: 60 records, the last of them seq 70
+KNOWN = PartitionState(60, 70, ENDS[60])  # what the checkpoint saw: 60 records, the last of them seq 70
 
 
 @pytest.fixture
 def path(data, monkeypatch):
     """A log of 100 records, seqs 11 to 110, with its index."""
     monkeypatch.setattr(index, "BLOCK_BYTES", 512)
-    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), State(0, 0, 0), no_room)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), PartitionState(0, 0, 0), no_room)
     log.open(no_warning)
     for at in range(0, 100, 10):
         log.append(b"".join(LINES[at : at + 10]), 10, at + 11, at + 20)
@@ -29,14 +29,14 @@ def path(data, monkeypatch):
 
 
 def copy_of(state):
-    return State(*state.values())
+    return PartitionState(*state.values())
 
 
 def no_warning(*args, **fields):
     raise AssertionError(fields)
 
 
-ALL = State(100, 110, ENDS[100])
+ALL = PartitionState(100, 110, ENDS[100])
 DAMAGED = [
     (ENDS[100], b"", 100),
     (ENDS[100], b"111|17", 100),

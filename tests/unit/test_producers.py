@@ -15,7 +15,7 @@ from kmq.errors import RetryError
 from kmq.framing import dedupe
 from kmq.framing.dedupe import DedupeSaver, DedupeTable
 from kmq.log import dedupe_file
-from kmq.message.ids import NEW, PRINTS, TOO_OLD, Producer
+from kmq.message.ids import NEW, PRINTS, TOO_OLD, KnownProducer
 from kmq.message.record import fingerprint
 
 NOW = 1_700_000_000
@@ -42,7 +42,7 @@ NOTHING = {b"prints": []}, [], 0
 
 def with_runs(*runs):
     """A producer that stored (first id, seq, count)…"""
-    producer = Producer()
+    producer = KnownProducer()
     for run in runs:
         producer.add(*run)
     return producer
@@ -74,7 +74,7 @@ def test_an_id_is_found_as_its_seq_or_as_one_that_was_passed_over_or_is_new(id, 
 
 
 def test_a_producer_that_stored_nothing_knows_nothing():
-    assert Producer().find(0) == Producer().find(7) == NEW
+    assert KnownProducer().find(0) == KnownProducer().find(7) == NEW
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_is_trimmed_is_still_known_to_be_stored(keep, went, answers):
 
 def test_ids_that_follow_one_another_stay_known_however_many_runs_are_forgotten(monkeypatch):
     """As when many producers take turns: the client that sends again what had no reply must not hear that it is too old."""
-    producer = Producer()
+    producer = KnownProducer()
     for id in range(5000):
         producer.add(id, 3 * id + 1, 1)
         producer.trim(8)
@@ -120,7 +120,7 @@ def test_ranges_are_bounded_in_all_and_idle_names_lose_theirs_first(monkeypatch)
 
 
 def test_the_content_of_the_last_ids_is_remembered():
-    rng, producer, stored, id, seq = random.Random(2), Producer(), [], 0, 0
+    rng, producer, stored, id, seq = random.Random(2), KnownProducer(), [], 0, 0
     while len(stored) < 3 * PRINTS:
         id, seq, count = id + rng.choice([1, 1, 2]), seq + rng.choice([1, 1, 5]), rng.choice([1, 40])
         prints = [rng.randrange(1, 1 << 32) for _ in range(count)]
@@ -159,7 +159,7 @@ def test_ids_and_seqs_that_follow_one_another_are_one_run():
 def test_every_id_of_a_random_history_is_found():
     rng = random.Random(1)
     for _ in range(200):
-        producer, stored, id, seq = Producer(), {}, -1, 0
+        producer, stored, id, seq = KnownProducer(), {}, -1, 0
         for _ in range(60):
             id += rng.choice([1, 1, 1, 2, 7])
             seq += rng.choice([1, 1, 1, 3])
@@ -500,7 +500,7 @@ def test_many_names_are_copied_some_at_a_time(data, monkeypatch):
     for n in range(100):
         known.remember(known.producer(b"%d" % n, NOW), 1, n + 1, 1, NOW)
     monkeypatch.setattr(
-        dedupe_file.Snapshot, "keep", lambda *args, keep=dedupe_file.Snapshot.keep: copied.append(keep(*args))
+        dedupe_file.TableSnapshot, "keep", lambda *args, keep=dedupe_file.TableSnapshot.keep: copied.append(keep(*args))
     )
     saver = DedupeSaver(data, known)
     saver.take(100, NOW)

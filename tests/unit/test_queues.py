@@ -12,7 +12,7 @@ from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import checkpoint, dropped, identity, index, partition, segment, topic_changes, topics
-from kmq.log.partition import State
+from kmq.log.partition import PartitionState
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.message import record
@@ -285,7 +285,7 @@ def test_a_router_killed_anywhere_among_its_segments_goes_on(data, seed):
             _, rows, _ = checkpoint.load(data)
             for directory in {os.path.dirname(name) for name in files(data)}:
                 _, topic, number = directory.split("/")
-                cut_power(rng, segment.survey(f"{data}/{directory}"), rows.get((topic, int(number)), State()))
+                cut_power(rng, segment.survey(f"{data}/{directory}"), rows.get((topic, int(number)), PartitionState()))
             made = open_queues(data, at, SMALL)
             check_logs(data)
     made.close()

@@ -17,7 +17,7 @@ from kmq.log.segment import SEQ, Limits, seqs_of
 from kmq.log.wal import Wal
 from kmq.message import record
 from kmq.repair import heal, scan, verify
-from kmq.repair.directory import Directory
+from kmq.repair.directory import DataDirectory
 from kmq.router.queues import Queues
 
 KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a.b.c", b"a.x"]
@@ -231,7 +231,7 @@ def spoil(log, seq, text=b"spoiled"):
 
 def logs_of(data, seq):
     """The WAL, and the queue that holds record `seq`."""
-    queues = [reader.partition(data, *at) for at in Directory(data).queues()]
+    queues = [reader.partition(data, *at) for at in DataDirectory(data).queues()]
     return reader.wal(data), next(
         log for log in queues if (found := log.find(seq, SEQ)) and found.line.startswith(b"%d|" % seq)
     )
@@ -348,7 +348,7 @@ def test_two_records_of_one_seq_are_both_kept(data, original):
     assert again == [line.split(b"|", 2)[2] for line in bytes(others.data).splitlines(keepends=True)]
     go_on(data)
     assert findings(data) == []
-    for topic, number in Directory(data).queues():
+    for topic, number in DataDirectory(data).queues():
         name = f"{topic}/{number}"
         kept = everything(reader.partition(original, topic, number))
         assert kept.items() <= everything(reader.partition(data, topic, number)).items(), name

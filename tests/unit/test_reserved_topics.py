@@ -17,7 +17,7 @@ from kmq.ingress import hello
 from kmq.links.layout import BlockLimits
 from kmq.log import topics
 from kmq.message import record
-from kmq.message.ids import Producer
+from kmq.message.ids import KnownProducer
 from kmq.message.routing import Table, resolve
 
 ROOMY = BlockLimits(100_000, 1 << 24)
@@ -77,7 +77,7 @@ def test_own_producers_have_a_place_in_a_full_table():
     known = table(producers=1)
     known.producer(b"stranger", 0)
     assert known.producer(b"another", 0) is None
-    assert isinstance(known.producer(b"__offsets", 0), Producer)
+    assert isinstance(known.producer(b"__offsets", 0), KnownProducer)
 
 
 def test_a_declared_reserved_topic_is_taken_where_messages_make_no_topics(tmp_path):

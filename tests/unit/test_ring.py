@@ -8,13 +8,13 @@ from ring_ends import put, taken
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
-from kmq.links.layout import NOTHING_STAGED, Commit, Consumed, Framed, Stamp
+from kmq.links.layout import NOTHING_STAGED, Consumed, Framed, RingCommit, Stamp
 from kmq.links.ring import RingReader, RingWriter
 
 
 def cells(record):
     """What a record of the writer holds."""
-    return {name: getattr(record, name) for name in Commit.__slots__}
+    return {name: getattr(record, name) for name in RingCommit.__slots__}
 
 
 def test_a_block_comes_out_as_it_went_in(rings):
@@ -138,7 +138,7 @@ def test_a_block_of_half_the_ring_fits_an_empty_ring_at_every_position(rings, nb
         assert put(writer, b"x" * writer.limits.nbytes), place
         assert len(taken(reader)) == 1
         writer.commit(
-            Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, 0, 0, 0, *NOTHING_STAGED, 0)
+            RingCommit(writer.last.head + 64 + (place - writer.last.head) % writer.size, 0, 0, 0, *NOTHING_STAGED, 0)
         )
         reader.cells[layout.TAIL] = reader.position = writer.last.head
     places = {(place + 64) % writer.size for place in range(0, writer.size, 64)}
@@ -315,7 +315,7 @@ def test_a_commit_is_in_force_as_a_whole_or_not_at_all(rings):
     put(writer, b"a")
     before = cells(reader.committed())
     spare = layout.RECORD[writer.cells[layout.COUNTER] + 1 & 1]
-    for at in range(len(Commit.__slots__)):
+    for at in range(len(RingCommit.__slots__)):
         writer.cells[spare + at] = 12345
         assert cells(reader.committed()) == before
     put(writer, b"b")
@@ -409,4 +409,4 @@ def test_the_cells_of_the_two_processes_share_no_cache_line():
     readers = {layout.TAIL, layout.TAIL_MESSAGES, layout.READER_SLEEPS, layout.SYNCED, layout.SYNC_FAILED}
     assert not {cell // 8 for cell in writers} & {cell // 8 for cell in readers}
     assert max(writers | readers) < (layout.BLOCKS - layout.CELLS) // 8
-    assert layout.RECORD[1] - layout.RECORD[0] >= len(Commit.__slots__)
+    assert layout.RECORD[1] - layout.RECORD[0] >= len(RingCommit.__slots__)

@@ -8,7 +8,7 @@ from ring_ends import put, taken
 
 from kmq.config.values import KIB, MIB, PIPE_BUF
 from kmq.links.layout import Consumed, Framed, Received, Stamp
-from kmq.links.staging import READ_BYTES, Staging, area_bytes
+from kmq.links.staging import READ_BYTES, StagingAreas, area_bytes
 
 AREA = 8192
 DONE = Received(1732190000, 12345)
@@ -32,7 +32,7 @@ def commit(writer, area, consumed):
 
 
 def test_what_is_read_waits_as_whole_lines_and_a_rest(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     assert staging.read(pipe[0]) == 0 and staging.lines() == b""
     os.write(pipe[1], b"one\ntwo\nthr")
     assert staging.read(pipe[0]) == 11
@@ -40,41 +40,41 @@ def test_what_is_read_waits_as_whole_lines_and_a_rest(ring, pipe):
 
 
 def test_a_restart_finds_what_was_read_and_not_framed(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"one\ntwo\nthr")
     staging.read(pipe[0])
-    again = Staging(ring[0], AREA)
+    again = StagingAreas(ring[0], AREA)
     assert again.unfinished() == b"one\ntwo\nthr"
     commit(ring[0], 0, 4)
     again.adopt(ring[0].last)
     assert again.lines() == b"two\n"
-    assert Staging(ring[0], AREA).unfinished() == b"two\nthr"
+    assert StagingAreas(ring[0], AREA).unfinished() == b"two\nthr"
 
 
 def test_a_carry_that_was_not_committed_has_not_happened(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"one\ntwo\nthr")
     staging.read(pipe[0])
     assert staging.copy_rest(8) == 1
-    again = Staging(ring[0], AREA)
+    again = StagingAreas(ring[0], AREA)
     assert (again.active, again.unfinished()) == (0, b"one\ntwo\nthr")
     commit(ring[0], again.copy_rest(8), 0)
-    third = Staging(ring[0], AREA)
+    third = StagingAreas(ring[0], AREA)
     assert (third.active, third.unfinished()) == (1, b"thr")
 
 
 def test_areas_are_swapped_in_a_commit_without_a_block_that_moves_both_positions(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"one\ntwo\nthr")
     staging.read(pipe[0])
     staging.swap_areas(4, DONE)
     last = ring[0].last
     assert (last.area, last.consumed, last.birth, last.position) == (1, 0, *DONE) and last.next_seq == 1
-    assert staging.unfinished() == b"two\nthr" == Staging(ring[0], AREA).unfinished()
+    assert staging.unfinished() == b"two\nthr" == StagingAreas(ring[0], AREA).unfinished()
 
 
 def test_room_is_made_once_and_keeps_the_position(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"one\n" + b"x" * 9000)
     staging.read(pipe[0])
     assert staging.is_full and not staging.make_room()
@@ -87,33 +87,33 @@ def test_room_is_made_once_and_keeps_the_position(ring, pipe):
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_a_block_is_committed_with_the_bytes_and_the_position_it_came_from(ring, pipe, swaps):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"one\ntwo\nthr")
     staging.read(pipe[0])
     staging.append(Framed(b"1|2|one\n", Stamp(1, 1, 0, 5), b"", 4, DONE), swaps)
     last = ring[0].last
     assert (last.next_seq, last.birth, last.position) == (2, *DONE)
     assert (last.area, last.consumed) == ((1, 0) if swaps else (0, 4))
-    assert staging.unfinished() == b"two\nthr" == Staging(ring[0], AREA).unfinished()
+    assert staging.unfinished() == b"two\nthr" == StagingAreas(ring[0], AREA).unfinished()
     assert [data for data, *_ in taken(ring[1])] == [b"1|2|one\n"]
 
 
 def test_an_area_full_of_an_endless_line_reads_no_more(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     os.write(pipe[1], b"x" * 10_000)
     assert staging.read(pipe[0]) == AREA and staging.read(pipe[0]) == 0
     assert staging.lines() == b"" and len(staging.unfinished()) == AREA
 
 
 def test_leftovers_of_a_longer_carry_are_never_taken_for_content(ring, pipe):
-    staging = Staging(ring[0], AREA)
+    staging = StagingAreas(ring[0], AREA)
     for length in (5000, 3000, 10, 4000, 1):
         os.write(pipe[1], b"y" * length + b"\n" + b"z" * (length // 2))
         staging.read(pipe[0])
         waiting = staging.unfinished()
         commit(ring[0], staging.copy_rest(staging.consumed + len(staging.lines())), 0)
         staging.adopt(ring[0].last)
-        assert staging.unfinished() == waiting[waiting.rfind(b"\n") + 1 :] == Staging(ring[0], AREA).unfinished()
+        assert staging.unfinished() == waiting[waiting.rfind(b"\n") + 1 :] == StagingAreas(ring[0], AREA).unfinished()
 
 
 def test_killed_at_any_instant_every_line_is_framed_exactly_once(ring, pipe):
@@ -121,13 +121,13 @@ def test_killed_at_any_instant_every_line_is_framed_exactly_once(ring, pipe):
     writer, reader = ring
     rng = random.Random(6)
     sent, framed, made, kills = [], [], b"", 0
-    staging = Staging(writer, AREA)
+    staging = StagingAreas(writer, AREA)
 
     def survives():
         nonlocal staging, kills
         if rng.randrange(4):
             return True
-        staging, kills = Staging(writer, AREA), kills + 1
+        staging, kills = StagingAreas(writer, AREA), kills + 1
         return False
 
     while len(sent) < 1500 or made or staging.unfinished():
@@ -163,7 +163,7 @@ def test_an_area_holds_the_longest_unfinished_line_and_a_read():
 def test_the_ring_before_the_areas_is_not_touched(ring, pipe):
     writer, reader = ring
     put(writer, b"block")
-    staging = Staging(writer, AREA)
+    staging = StagingAreas(writer, AREA)
     os.write(pipe[1], b"x" * 9000)
     staging.read(pipe[0])
     staging.copy_rest(0)

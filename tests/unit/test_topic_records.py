@@ -11,7 +11,7 @@ from kmq.framing.topics import TopicRequests
 from kmq.links.layout import Block
 from kmq.log import identity, topic_changes, topics
 from kmq.log.segment import Limits
-from kmq.log.topic_changes import Change
+from kmq.log.topic_changes import TopicChange
 from kmq.log.wal import Wal
 from kmq.repair import heal
 from kmq.router.queues import Queues
@@ -128,7 +128,7 @@ def stored(data, *changes):
     """Store these, each as a record; the blocks that the router gets."""
     wal, blocks = Wal(data, no_room, 1 << 20), []
     for seq, change in enumerate(changes, 1):
-        sent = topic_changes.encode(change, b"1.000000") if isinstance(change, Change) else change
+        sent = topic_changes.encode(change, b"1.000000") if isinstance(change, TopicChange) else change
         line = b"%d|1732190000.%06d|%b\n" % (seq, seq, sent)
         wal.append([(line, seq, 1, FIRST_TS + seq)])
         blocks.append(Block(line, 0, [len(line), seq, 1, sent.index(b"|"), FIRST_TS + seq, 0, 0]))
@@ -156,17 +156,17 @@ def replayed(data, high):
 
 
 LINE = b"orders.k|0|1|x"
-CREATE = Change("create", "orders", 0, {"partitions": "2", "retention_age": "30d", "segment_bytes": "1 GiB"}, "r1")
+CREATE = TopicChange("create", "orders", 0, {"partitions": "2", "retention_age": "30d", "segment_bytes": "1 GiB"}, "r1")
 CHANGES = (
     LINE,
     CREATE,  # too late: the line has made it
-    Change("delete", "orders", 1, {}, "r2"),
+    TopicChange("delete", "orders", 1, {}, "r2"),
     CREATE._replace(request="r3"),
-    Change("set", "orders", 4, {"retention_age": "", "max_deliveries": "5"}, "r4"),
-    Change("delete", "orders", 1, {}, "r2"),  # numbered twice: it is for another life
-    Change("grow", "orders", 4, {"partitions": "4"}, "r5"),
+    TopicChange("set", "orders", 4, {"retention_age": "", "max_deliveries": "5"}, "r4"),
+    TopicChange("delete", "orders", 1, {}, "r2"),  # numbered twice: it is for another life
+    TopicChange("grow", "orders", 4, {"partitions": "4"}, "r5"),
     LINE,
-    Change("shrink", "orders", 4, {}, "r6"),
+    TopicChange("shrink", "orders", 4, {}, "r6"),
 )
 LIMITS = {"segment_bytes": "1 GiB", "max_deliveries": "5"}
 
@@ -196,7 +196,7 @@ def test_a_change_among_the_blocks_of_a_turn_is_carried_out_in_its_place(data):
 
 def test_a_gap_that_is_read_from_the_wal_comes_behind_the_topics_that_wait(data):
     lines = [b"t%02d.k|0|1|x" % number for number in range(20)]  # more than are made at once
-    create = Change("create", "t19", 0, {"partitions": "4"}, "r1")
+    create = TopicChange("create", "t19", 0, {"partitions": "4"}, "r1")
     blocks = stored(data, *lines, create, b"t19.k|0|2|y", b"t19.z|0|3|y")
     queues = started(data)
     queues.route(blocks[:20])

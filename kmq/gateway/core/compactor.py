@@ -30,7 +30,7 @@ from kmq.config.settings import Settings, load
 from kmq.errors import BusyError, CorruptError, KmqError
 from kmq.log import compaction, identity, passes, topics
 from kmq.log.passes import CompactedTopic, CompactedTopics, Pass
-from kmq.log.replaced import Comparison, Horizon, Removable, SyncedPartition
+from kmq.log.replaced import Horizon, KeyComparison, Removable, SyncedPartition
 from kmq.logfmt import Logger
 
 MIN_DIRTY = 0.5  # share of a segment's bytes: below it rewriting costs more than it gains
@@ -125,7 +125,7 @@ class Compactor:
         """Compare one partition, lay out what is worth it, and note that; return how many segments were laid out."""
         began, moved_before = time.monotonic(), self._throttle.nbytes
         step = partial(self._step, None if table.name.startswith("__") else where)
-        comparison = Comparison(place, horizon, identity.marks_from(self._data), step)
+        comparison = KeyComparison(place, horizon, identity.marks_from(self._data), step)
         count = removed = nbytes = saved = 0
         self._check_life(table)
         for found in comparison.removable():
@@ -152,7 +152,7 @@ class Compactor:
         if topics.load(self._data, table.name)[1] != table.from_seq:
             raise FileNotFoundError(f"topic {table.name} was deleted")
 
-    def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: Comparison, removed: int) -> None:
+    def _note(self, table: CompactedTopic, place: SyncedPartition, comparison: KeyComparison, removed: int) -> None:
         """Note a complete pass. What is known of other lives of a topic, or of topics not compacted any more, goes."""
         kept = comparison.nbytes - removed
         if not comparison.sealed:

@@ -23,7 +23,7 @@ from kmq.gateway.core.broker import Broker, RequestRefused, bad_field
 from kmq.log import bounds, topic_changes, topics
 from kmq.log.bounds import PartitionSize
 from kmq.log.segment import Limits
-from kmq.log.topic_changes import Request
+from kmq.log.topic_changes import TopicRequest
 from kmq.message import record
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class TopicAdmin:
         if (await asyncio.to_thread(topics.load, self._data, name))[0] < partitions:
             raise RequestRefused("internal", f"topic {name!r}: has not grown; see event request_refused in the log")
 
-    def _ask_to_set(self, name: str, limits: dict[str, str]) -> Request:
+    def _ask_to_set(self, name: str, limits: dict[str, str]) -> TopicRequest:
         own = topic_changes.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))
         topic_changes.apply(own, limits)
         try:
@@ -276,7 +276,7 @@ class TopicAdmin:
 
     # --- waiting for the router --------------------------------------------------------------------------------------
 
-    async def _carried_out(self, request: Request) -> None:
+    async def _carried_out(self, request: TopicRequest) -> None:
         if not await self._wait(lambda: not request.is_waiting):
             text = "the request is on disk, and the router carries it out as soon as it can; see /readyz"
             raise RequestRefused("not_ready", text)

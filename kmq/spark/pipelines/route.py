@@ -44,7 +44,7 @@ from kmq.files import replace_file, sync_directory
 from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, deletions, dropped, identity, reader, segment, topics
 from kmq.log.index import IndexWriter
-from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State, directory_of
+from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, PartitionState, directory_of
 from kmq.log.partition_recovery import WalRange, fits, recover
 from kmq.log.reader import WAL
 from kmq.log.segment import Limits
@@ -167,14 +167,14 @@ class QueueFiles:
         write = partial(_append, to=self.to, known=self._known, table=self._table, limits=self._topic_limits())
         states = map_in_arrow(in_order.select("topic", "partition", "seq", "line"), write, _STATES).collect()
         for topic, number, *values, _ in states:
-            self._known[topic, number] = State(*values)
+            self._known[topic, number] = PartitionState(*values)
             self._seq = max(self._seq, values[1])
         known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
         if any(topic.needs_newest for topic in known) and (text := identity.routed_text(self.to)):
             replace_file(f"{self.to}/format", f"{text}\n".encode())
         self._write_tomls(sorted({topic for topic, _ in self._known}))
         for topic in known:  # a checkpoint has a row for each partition, also for one without records
-            self._known = {(topic.name, number): State() for number in range(topic.partitions)} | self._known
+            self._known = {(topic.name, number): PartitionState() for number in range(topic.partitions)} | self._known
         replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
         return sum(row.records for row in states)
 
@@ -254,11 +254,11 @@ def _append(
 
 
 def _open_log(
-    to: str, topic: str, number: int, known: State, table: Table, limits: Mapping[str, Limits]
+    to: str, topic: str, number: int, known: PartitionState, table: Table, limits: Mapping[str, Limits]
 ) -> PartitionLog:
     """Open a log for appending; cut off what an earlier attempt has left torn."""
     directory = directory_of(to, topic, number)
-    segments, state = segment.survey(directory), State(*known.values())
+    segments, state = segment.survey(directory), PartitionState(*known.values())
     is_whole = fits(segments, known)
     if not is_whole:
         found = recover(segments, known, WalRange(1, _ANY_SEQ, has_rest=True), known.start)
