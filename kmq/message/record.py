@@ -307,10 +307,6 @@ class Fields(namedtuple("Fields", ("seq", "recv_ts", "routing_key", "producer_ts
 
     __slots__ = ()
 
-    @property
-    def line(self) -> bytes:
-        return b"|".join(self)
-
 
 class SentFields(namedtuple("SentFields", ("routing_key", "producer_ts", "id", "payload"))):
     """The fields of a line as it is sent; the headers belong to `id`."""

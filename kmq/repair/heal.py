@@ -30,12 +30,12 @@ from kmq.log.segment import SEQ
 from kmq.log.wal import RING_BYTES
 from kmq.message import record, routing
 from kmq.message.routing import Topic
+from kmq.repair import small_files
 from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At, DataDirectory
 from kmq.repair.places import SegmentLocator
 from kmq.repair.rewriting import Healed, Line, Patch, Rewriter, ranges
 from kmq.repair.scan import Candidates, Records, Scan, ScannedBlock, confirmed_lines
-from kmq.repair.small_files import SmallFiles
 
 # --- the WAL from the queues -----------------------------------------------------------------------------------------
 # A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the WAL
@@ -373,166 +373,171 @@ def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
 _Edits = defaultdict[str, list[tuple[FoundRecord, bytes]]]  # by path: records, and the lines that replace them
 
 
-class Conflicts:
-    """One run over a directory whose blocks all match their indexes."""
+def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
+    """Keep every record, once; return True if anything changed and the logs must be healed again.
 
-    def __init__(self, data: str, rewriter: Rewriter, progress: Callable[[int], None]) -> None:
-        self.data, self.rewriter, self._progress = data, rewriter, progress
+    All blocks match their indexes.
+    """
+    end = reader.wal(rewriter.data).end_offset() - 1
+    found: defaultdict[At, list[Difference]] = defaultdict(list)
+    gaps = DataDirectory(rewriter.data).named_gaps("durable")
+    compared = Copies(rewriter.data, end, gaps, is_live=False, progress=progress)
+    for difference in compared.differences(checkpoint.routed_seq(rewriter.data)):
+        found[difference.topic, difference.partition].append(difference)
+    misplaced, lost = list[Difference](), list[Difference]()
+    kept: list[Difference] = []
+    for at, differences in found.items():
+        log = reader.partition(rewriter.data, *at)
+        in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
+        if 2 * len(in_doubt) > log.end_offset() - log.first_offset:
+            _set_aside(rewriter, at)
+            continue
+        kept += in_doubt
+        misplaced += [each for each in differences if each.kind == "misplaced"]
+        if at not in compared.damaged:
+            lost += [each for each in differences if each.kind == "lost"]
+    if kept:
+        _keep_both(rewriter, kept)
+    placed, copied = _keep_place(rewriter, misplaced)
+    _send_again(rewriter, [each for each in lost if each.seq not in placed], copied)
+    return bool(found)
 
-    def settle(self) -> bool:
-        """Keep every record, once; return True if anything changed and the logs must be healed again."""
-        end = reader.wal(self.data).end_offset() - 1
-        found: defaultdict[At, list[Difference]] = defaultdict(list)
-        gaps = DataDirectory(self.data).named_gaps("durable")
-        compared = Copies(self.data, end, gaps, is_live=False, progress=self._progress)
-        for difference in compared.differences(checkpoint.routed_seq(self.data)):
-            found[difference.topic, difference.partition].append(difference)
-        misplaced, lost = list[Difference](), list[Difference]()
-        kept: list[Difference] = []
-        for at, differences in found.items():
-            log = reader.partition(self.data, *at)
-            in_doubt = [each for each in differences if each.kind in ("altered", "foreign")]
-            if 2 * len(in_doubt) > log.end_offset() - log.first_offset:
-                self._set_aside(at)
-                continue
-            kept += in_doubt
-            misplaced += [each for each in differences if each.kind == "misplaced"]
-            if at not in compared.damaged:
-                lost += [each for each in differences if each.kind == "lost"]
-        if kept:
-            self._keep_both(kept)
-        placed, copied = self._keep_place(misplaced)
-        self._send_again([each for each in lost if each.seq not in placed], copied)
-        return bool(found)
 
-    def _set_aside(self, at: At) -> None:
-        directory = directory_of(self.data, *at)
-        quarantine = self.rewriter.quarantine
-        for _, log_path in segment.listing(directory):
-            self.rewriter.forget(log_path)
-            for path in filter(os.path.exists, (log_path, segment.index_path(log_path))):
-                quarantine.set_aside(path, f"{quarantine.flat(path)}.unknown")
-        what = f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
-        self.rewriter.report(directory, what)
+def _set_aside(rewriter: Rewriter, at: At) -> None:
+    directory = directory_of(rewriter.data, *at)
+    quarantine = rewriter.quarantine
+    for _, log_path in segment.listing(directory):
+        rewriter.forget(log_path)
+        for path in filter(os.path.exists, (log_path, segment.index_path(log_path))):
+            quarantine.set_aside(path, f"{quarantine.flat(path)}.unknown")
+    what = f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
+    rewriter.report(directory, what)
 
-    def _keep_both(self, differences: list[Difference]) -> None:
-        wal_log = reader.wal(self.data)
-        renumbered: list[bytes] = []  # records that get a new seq
-        edits = _Edits(list)
-        for seq, _, topic, partition, _ in differences:
-            queued = reader.partition(self.data, topic, partition).find(seq, SEQ)
-            logged = wal_log.find(seq, SEQ)
-            assert queued is not None  # the difference was read there
-            if logged is not None and _marked(logged.line, topic, partition) == queued.line:
-                edits[logged.path].append((logged, queued.line + b"\n"))
-            elif logged is None or not logged.line.startswith(b"%d|" % seq) or self._is_in_its_queue(logged.line):
-                edits[queued.path].append((queued, b"\n"))
-                renumbered.append(queued.line)
-            else:
-                edits[logged.path].append((logged, queued.line + b"\n"))
-                renumbered.append(logged.line)
-        self._edit(edits)
-        self._append(sorted(renumbered, key=record.seq_of))
 
-    def _keep_place(self, differences: list[Difference]) -> tuple[set[int], set[int]]:
-        """Give each record of another queue a mark, unless its own queue has it too.
+def _keep_both(rewriter: Rewriter, differences: list[Difference]) -> None:
+    wal_log = reader.wal(rewriter.data)
+    renumbered: list[bytes] = []  # records that get a new seq
+    edits = _Edits(list)
+    for seq, _, topic, partition, _ in differences:
+        queued = reader.partition(rewriter.data, topic, partition).find(seq, SEQ)
+        logged = wal_log.find(seq, SEQ)
+        assert queued is not None  # the difference was read there
+        if logged is not None and _marked(logged.line, topic, partition) == queued.line:
+            edits[logged.path].append((logged, queued.line + b"\n"))
+        elif logged is None or not logged.line.startswith(b"%d|" % seq) or _is_in_its_queue(rewriter.data, logged.line):
+            edits[queued.path].append((queued, b"\n"))
+            renumbered.append(queued.line)
+        else:
+            edits[logged.path].append((logged, queued.line + b"\n"))
+            renumbered.append(logged.line)
+    _edit(rewriter, edits)
+    _append(rewriter, sorted(renumbered, key=record.seq_of))
 
-        Return the seqs of those, and of the records that have a copy of their own now.
-        """
-        wal_log, table = reader.wal(self.data), topics.table(self.data)
-        queue_edits, wal_edits = _Edits(list), _Edits(list)
-        doubled: defaultdict[At, list[Difference]] = defaultdict(list)
-        placed, kept, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
-        for difference in differences:
-            seq, _, topic, partition, _ = difference
-            at = topic, partition
-            queued, logged = reader.partition(self.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
-            assert queued is not None and logged is not None  # they were compared
-            line = _marked(queued.line, topic, partition)
-            is_theirs = _place(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
-            if seq in kept or not is_theirs or self._is_in_its_queue(queued.line):
-                doubled[at].append(difference)
-            else:
-                queue_edits[queued.path].append((queued, line + b"\n"))
-                wal_edits[logged.path].append((logged, line + b"\n"))
-                placed[at].append(seq)
-                kept.add(seq)
-        self._edit(queue_edits)  # before the WAL: see the module
-        self._edit(wal_edits)
-        for at, seqs in placed.items():
-            what = f"{len(seqs)} records belonged to another partition: they stay, and their routing keys say so now"
-            self.rewriter.report(directory_of(self.data, *at), what)
-        for at, extra in doubled.items():
-            copied |= self._remove_doubles(at, extra)
-        return kept, copied
 
-    def _remove_doubles(self, at: At, doubled: list[Difference]) -> set[int]:
-        """Remove records from a queue that is not theirs; return those that are records of their own now."""
-        log = reader.partition(self.data, *at)
-        offsets, end = {each.offset for each in doubled}, log.end_offset()
-        while end - 1 in offsets:
-            end -= 1
-        found = [(each.offset, log.find(each.seq, SEQ)) for each in doubled]
-        lines = {offset: place for offset, place in found if place is not None}
-        last = [lines[offset] for offset in sorted(lines) if offset >= end]
-        texts = {
-            place.line: text
-            for place, text in zip(last, self._append([_marked(place.line, *at) for place in last]), strict=True)
-        }
-        edits = _Edits(list)
-        for place in lines.values():
-            edits[place.path].append((place, texts.get(place.line, b"\n")))
-        self._edit(edits)
-        what = f"{len(lines)} records were in their own partition too: removed here, or records of their own"
-        self.rewriter.report(directory_of(self.data, *at), what)
-        return {record.seq_of(place.line) for place in last}
+def _keep_place(rewriter: Rewriter, differences: list[Difference]) -> tuple[set[int], set[int]]:
+    """Give each record of another queue a mark, unless its own queue has it too.
 
-    def _send_again(self, lost: list[Difference], copied: set[int]) -> None:
-        """Append records that no queue has to the WAL, under new seqs. `copied`: that was done already."""
-        by_queue: defaultdict[At, list[int]] = defaultdict(list)
-        lines = []
-        for seq, _, topic, partition, _ in lost:
-            logged = reader.wal(self.data).find(seq, SEQ)
-            if logged is not None and record.seq_of(logged.line) == seq:
-                by_queue[topic, partition].append(seq)
-                lines += [] if seq in copied else [logged.line]
-        self._append(sorted(lines, key=record.seq_of))
-        for at, seqs in by_queue.items():
-            directory = directory_of(self.data, *at)
-            self.rewriter.quarantine.name_lost(f"{directory}/{segment.name(0)}", 0, ranges(sorted(seqs)))
-            what = f"{len(seqs)} records were in no queue: they have new seqs, and {QUARANTINE}/log names the old ones"
-            self.rewriter.report(directory, what)
+    Return the seqs of those, and of the records that have a copy of their own now.
+    """
+    wal_log, table = reader.wal(rewriter.data), topics.table(rewriter.data)
+    queue_edits, wal_edits = _Edits(list), _Edits(list)
+    doubled: defaultdict[At, list[Difference]] = defaultdict(list)
+    placed, kept, copied = defaultdict[At, list[int]](list), set[int](), set[int]()
+    for difference in differences:
+        seq, _, topic, partition, _ = difference
+        at = topic, partition
+        queued, logged = reader.partition(rewriter.data, *at).find(seq, SEQ), wal_log.find(seq, SEQ)
+        assert queued is not None and logged is not None  # they were compared
+        line = _marked(queued.line, topic, partition)
+        is_theirs = _place(table, line) == at and record.routing_key_of(queued.line).startswith(topic.encode())
+        if seq in kept or not is_theirs or _is_in_its_queue(rewriter.data, queued.line):
+            doubled[at].append(difference)
+        else:
+            queue_edits[queued.path].append((queued, line + b"\n"))
+            wal_edits[logged.path].append((logged, line + b"\n"))
+            placed[at].append(seq)
+            kept.add(seq)
+    _edit(rewriter, queue_edits)  # before the WAL: see the module
+    _edit(rewriter, wal_edits)
+    for at, seqs in placed.items():
+        what = f"{len(seqs)} records belonged to another partition: they stay, and their routing keys say so now"
+        rewriter.report(directory_of(rewriter.data, *at), what)
+    for at, extra in doubled.items():
+        copied |= _remove_doubles(rewriter, at, extra)
+    return kept, copied
 
-    def _is_in_its_queue(self, line: bytes) -> bool:
-        at = _place(topics.table(self.data), line)
-        found = reader.partition(self.data, *at).find(record.seq_of(line), SEQ) if at else None
-        return found is not None and found.line == line
 
-    def _edit(self, edits: _Edits) -> None:
-        """Replace some lines of segments."""
-        for path, changes in edits.items():
-            by_seq = os.path.basename(os.path.dirname(path)) == "append"
-            seqs = {found.byte: record.seq_of(found.line) for found, _ in changes}
-            ends = sorted((found.byte, found.byte + len(found.line) + 1) for found, _ in changes)
-            patches = [Patch(byte, end, seqs[byte], seqs[byte], []) for byte, end in ends]
-            new = {seqs[found.byte]: line for found, line in changes}
-            self.rewriter.rewrite(self.rewriter.scan(path, by_seq), patches, partial(_new_line, new))
+def _remove_doubles(rewriter: Rewriter, at: At, doubled: list[Difference]) -> set[int]:
+    """Remove records from a queue that is not theirs; return those that are records of their own now."""
+    log = reader.partition(rewriter.data, *at)
+    offsets, end = {each.offset for each in doubled}, log.end_offset()
+    while end - 1 in offsets:
+        end -= 1
+    found = [(each.offset, log.find(each.seq, SEQ)) for each in doubled]
+    lines = {offset: place for offset, place in found if place is not None}
+    last = [lines[offset] for offset in sorted(lines) if offset >= end]
+    texts = {
+        place.line: text
+        for place, text in zip(last, _append(rewriter, [_marked(place.line, *at) for place in last]), strict=True)
+    }
+    edits = _Edits(list)
+    for place in lines.values():
+        edits[place.path].append((place, texts.get(place.line, b"\n")))
+    _edit(rewriter, edits)
+    what = f"{len(lines)} records were in their own partition too: removed here, or records of their own"
+    rewriter.report(directory_of(rewriter.data, *at), what)
+    return {record.seq_of(place.line) for place in last}
 
-    def _append(self, lines: list[bytes]) -> list[bytes]:
-        """Append records to the WAL, each under a new seq; return them as stored, with their newlines."""
-        if not lines:
-            return []
-        seq, recv_ts = wal.last_numbered(self.data)
-        stamp = record.format_ts(recv_ts)
-        moved = (record.fields(line)._replace(seq=b"%d" % (seq + n), recv_ts=stamp) for n, line in enumerate(lines, 1))
-        renumbered = [each.line + b"\n" for each in moved]
-        path = segment.listing(f"{self.data}/append")[-1][1]
-        scan = self.rewriter.scan(path, by_seq=True)
-        end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
-        self.rewriter.rewrite(scan, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)))
-        seqs = f"seq {seq + 1} to {seq + len(lines)}"
-        self.rewriter.report(path, f"{len(lines)} records could not keep their seqs: they are {seqs} now")
-        return renumbered
+
+def _send_again(rewriter: Rewriter, lost: list[Difference], copied: set[int]) -> None:
+    """Append records that no queue has to the WAL, under new seqs. `copied`: that was done already."""
+    by_queue: defaultdict[At, list[int]] = defaultdict(list)
+    lines = []
+    for seq, _, topic, partition, _ in lost:
+        logged = reader.wal(rewriter.data).find(seq, SEQ)
+        if logged is not None and record.seq_of(logged.line) == seq:
+            by_queue[topic, partition].append(seq)
+            lines += [] if seq in copied else [logged.line]
+    _append(rewriter, sorted(lines, key=record.seq_of))
+    for at, seqs in by_queue.items():
+        directory = directory_of(rewriter.data, *at)
+        rewriter.quarantine.name_lost(f"{directory}/{segment.name(0)}", 0, ranges(sorted(seqs)))
+        what = f"{len(seqs)} records were in no queue: they have new seqs, and {QUARANTINE}/log names the old ones"
+        rewriter.report(directory, what)
+
+
+def _is_in_its_queue(data: str, line: bytes) -> bool:
+    at = _place(topics.table(data), line)
+    found = reader.partition(data, *at).find(record.seq_of(line), SEQ) if at else None
+    return found is not None and found.line == line
+
+
+def _edit(rewriter: Rewriter, edits: _Edits) -> None:
+    """Replace some lines of segments."""
+    for path, changes in edits.items():
+        by_seq = os.path.basename(os.path.dirname(path)) == "append"
+        seqs = {found.byte: record.seq_of(found.line) for found, _ in changes}
+        ends = sorted((found.byte, found.byte + len(found.line) + 1) for found, _ in changes)
+        patches = [Patch(byte, end, seqs[byte], seqs[byte], []) for byte, end in ends]
+        new = {seqs[found.byte]: line for found, line in changes}
+        rewriter.rewrite(rewriter.scan(path, by_seq), patches, partial(_new_line, new))
+
+
+def _append(rewriter: Rewriter, lines: list[bytes]) -> list[bytes]:
+    """Append records to the WAL, each under a new seq; return them as stored, with their newlines."""
+    if not lines:
+        return []
+    seq, recv_ts = wal.last_numbered(rewriter.data)
+    stamp = record.format_ts(recv_ts)
+    moved = (record.fields(line)._replace(seq=b"%d" % (seq + n), recv_ts=stamp) for n, line in enumerate(lines, 1))
+    renumbered = [b"|".join(fields) + b"\n" for fields in moved]
+    path = segment.listing(f"{rewriter.data}/append")[-1][1]
+    scan = rewriter.scan(path, by_seq=True)
+    end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
+    rewriter.rewrite(scan, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)))
+    seqs = f"seq {seq + 1} to {seq + len(lines)}"
+    rewriter.report(path, f"{len(lines)} records could not keep their seqs: they are {seqs} now")
+    return renumbered
 
 
 def _new_line(new: Records, scan: Scan, patch: Patch) -> Iterator[Line]:
@@ -553,7 +558,7 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
     fields = record.fields(line)
     key = routing.key_behind(topic.encode(), fields.routing_key)
     mark = b"%b.@%d" % (topic.encode(), partition) + (b"" if key is None else b"." + key)
-    return fields._replace(routing_key=mark).line
+    return b"|".join(fields._replace(routing_key=mark))
 
 
 # --- the order of healing --------------------------------------------------------------------------------------------
@@ -562,16 +567,15 @@ def _marked(line: bytes, topic: str, partition: int) -> bytes:
 def repair(data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES) -> list[Healed]:
     """Heal a data directory; return what was done, file by file. `ring_bytes`: RB_BYTES of its broker."""
     directory, rewriter = DataDirectory(data), Rewriter(data, progress, ring_bytes)
-    small = SmallFiles(directory, rewriter)
-    small.heal_deletions()
-    small.heal_identity()
+    small_files.heal_deletions(rewriter)
+    small_files.heal_identity(directory, rewriter)
     for path, what in SegmentLocator(data, _known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
         rewriter.report(path, what)
     rewriter.forget()
-    small.heal()
-    small.heal_dropped()
+    small_files.heal(directory, rewriter)
+    small_files.heal_dropped(directory, rewriter)
     _heal_logs(data, rewriter)
-    if Conflicts(data, rewriter, progress).settle():
+    if _settle(rewriter, progress):
         _heal_logs(data, rewriter)
     return rewriter.healed
 

@@ -54,14 +54,14 @@ class Rewriter:
     """The segments of a data directory under repair: scanned, rewritten, and what was done to them."""
 
     def __init__(self, data: str, progress: Callable[[int], None], ring_bytes: int) -> None:
-        self._data, self._progress, self._ring_bytes = data, progress, ring_bytes
+        self.data, self._progress, self._ring_bytes = data, progress, ring_bytes
         self._scans: dict[str, Scan] = {}  # each segment is scanned once until it changes
         self.healed: list[Healed] = []
         self.quarantine = Quarantine(data)
 
     def report(self, path: str, what: str, lost: Sequence[SeqRange] = (), unwitnessed: Sequence[SeqRange] = ()) -> None:
         """Note what was done to a file."""
-        self.healed.append(Healed(os.path.relpath(path, self._data), what, list(lost), list(unwitnessed)))
+        self.healed.append(Healed(os.path.relpath(path, self.data), what, list(lost), list(unwitnessed)))
 
     def scans(self, log: reader.LogReader) -> list[Scan]:
         """Return the scan of each segment of a log."""

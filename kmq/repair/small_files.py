@@ -113,177 +113,182 @@ def damaged_ranges(directory: DataDirectory) -> list[tuple[int, bytes]]:
 # --- healing ---------------------------------------------------------------------------------------------------------
 
 
-class SmallFiles:
-    """One run over the small files."""
+def heal_identity(directory: DataDirectory, rewriter: Rewriter) -> None:
+    """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
+    data = directory.data
+    if not ID.fullmatch(read_text(f"{data}/id")):
+        replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
+        what = "a new id: rings left in shared memory no longer belong to this directory"
+        rewriter.report(f"{data}/id", what)
+    labels = label_lineages(directory)
+    lineage = _lineage(read_text(f"{data}/lineage").strip(), read_text(f"{data}/id").strip(), labels)
+    if read_text(f"{data}/lineage") != f"{lineage}\n":
+        replace_file(f"{data}/lineage", f"{lineage}\n".encode())
+        what = "written again, as the indexes have it" if labels else "written again"
+        rewriter.report(f"{data}/lineage", what)
+    if identity.version(data) is None and not identity.is_unknown(data):
+        from_seq = reader.wal(data).end_offset() if labels[""] else 1
+        number = identity.FORMAT if _needs_newest(data) else identity.LABELLED
+        text = identity.mended(data) or identity.format_text(from_seq, from_seq, number)
+        replace_file(f"{data}/format", f"{text}\n".encode())
+        rewriter.report(f"{data}/format", "written again")
 
-    def __init__(self, directory: DataDirectory, rewriter: Rewriter) -> None:
-        self.directory, self.data = directory, directory.data
-        self._quarantine, self._report = rewriter.quarantine, rewriter.report
 
-    def heal_identity(self) -> None:
-        """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
-        data = self.data
-        if not ID.fullmatch(read_text(f"{data}/id")):
-            replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
-            what = "a new id: rings left in shared memory no longer belong to this directory"
-            self._report(f"{data}/id", what)
-        labels = label_lineages(self.directory)
-        lineage = _lineage(read_text(f"{data}/lineage").strip(), read_text(f"{data}/id").strip(), labels)
-        if read_text(f"{data}/lineage") != f"{lineage}\n":
-            replace_file(f"{data}/lineage", f"{lineage}\n".encode())
-            what = "written again, as the indexes have it" if labels else "written again"
-            self._report(f"{data}/lineage", what)
-        if identity.version(data) is None and not identity.is_unknown(data):
-            from_seq = reader.wal(data).end_offset() if labels[""] else 1
-            number = identity.FORMAT if self._needs_newest() else identity.LABELLED
-            text = identity.mended(data) or identity.format_text(from_seq, from_seq, number)
-            replace_file(f"{data}/format", f"{text}\n".encode())
-            self._report(f"{data}/format", "written again")
+def heal_deletions(rewriter: Rewriter) -> None:
+    """Heal one of the two files from the other.
 
-    def heal_deletions(self) -> None:
-        """Heal one of the two files from the other.
+    Call it before anything else, because the files say which records belong to no queue.
+    """
+    damaged = deletions.faults(rewriter.data)
+    try:
+        all_deletions = deletions.read(rewriter.data)
+    except CorruptError:
+        for name in damaged:
+            _set_aside(rewriter, name, "cannot be read: deleted topics may come back with the records of the WAL")
+        return
+    if damaged:
+        deletions.write(rewriter.data, all_deletions, lambda _, action: action())
+        for name in damaged:
+            rewriter.report(f"{rewriter.data}/{name}", "written again")
 
-        Call it before anything else, because the files say which records belong to no queue.
-        """
-        damaged = deletions.faults(self.data)
-        try:
-            all_deletions = deletions.read(self.data)
-        except CorruptError:
-            for name in damaged:
-                self._set_aside(name, "cannot be read: deleted topics may come back with the records of the WAL")
-            return
-        if damaged:
-            deletions.write(self.data, all_deletions, lambda _, action: action())
-            for name in damaged:
-                self._report(f"{self.data}/{name}", "written again")
 
-    def heal(self) -> None:
-        """Heal checkpoints and declarations."""
-        data = self.data
-        try:
-            checkpoint.load(data)
-        except (ValueError, LookupError):
-            self._set_aside("router.ckpt", "the next start reads the queues and the WAL instead")
-        if dedupe_file.fault(data):
-            oldest = reader.first_seq(data)
-            forgotten = f"; message ids stored before seq {oldest} are forgotten" if oldest > 1 else ""
-            self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
-        for name in topics.misnamed(data):
-            self._move_away(name)
-        _, rows, since = self.directory.load_checkpoint()
-        since = checkpoint.complete(data, rows, since, checkpoint.recorded_topics(data))
-        had = Counter(name for name, _ in rows)
-        for name in topics.names(data):
-            if topics.fault(data, name, since.get(name)):
-                self._topic(name, since.get(name), had[name])
+def heal(directory: DataDirectory, rewriter: Rewriter) -> None:
+    """Heal checkpoints and declarations."""
+    data = directory.data
+    try:
+        checkpoint.load(data)
+    except (ValueError, LookupError):
+        _set_aside(rewriter, "router.ckpt", "the next start reads the queues and the WAL instead")
+    if dedupe_file.fault(data):
+        oldest = reader.first_seq(data)
+        forgotten = f"; message ids stored before seq {oldest} are forgotten" if oldest > 1 else ""
+        _set_aside(rewriter, "producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
+    for name in topics.misnamed(data):
+        _move_away(rewriter, name)
+    _, rows, since = directory.load_checkpoint()
+    since = checkpoint.complete(data, rows, since, checkpoint.recorded_topics(data))
+    had = Counter(name for name, _ in rows)
+    for name in topics.names(data):
+        if topics.fault(data, name, since.get(name)):
+            _topic(rewriter, name, since.get(name), had[name])
 
-    def _needs_newest(self) -> bool:
-        return any(topic.needs_newest for topic in checkpoint.next_table(self.data).values())
 
-    def _set_aside(self, name: str, what: str) -> None:
-        self._quarantine.replace(name)
-        self._report(f"{self.data}/{name}", what)
+def _needs_newest(data: str) -> bool:
+    return any(topic.needs_newest for topic in checkpoint.next_table(data).values())
 
-    def _move_away(self, name: str) -> None:
-        """Set aside a directory that cannot be a topic.
 
-        If it was one under a damaged name, the queue is rebuilt from the WAL under the right name.
-        """
-        self._quarantine.set_aside(f"{self.data}/topics/{name}", f"{name}.misnamed")
-        self._report(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
+def _set_aside(rewriter: Rewriter, name: str, what: str) -> None:
+    rewriter.quarantine.replace(name)
+    rewriter.report(f"{rewriter.data}/{name}", what)
 
-    def _topic(self, name: str, known: Since | None, had: int) -> None:
-        """Rewrite a declaration from the partitions, the checkpoint, its records, and its own readable lines.
 
-        `had`: the partitions in the checkpoint. Partitions that are missing are made, to be filled from the WAL.
-        """
-        path = topics.toml_path(self.data, name)
-        text = read_text(path)
-        partitions = max(1, had, sum(entry.isdigit() for entry in os.listdir(f"{self.data}/topics/{name}")))
-        declared = topics.read(self.data, name)
-        if declared.grown:  # its crc was right
-            partitions = max(partitions, declared.partitions)
+def _move_away(rewriter: Rewriter, name: str) -> None:
+    """Set aside a directory that cannot be a topic.
+
+    If it was one under a damaged name, the queue is rebuilt from the WAL under the right name.
+    """
+    rewriter.quarantine.set_aside(f"{rewriter.data}/topics/{name}", f"{name}.misnamed")
+    rewriter.report(f"{rewriter.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
+
+
+def _topic(rewriter: Rewriter, name: str, known: Since | None, had: int) -> None:
+    """Rewrite a declaration from the partitions, the checkpoint, its records, and its own readable lines.
+
+    `had`: the partitions in the checkpoint. Partitions that are missing are made, to be filled from the WAL.
+    """
+    path = topics.toml_path(rewriter.data, name)
+    text = read_text(path)
+    partitions = max(1, had, sum(entry.isdigit() for entry in os.listdir(f"{rewriter.data}/topics/{name}")))
+    declared = topics.read(rewriter.data, name)
+    if declared.grown:  # its crc was right
+        partitions = max(partitions, declared.partitions)
+    for number in range(partitions):
+        os.makedirs(f"{rewriter.data}/topics/{name}/{number}", exist_ok=True)
+    line = re.search(r"(?m)^from_seq = (\d+)\n", text)
+    since = known.from_seq if known else int(line[1]) if line else _first_seq(rewriter.data, name, partitions)
+    record = checkpoint.recorded_topics(rewriter.data).get((name, since))
+    if record:
+        limits = record.limits
+    else:
+        limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
+    grown = _growth(text, partitions, known.grown if known else ())
+    if record and not known and record.partitions == partitions:
+        grown = record.grown
+    has = record or known
+    partitioner = has.partitioner if has else _partitioner_of(rewriter.data, name, text, partitions, grown)
+    replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
+    rewriter.report(path, f"partitions = {partitions}, from_seq = {since}")
+
+
+def _partitioner_of(data: str, name: str, text: str, partitions: int, grown: Growth) -> Partitioner:
+    """Return what the file says, else the partitioner that explains where most of the first records are."""
+    stated = re.search(r'(?m)^partitioner = "(\w+)"\n', text)
+    if stated and stated[1] in PARTITIONERS:
+        return PARTITIONERS[stated[1]]
+    votes: Counter[Partitioner] = Counter()
+    marks_from = identity.marks_from(data)
+    for partitioner in PARTITIONERS.values():
+        topic = Topic(name, partitions, 0, (), grown, partitioner)
+        table = Table([(name.encode(), topic)], marks_from)
         for number in range(partitions):
-            os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
-        line = re.search(r"(?m)^from_seq = (\d+)\n", text)
-        since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        record = checkpoint.recorded_topics(self.data).get((name, since))
-        if record:
-            limits = record.limits
-        else:
-            limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
-        grown = _growth(text, partitions, known.grown if known else ())
-        if record and not known and record.partitions == partitions:
-            grown = record.grown
-        has = record or known
-        partitioner = has.partitioner if has else self._partitioner_of(name, text, partitions, grown)
-        replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
-        self._report(path, f"partitions = {partitions}, from_seq = {since}")
+            for line in _first_lines(data, name, number):
+                seq = record.seq_of(line)
+                route = resolve(table, record.routing_key_of(line), seq)
+                votes[partitioner] += route.asked is None and topic.partition_of(route, seq) == number
+    return max(PARTITIONERS.values(), key=lambda partitioner: votes[partitioner])
 
-    def _partitioner_of(self, name: str, text: str, partitions: int, grown: Growth) -> Partitioner:
-        """Return what the file says, else the partitioner that explains where most of the first records are."""
-        stated = re.search(r'(?m)^partitioner = "(\w+)"\n', text)
-        if stated and stated[1] in PARTITIONERS:
-            return PARTITIONERS[stated[1]]
-        votes: Counter[Partitioner] = Counter()
-        marks_from = identity.marks_from(self.data)
-        for partitioner in PARTITIONERS.values():
-            topic = Topic(name, partitions, 0, (), grown, partitioner)
-            table = Table([(name.encode(), topic)], marks_from)
-            for number in range(partitions):
-                for line in self._first_lines(name, number):
-                    seq = record.seq_of(line)
-                    route = resolve(table, record.routing_key_of(line), seq)
-                    votes[partitioner] += route.asked is None and topic.partition_of(route, seq) == number
-        return max(PARTITIONERS.values(), key=lambda partitioner: votes[partitioner])
 
-    def _first_lines(self, name: str, number: int) -> list[bytes]:
-        log = reader.partition(self.data, name, number)
-        try:
-            return [line for line in log.read(log.first_offset, _EVIDENCE)[1].split(b"\n") if line]
-        except DamageError:
-            return []
+def _first_lines(data: str, name: str, number: int) -> list[bytes]:
+    log = reader.partition(data, name, number)
+    try:
+        return [line for line in log.read(log.first_offset, _EVIDENCE)[1].split(b"\n") if line]
+    except DamageError:
+        return []
 
-    def _first_seq(self, name: str, partitions: int) -> int:
-        try:
-            heads = [reader.partition(self.data, name, number).find(0, SEQ) for number in range(partitions)]
-        except DamageError:
-            return 1
-        return min([record.seq_of(head.line) for head in heads if head], default=1)
 
-    def heal_dropped(self) -> None:
-        """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
-        path = f"{self.data}/dropped.log"
-        if not damaged_ranges(self.directory):
-            return
-        named = (line if dropped.is_range(line) else self._range(line) for _, line in dropped.lines(self.data))
-        lines = [line for line in named if line is not None]
-        self._set_aside("dropped.log", "mended by what is missing")
-        replace_file(path, b"".join(line + b"\n" for line in lines))
+def _first_seq(data: str, name: str, partitions: int) -> int:
+    try:
+        heads = [reader.partition(data, name, number).find(0, SEQ) for number in range(partitions)]
+    except DamageError:
+        return 1
+    return min([record.seq_of(head.line) for head in heads if head], default=1)
 
-    def _range(self, line: bytes) -> bytes | None:
-        """Return the line for the gap that two of its numbers match; None if there is no such gap."""
-        numbers = [int(digits) for digits in re.findall(rb"(?<=\|)\d+(?=\|)", line)]
-        pairs = list(product(numbers, repeat=2))
-        candidates = {(a, b) for a, b in pairs if a <= b}
-        candidates |= {(a, a + n - 1) for a, n in pairs} | {(b - n + 1, b) for b, n in pairs}
-        queues = [self.directory.queue(at) for at in self.directory.queues()]
-        for ring, logs in (("framed", [self.directory.wal()]), ("durable", queues)):
-            for first, last in sorted(candidates, key=lambda pair: pair[0] - pair[1]):
-                if 0 < first <= last and self._is_gap(logs, first, last):
-                    stamp = re.search(rb"\d+\.\d{6}$", line)
-                    when = stamp[0] if stamp else record.format_ts(time.time_ns() // 1000)
-                    return b"%b|%d|%d|%d|%b" % (ring.encode(), first, last, last - first + 1, when)
-        return None
 
-    def _is_gap(self, logs: list[reader.LogReader], first: int, last: int) -> bool:
-        """Return True if exactly first…last are missing."""
-        try:
-            after = [record.seq_of(found.line) for log in logs if (found := log.find(first, SEQ))]
-            before = [record.seq_of(found.line) for log in logs if (found := log.find(first - 1, SEQ))]
-        except DamageError:
-            return False
-        return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
+def heal_dropped(directory: DataDirectory, rewriter: Rewriter) -> None:
+    """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
+    path = f"{directory.data}/dropped.log"
+    if not damaged_ranges(directory):
+        return
+    named = (line if dropped.is_range(line) else _range(directory, line) for _, line in dropped.lines(directory.data))
+    lines = [line for line in named if line is not None]
+    _set_aside(rewriter, "dropped.log", "mended by what is missing")
+    replace_file(path, b"".join(line + b"\n" for line in lines))
+
+
+def _range(directory: DataDirectory, line: bytes) -> bytes | None:
+    """Return the line for the gap that two of its numbers match; None if there is no such gap."""
+    numbers = [int(digits) for digits in re.findall(rb"(?<=\|)\d+(?=\|)", line)]
+    pairs = list(product(numbers, repeat=2))
+    candidates = {(a, b) for a, b in pairs if a <= b}
+    candidates |= {(a, a + n - 1) for a, n in pairs} | {(b - n + 1, b) for b, n in pairs}
+    queues = [directory.queue(at) for at in directory.queues()]
+    for ring, logs in (("framed", [directory.wal()]), ("durable", queues)):
+        for first, last in sorted(candidates, key=lambda pair: pair[0] - pair[1]):
+            if 0 < first <= last and _is_gap(logs, first, last):
+                stamp = re.search(rb"\d+\.\d{6}$", line)
+                when = stamp[0] if stamp else record.format_ts(time.time_ns() // 1000)
+                return b"%b|%d|%d|%d|%b" % (ring.encode(), first, last, last - first + 1, when)
+    return None
+
+
+def _is_gap(logs: list[reader.LogReader], first: int, last: int) -> bool:
+    """Return True if exactly first…last are missing."""
+    try:
+        after = [record.seq_of(found.line) for log in logs if (found := log.find(first, SEQ))]
+        before = [record.seq_of(found.line) for log in logs if (found := log.find(first - 1, SEQ))]
+    except DamageError:
+        return False
+    return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
 
 
 def _growth(text: str, partitions: int, known: Growth) -> Growth:
