@@ -36,7 +36,7 @@ _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the check
 
 def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: bool) -> None:
     """Account for the seqs between what is routed and `block`."""
-    first, last = queues.sorted_seq + 1, block.first_seq - 1
+    first, last = queues.sorter.sorted_seq + 1, block.first_seq - 1
     if last < first:
         return
     if not dropped_it:
@@ -68,7 +68,7 @@ def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
 def wait_for_quota(stage: Stage, admission: Admission, queues: Queues) -> None:
     """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
-        queues.set_limits_early()  # a lower limit may make the room
+        queues.changes.set_early()  # a lower limit may make the room
         queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
@@ -86,13 +86,13 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
     row = stage.row
     blocks = ring.take()
     if blocks:
-        for run in in_runs([block for block in blocks if block.last_seq > queues.sorted_seq]):
+        for run in in_runs([block for block in blocks if block.last_seq > queues.sorter.sorted_seq]):
             name_or_read_gap(stage, queues, run[0], ring.jumped and run[0] is blocks[0])
             row.bytes += queues.route(run)
             row.messages += sum(block.count for block in run)
             note_times(stage, run)
         ring.release(blocks[-1])
-    elif queues.has_newcomers:
+    elif queues.sorter.newcomers:
         row.bytes += queues.make_topics(MADE_AT_ONCE)
     else:
         return False
@@ -128,7 +128,7 @@ def run(stage: Stage) -> None:
     )
     queues.recover(ring.committed().next_seq - 1)
     stage.row.seq = queues.routed_seq
-    stage.ready(routed_seq=queues.routed_seq, topics=queues.count)
+    stage.ready(routed_seq=queues.routed_seq, topics=queues.in_force.count)
 
     ticked = 0
     while True:
@@ -136,11 +136,11 @@ def run(stage: Stage) -> None:
             if in_force.changed():
                 queues.use_limits(Limits.of(in_force.settings))
             queues.tick()
-            if not queues.is_checkpointing:
+            if not queues.checkpoints.is_busy:
                 stage.end_disk_full()
             ticked = time.monotonic_ns()
         busy = turn(stage, ring, queues)
-        is_sweeping = queues.sweep()
+        is_sweeping = queues.changes.sweep()
         stage.beat()
         if stage.stopping:
             stage.state("draining")

@@ -194,7 +194,7 @@ _CLAIM = b";p=" + BACK.encode()
 _WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(%b[^;|\n]+)" % BACK.encode(), re.MULTILINE)
 
 
-def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[bytes, ids.Producer]]:
+def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[bytes, ids.KnownProducer]]:
     """Return per partition the names under which letters of a topic went back: what the broker knows as stored.
 
     Read from producers.ckpt and from the WAL after it: a broker that was asked (`!hello … last=?`) would fence a replay
@@ -202,11 +202,11 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
     then, and may raise to end it.
     """
     broker, count = identity.read(data, "id"), topics.load(data, topic)[0]
-    partitions: list[dict[bytes, ids.Producer]] = [{} for _ in range(count)]
+    partitions: list[dict[bytes, ids.KnownProducer]] = [{} for _ in range(count)]
     digests = (back_digest(broker, topic, number).encode() for number in range(count))
     of_prefix = {BACK.encode() + digest: names for digest, names in zip(digests, partitions, strict=True)}
 
-    def names_like(name: bytes) -> dict[bytes, ids.Producer] | None:
+    def names_like(name: bytes) -> dict[bytes, ids.KnownProducer] | None:
         """Return the names of the partition whose letters went back under this one; None: it is not of this topic."""
         return of_prefix.get(b"-".join(name.split(b"-", 2)[:2]))
 
@@ -215,7 +215,7 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
     except ValueError:  # damaged: the framer, too, reads the whole WAL instead
         saved = None
     for row in saved.rows(b"p|" + BACK.encode()) if saved is not None else ():
-        if isinstance(row, ids.Producer) and (names := names_like(row.name)) is not None:
+        if isinstance(row, ids.KnownProducer) and (names := names_like(row.name)) is not None:
             names[row.name] = row
     log = reader.wal(data)
     first = max(log.first_offset, saved.seq + 1 if saved is not None else 0)
@@ -224,7 +224,7 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
         for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
             seq, id, name = match.groups()
             if (names := names_like(name)) is not None:
-                names.setdefault(name, ids.Producer(name)).add(int(id), int(seq), 1)
+                names.setdefault(name, ids.KnownProducer(name)).add(int(id), int(seq), 1)
     return partitions
 
 

@@ -253,29 +253,9 @@ class Queues:
         )
 
     @property
-    def count(self) -> int:
-        """Return the number of topics in force."""
-        return self.in_force.count
-
-    @property
-    def sorted_seq(self) -> int:
-        """Return the seq up to which every record is in its log, or waits for its topic to be made."""
-        return self.sorter.sorted_seq
-
-    @property
     def routed_seq(self) -> int:
         """Return the seq up to which every record is in its log."""
         return self.sorter.routed_seq
-
-    @property
-    def has_newcomers(self) -> bool:
-        """Return True if `make_topics` has something to do."""
-        return bool(self.sorter.newcomers)
-
-    @property
-    def is_checkpointing(self) -> bool:
-        """Return True while a checkpoint is written or waits for room."""
-        return self.checkpoints.is_busy
 
     def recover(self, high: int) -> None:
         """Complete every log from the WAL, up to the durable seq `high`."""
@@ -320,10 +300,6 @@ class Queues:
         """Route the records first…last from the WAL, without dropped ones; each log skips what it has."""
         self.sorter.replay(SeqRange(first, last), self.changes.apply)
 
-    def set_limits_early(self) -> None:
-        """Set the limits that were asked for since the last call, before their records come."""
-        self.changes.set_early()
-
     def adopt_declarations(self) -> None:
         """Carry out the requests and adopt the declarations that were made since the last call."""
         self.changes.carry_out()
@@ -356,10 +332,6 @@ class Queues:
     def _wait_before_topic(self) -> None:
         if self._is_recovered:
             self._before_topic(self)
-
-    def sweep(self) -> bool:
-        """Remove some files of deleted topics; return True if more are left."""
-        return self.changes.sweep()
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is on disk."""

@@ -280,7 +280,7 @@ MUTANTS = [
     ),
     Mutant(
         "router: no seq check on the blocks it takes",
-        [(ROUTER, "if block.last_seq > queues.sorted_seq]", "if True]")],
+        [(ROUTER, "if block.last_seq > queues.sorter.sorted_seq]", "if True]")],
         [crash("router"), KILLS],
         "each queue passes over what it has, the next mutant",
     ),

@@ -105,7 +105,7 @@ def test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint(data
     write_wal(data, lines).close()
     made = open_queues(data, 0)
     made.route([block(lines, 1)])
-    assert made.has_newcomers
+    assert made.sorter.newcomers
     made.checkpoints.start()
     made.settle()
     del made  # killed: nothing is closed, and the ring has been given back

@@ -139,7 +139,7 @@ def test_the_files_of_a_deleted_topic_go_some_at_a_time(broker):
     broker.delete()
     turns = [left()]
     assert topics.names(broker.data) == ["others"] and turns[0] > 0.8 * segments
-    while broker.queues.sweep():
+    while broker.queues.changes.sweep():
         turns.append(left())
         broker.send(b"others|0|2|y")
     assert max(before - after for before, after in pairwise(turns)) == 16

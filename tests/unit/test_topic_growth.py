@@ -171,7 +171,7 @@ def test_a_growth_that_cannot_be_is_refused_and_changes_nothing(broker, topic, p
 
 def test_a_topic_that_grows_while_its_first_lines_wait_keeps_them_in_one_partition(broker):
     broker.send(*(b"new-%d|0|1|x" % n for n in range(40)), b"late.a|0|1|x", b"late.b|0|1|x", b"late.c|0|1|x")
-    assert broker.queues.has_newcomers
+    assert broker.queues.sorter.newcomers
     grow(broker, 3, "late")
     broker.send(*(b"late|0|%d|x" % n for n in range(6)))
     broker.queues.close()
