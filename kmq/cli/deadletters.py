@@ -17,6 +17,7 @@ from kmq.cli.output import counted, examples, existing_data, grouped, table
 from kmq.config import terminal
 from kmq.errors import ConfigError, KmqError
 from kmq.message import record
+from kmq.message.text import MAX_REPLAYS
 
 if TYPE_CHECKING:
     from kmq.deadletters.selection import Dropped, Filter, Found, Queue, Record, Selection
@@ -212,7 +213,9 @@ class ReplayOptions(NamedTuple):
     filters: _FILTERS = None
     rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
     most: Annotated[int, typer.Option("--max", min=0, help="At most so many letters, the oldest first; 0: all.")] = 0
-    max_replays: Annotated[int, typer.Option("--max-replays", min=0, help="Letters that came back so often stay.")] = 3
+    max_replays: Annotated[int, typer.Option("--max-replays", min=0, help="Letters that came back so often stay.")] = (
+        MAX_REPLAYS
+    )
 
 
 @dlq_app.command(
@@ -290,7 +293,7 @@ class RedriveSelection(NamedTuple):
 
     max_replays: Annotated[
         int, typer.Option("--max-replays", min=0, help="Dead letters that came back so often stay.")
-    ] = 3
+    ] = MAX_REPLAYS
 
 
 class SendOptions(NamedTuple):

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints, is_typeddict
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from kmq.broker import supervisor
 from kmq.config.settings import load
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
+from kmq.spark.pipelines.options import PipelineOption, declared
 
 if TYPE_CHECKING:
     from kmq.cluster.queue import BroadcastQueue
@@ -28,17 +30,19 @@ def examples(*lines: str) -> str:
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
-# Options that travel together are one value: a parameter of a NamedTuple type becomes one option per field.
+# Options that travel together are one value: a parameter of a NamedTuple type becomes one option per field, and so does
+# one of a TypedDict that declares the options of a pipeline (kmq/spark/pipelines/options.py).
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer in which the fields of each NamedTuple parameter are options."""
-    groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if hasattr(kind, "_fields")}
+    """Return a command for Typer in which the fields of each group are options."""
+    hints = get_type_hints(function)
+    groups: dict[str, Any] = {n: kind for n, kind in hints.items() if hasattr(kind, "_fields") or is_typeddict(kind)}
 
     @wraps(function)
     def command(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{option: given.pop(option) for option in group._fields})
+            given[name] = group(**{field: parse(given.pop(field)) for field, parse in _fields(group).items()})
         function(**given)
 
     flat = [option for parameter in signature(function).parameters.values() for option in _options(parameter, groups)]
@@ -47,17 +51,37 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _fields(group: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return the fields of a group that are options of a command, each with what makes its value."""
+    if not is_typeddict(group):
+        return dict.fromkeys(group._fields, lambda given: given)
+    return {name: option.parse or (lambda given: given) for name, (_, option) in declared(group).items() if option.flag}
+
+
 def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
     """Return the options that a parameter stands for: the fields of a group, or the parameter itself.
 
-    A default of the group gives each field its default.
+    A default of the group gives fields their defaults.
     """
-    options = [parameter]
-    if parameter.name in groups:
-        options = list(signature(groups[parameter.name]).parameters.values())
-        if parameter.default is not Parameter.empty:
-            options = [option.replace(default=getattr(parameter.default, option.name)) for option in options]
+    options, default = [parameter], parameter.default
+    if group := groups.get(parameter.name):
+        if is_typeddict(group):
+            options = [_typed(name, *each) for name, each in declared(group).items() if each[1].flag]
+        else:
+            options = list(signature(group).parameters.values())
+            default = default if default is Parameter.empty else default._asdict()
+        if default is not Parameter.empty:
+            options = [each.replace(default=default.get(each.name, each.default)) for each in options]
     return [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+
+
+def _typed(name: str, kind: Any, option: PipelineOption) -> Parameter:
+    """Return an option of a pipeline as one of a command."""
+    shown = typer.Option(option.flag, help=option.help, min=option.min)
+    if option.parse is None:
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[kind, shown])
+    text = ",".join(option.default)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=text, annotation=Annotated[str, shown])
 
 
 def seconds(option: str, text: str) -> float:

@@ -1,7 +1,7 @@
 """`kmq pipeline …`: the commands. Each pipeline is one command, in a section of its own.
 
-A command takes its options in groups (spark_options.py), opens a session with `running`, and calls the `start` of
-its module. `start` takes values; the module's `run` makes the same values of keyword arguments, for callers in Python.
+A command takes its options in groups (spark_options.py, and what a pipeline declares itself in its options.py), opens a
+session with `running`, and calls the `run` of its module.
 
     @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
     @grouped
@@ -15,23 +15,30 @@ its module. `start` takes values; the module's `run` makes the same values of ke
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from kmq.cli.output import examples, grouped, seconds
-from kmq.cli.spark_options import (
-    Catalog,
-    Checkpoint,
-    Follow,
-    From,
-    On,
-    Once,
-    TargetOptions,
-    TopicOptions,
-    running,
-)
+from kmq.cli.spark_options import From, On, TargetOptions, TopicOptions, running
 from kmq.errors import ConfigError
+from kmq.spark.pipelines.options import (
+    LOG,
+    MIN_DIRTY,
+    MIRROR_EVERY,
+    PARQUET,
+    ArchiveLetters,
+    ArchiveTable,
+    Follow,
+    MetricsTo,
+    Payloads,
+    RedriveSelection,
+    RedriveSending,
+    Replay,
+    RouteFollow,
+    RouteTo,
+    Windows,
+)
 
 pipeline_app = typer.Typer(
     no_args_is_help=True,
@@ -41,47 +48,11 @@ pipeline_app = typer.Typer(
 run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
 pipeline_app.add_typer(run_app, name="run")
 
-_EVERY_SECOND = Follow(every="1 second")
+_EVERY_SECOND: Follow = {"every": MIRROR_EVERY}
+_Format = Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")]
 
 
 # --- archive ---------------------------------------------------------------------------------------------------------
-
-
-class ArchiveTable(NamedTuple):
-    """The table that the archive writes."""
-
-    to: Annotated[
-        str, typer.Option("--to", help="Directory of the table, here or on a shared volume; or s3://bucket/prefix.")
-    ]
-    format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet"
-    partition_by: Annotated[
-        str, typer.Option("--partition-by", help="Columns that name the directories, comma-separated.")
-    ] = "topic,date,hour"
-    catalog: Catalog = ""
-
-    def columns(self) -> list[str]:
-        return [name.strip() for name in self.partition_by.split(",") if name.strip()]
-
-
-class Payload(NamedTuple):
-    """How the archive treats payloads."""
-
-    schema: Annotated[
-        str,
-        typer.Option(
-            "--schema", help="Schema of JSON payloads: DDL, a file of it, infer (once, by a sample), none (text)."
-        ),
-    ] = "infer"
-    bad: Annotated[
-        str, typer.Option("--bad", help="Payloads that do not fit: dlq (to <topic>.dlq), keep (with reason) or drop.")
-    ] = "dlq"
-    rest: Annotated[
-        bool | None,
-        typer.Option("--rest/--no-rest", help="Column for fields that the schema lacks. \\[default: if inferred]"),
-    ] = None
-    enrich: Annotated[
-        str, typer.Option("--enrich", help="module:function of yours; takes and returns a DataFrame.")
-    ] = ""
 
 
 @run_app.command(
@@ -96,36 +67,39 @@ class Payload(NamedTuple):
 @grouped
 def archive(
     *,
+    to: Annotated[
+        str, typer.Option("--to", help="Directory of the table, here or on a shared volume; or s3://bucket/prefix.")
+    ],
+    format: _Format = PARQUET,
     table: ArchiveTable,
     origin: From,
     topics: TopicOptions,
-    payload: Payload,
-    producers: Annotated[
-        str,
-        typer.Option("--producers", help="For dlq: host:port of each broker's ingress, in order; default: this one."),
-    ] = "",
+    payload: Payloads,
+    letters: ArchiveLetters,
     target: TargetOptions,
     follow: Follow,
     on: On,
 ) -> None:
     """Write topics to a Parquet, Delta or Iceberg table, exactly once. JSON is typed; bad JSON goes to <topic>.dlq."""
     where = origin.options() | topics.options()
-    with running("archive", on, continuous=not follow.once) as job:
+    with running("archive", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import archive
-        from kmq.spark.sink.targets import Destination
-        from kmq.spark.tables import TableSpec
 
-        asked = archive.Archive(
+        done = archive.run(
+            job.spark,
             where,
-            TableSpec(table.to, table.format, table.columns(), table.catalog),
-            archive.Payloads(*payload),
-            Destination(producers, target.options(origin) or None),
-            follow.trigger(),
+            to,
+            format,
+            progress=job.progress,
+            connection=target.options(origin) or None,
+            **table,
+            **payload,
+            **letters,
+            **follow,
         )
-        done = archive.start(job.spark, asked, job.progress)
         job.progress.stop()
-        added = f"{done.rows:,} rows in {done.batches} batches to {table.to} ({table.format})"
-        print(f"archived {added}; bad: {done.bad:,}, {payload.bad}")
+        added = f"{done.rows:,} rows in {done.batches} batches to {to} ({format})"
+        print(f"archived {added}; bad: {done.bad:,}, {payload['bad']}")
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------
@@ -181,7 +155,7 @@ def compact(
             max=1,
             help="Skip partitions that would shrink by less than this share.",
         ),
-    ] = 0.5,
+    ] = MIN_DIRTY,
     tombstones: Annotated[
         str,
         typer.Option(
@@ -215,35 +189,6 @@ def compact(
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-class WindowOptions(NamedTuple):
-    """How records are assigned to time windows."""
-
-    window: Annotated[str, typer.Option("--window", help="Length of a window: '10 seconds', '1 hour', …")] = "1 minute"
-    watermark: Annotated[
-        str, typer.Option("--watermark", help="How long a window stays open for records that arrive late.")
-    ] = "10 seconds"
-    late: Annotated[
-        str, typer.Option("--late", help="Records later than --watermark: fail before their batch is added, or drop.")
-    ] = "fail"
-
-
-class MetricsTo(NamedTuple):
-    """Where closed windows are written; without an output, all windows are printed."""
-
-    to: Annotated[
-        str, typer.Option("--to", help="Add closed windows to the table in this directory, or s3://bucket/prefix.")
-    ] = ""
-    format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet"
-    catalog: Catalog = ""
-    into: Annotated[str, typer.Option("--into", help="Send closed windows to this topic, as JSON.")] = ""
-    producers: Annotated[
-        str, typer.Option("--producers", help="host:port of the ingress of the broker with --into; default: this one.")
-    ] = ""
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each window as one JSON object, in place of the table.")
-    ] = False
-
-
 @run_app.command(
     epilog=examples(
         "kmq pipeline run metrics --window '5 minutes'",
@@ -257,38 +202,36 @@ def metrics(
     *,
     origin: From,
     topics: TopicOptions,
-    windows: WindowOptions,
+    windows: Windows,
+    to: Annotated[
+        str, typer.Option("--to", help="Add closed windows to the table in this directory, or s3://bucket/prefix.")
+    ] = "",
+    format: _Format = PARQUET,
     output: MetricsTo,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each window as one JSON object, in place of the table.")
+    ] = False,
     target: TargetOptions,
     follow: Follow,
     on: On,
 ) -> None:
     """Compute rates, sizes, keys and delays per topic and time window. Print them, or add them to a table or topic."""
     where = origin.options() | topics.options(".*")
-    with running("metrics", on, continuous=not follow.once) as job:
+    with running("metrics", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import metrics
-        from kmq.spark.sink.targets import Destination
-        from kmq.spark.tables import TableSpec
 
-        if output.to or output.into:
-            asked = metrics.Metrics(
-                where,
-                TableSpec(output.to, output.format, metrics.PARTITION_BY, output.catalog),
-                output.into,
-                Destination(output.producers, target.options(origin)),
-                metrics.Windows(*windows),
-                follow.trigger(),
-            )
-            rows = metrics.start(job.spark, asked)
+        if to or output["topic"]:
+            connection = target.options(origin)
+            rows = metrics.run(job.spark, where, to, format, connection=connection, **windows, **output, **follow)
             job.progress.stop()
-            if output.to:
-                print(f"added {rows:,} rows to {output.to} ({output.format})")
-        elif output.as_json:
+            if to:
+                print(f"added {rows:,} rows to {to} ({format})")
+        elif as_json:
             from kmq.spark.sql import shell
 
-            shell.as_json(metrics.summary(job.spark, where, windows.window), job.progress)
+            shell.as_json(metrics.summary(job.spark, where, windows["window"]), job.progress)
         else:
-            table = metrics.as_table(metrics.summary(job.spark, where, windows.window))
+            table = metrics.as_table(metrics.summary(job.spark, where, windows["window"]))
             job.progress.stop()
             from kmq.config.terminal import console
 
@@ -296,18 +239,6 @@ def metrics(
 
 
 # --- mirror ----------------------------------------------------------------------------------------------------------
-
-
-class MirrorTo(NamedTuple):
-    """The target: the broker that gets the copies."""
-
-    to: Annotated[str, typer.Option("--to", help="host:port of the ingress of the target.")]
-    to_path: Annotated[str, typer.Option("--to-path", help="Data directory of the target, to declare topics.")] = ""
-    to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or gateway of the target, to compare topics.")] = ""
-    replay: Annotated[
-        str,
-        typer.Option("--replay", help="If the target holds another record, or none any more: stop, again, trust."),
-    ] = "stop"
 
 
 @run_app.command(
@@ -320,7 +251,10 @@ class MirrorTo(NamedTuple):
 @grouped
 def mirror(
     *,
-    copies: MirrorTo,
+    to: Annotated[str, typer.Option("--to", help="host:port of the ingress of the target.")],
+    to_path: Annotated[str, typer.Option("--to-path", help="Data directory of the target, to declare topics.")] = "",
+    to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or gateway of the target, to compare topics.")] = "",
+    replay: Replay,
     target: TargetOptions,
     origin: From,
     topics: TopicOptions,
@@ -330,60 +264,21 @@ def mirror(
     """Copy topics to another broker: each message once, its origin in headers, messages of a key together."""
     where = origin.options() | topics.options()
     connection = target.options()
-    if copies.to_path and copies.to_brokers:
+    if to_path and to_brokers:
         raise ConfigError("give --to-path or --to-brokers, not both")
-    with running("mirror", on, continuous=not follow.once) as job:
+    with running("mirror", on, continuous=not follow["once"]) as job:
         from kmq.spark.connections import Access
         from kmq.spark.pipelines import mirror
         from kmq.spark.source.brokers import open_broker
 
         asked = {name: text for name, text in connection.items() if name != "kmq.timeout"}
-        named = copies.to_path or copies.to_brokers
-        logs = open_broker(named, bool(copies.to_path), Access.of(asked)) if named else None
-        to = mirror.To(copies.to, logs, connection, copies.replay)
-        done = mirror.start(job.spark, where, to, follow.trigger(), job.progress)
+        logs = open_broker(to_path or to_brokers, bool(to_path), Access.of(asked)) if to_path or to_brokers else None
+        done = mirror.run(job.spark, where, to, logs, progress=job.progress, connection=connection, **replay, **follow)
         job.progress.stop()
-        sent = f"{done.rows:,} messages in {done.batches} batches to {copies.to}"
-        print(f"mirrored {sent}; copies left out: {done.skipped:,}")
+        print(f"mirrored {done.rows:,} messages in {done.batches} batches to {to}; copies left out: {done.skipped:,}")
 
 
 # --- redrive ---------------------------------------------------------------------------------------------------------
-
-
-class Letters(NamedTuple):
-    """Which records are redriven, and under which key."""
-
-    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not changed.")] = ""
-    to: Annotated[str | None, typer.Option("--to", help="New key, of {routing_key}, {topic}, {key}, {origin}.")] = None
-    to_sql: Annotated[str, typer.Option("--to-sql", help="New routing key as a SQL expression over columns.")] = ""
-    where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = ""
-    dropped: Annotated[
-        bool,
-        typer.Option("--dropped", help="Read from the WALs what drop_oldest dropped, from this queue or all."),
-    ] = False
-    name: Annotated[
-        str, typer.Option("--name", help="Name of this redrive; another name redrives the same records again.")
-    ] = ""
-    max_replays: Annotated[int, typer.Option("--max-replays", min=0, help="Letters that came back so often stay.")] = 3
-
-    def expression(self) -> str:
-        """Return the new routing key as a SQL expression."""
-        from kmq.deadletters import redrive as rules
-
-        has_to = self.to is not None
-        if not (self.topic or self.dropped) or (has_to and self.to_sql) or not (has_to or self.to_sql or self.dropped):
-            raise ConfigError("give the topic to read, and --to or --to-sql, the new routing key; or --dropped")
-        return self.to_sql or rules.to_sql("{routing_key}" if self.to is None else self.to)
-
-
-class RedriveSpeed(NamedTuple):
-    """How the redriven records are sent."""
-
-    rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the messages per new key; send nothing.")] = False
-    producers: Annotated[
-        str, typer.Option("--producers", help="host:port of the ingress of the target broker; default: this one.")
-    ] = ""
 
 
 @run_app.command(
@@ -395,39 +290,38 @@ class RedriveSpeed(NamedTuple):
     )
 )
 @grouped
-def redrive(*, letters: Letters, sending: RedriveSpeed, target: TargetOptions, origin: From, on: On) -> None:
+def redrive(
+    *,
+    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not changed.")] = "",
+    to: Annotated[str | None, typer.Option("--to", help="New key, of {routing_key}, {topic}, {key}, {origin}.")] = None,
+    to_sql: Annotated[str, typer.Option("--to-sql", help="New routing key as a SQL expression over columns.")] = "",
+    where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = "",
+    letters: RedriveSelection,
+    sending: RedriveSending,
+    target: TargetOptions,
+    origin: From,
+    on: On,
+) -> None:
     """Send dead letters again under new keys, selected and renamed by SQL. A repeated redrive stores nothing twice."""
-    expression = letters.expression()
+    has_to, dropped = to is not None, letters["dropped"]
+    if not (topic or dropped) or (has_to and to_sql) or not (has_to or to_sql or dropped):
+        raise ConfigError("give the topic to read, and --to or --to-sql, the new routing key; or --dropped")
+    from kmq.deadletters import redrive as rules
+
+    expression = to_sql or rules.to_sql("{routing_key}" if to is None else to)
     source = origin.options()
     with running("redrive", on) as job:
         from kmq.spark.pipelines import redrive
-        from kmq.spark.sink.targets import Destination
 
-        which = letters.topic, expression, letters.where, letters.dropped, letters.name, letters.max_replays
-        how = sending.rate, sending.dry_run, Destination(sending.producers, target.options(origin))
-        found = redrive.start(job.spark, redrive.Redrive(source, *which, *how), job.progress)
+        connection, progress = target.options(origin), job.progress
+        found = redrive.run(
+            job.spark, source, topic, expression, where, progress=progress, connection=connection, **letters, **sending
+        )
         job.progress.stop()
-        print(redrive.text(found, letters.topic, letters.dropped, sending.dry_run))
+        print(redrive.text(found, topic, dropped, sending["dry_run"]))
 
 
 # --- route -----------------------------------------------------------------------------------------------------------
-
-
-class RouteTo(NamedTuple):
-    """Where routed records go, and by which table."""
-
-    to: Annotated[
-        str, typer.Option("--to", help="Directory, here or on a shared volume; for a table also s3://bucket/prefix.")
-    ]
-    format: Annotated[
-        str,
-        typer.Option("--as", help="log: one pod's queues as its router writes them; a table: parquet, delta, iceberg."),
-    ] = "log"
-    table: Annotated[
-        str, typer.Option("--table", help="Data directory whose routing table is used, in place of each pod's own.")
-    ] = ""
-    batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of the WAL to sort at a time.")] = "1g"
-    catalog: Catalog = ""
 
 
 @run_app.command(
@@ -438,21 +332,25 @@ class RouteTo(NamedTuple):
     )
 )
 @grouped
-def route(*, output: RouteTo, origin: From, once: Once = True, checkpoint: Checkpoint = "", on: On) -> None:
+def route(
+    *,
+    to: Annotated[
+        str, typer.Option("--to", help="Directory, here or on a shared volume; for a table also s3://bucket/prefix.")
+    ],
+    format: Annotated[
+        str,
+        typer.Option("--as", help="log: one pod's queues as its router writes them; a table: parquet, delta, iceberg."),
+    ] = LOG,
+    output: RouteTo,
+    origin: From,
+    follow: RouteFollow,
+    on: On,
+) -> None:
     """Sort WALs into topics and partitions, exactly once: rebuild a pod's queues, or make one table of many pods."""
     where = origin.options()
-    with running("route", on, continuous=not once) as job:
+    with running("route", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import route
-        from kmq.spark.streaming.streams import Trigger
-        from kmq.spark.tables import TableSpec
 
-        asked = route.Route(
-            where,
-            TableSpec(output.to, output.format, route.PARTITION_BY, output.catalog),
-            output.table,
-            Trigger(once, route.EVERY, checkpoint),
-            output.batch_bytes,
-        )
-        records = route.start(job.spark, asked, job.progress)
+        records = route.run(job.spark, where, to, format, progress=job.progress, **output, **follow)
         job.progress.stop()
-        print(f"routed {records:,} records to {output.to} ({output.format})")
+        print(f"routed {records:,} records to {to} ({format})")

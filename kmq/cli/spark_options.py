@@ -12,7 +12,7 @@ from kmq.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from kmq.spark.streaming.streams import Progress, Trigger
+    from kmq.spark.streaming.streams import Progress
 
 
 class From(NamedTuple):
@@ -101,36 +101,6 @@ class On(NamedTuple):
         """Return the settings of the Spark session. Raises ConfigError unless each --conf is name=value."""
         confs = dict(_pair(text) for text in self.conf or ())
         return confs | ({"spark.submit.pyFiles": self.py_files} if self.py_files else {})
-
-
-Once = Annotated[
-    bool, typer.Option("--once/--continuous", help="Process what is stored now, then end; or run until stopped.")
-]
-Checkpoint = Annotated[
-    str, typer.Option("--checkpoint", help="Directory for the progress of the pipeline; a restart resumes there.")
-]
-
-
-class Follow(NamedTuple):
-    """When a stream runs its batches, and where it keeps its progress."""
-
-    once: Once = True
-    every: Annotated[str, typer.Option("--every", help="Time between two batches of --continuous.")] = "10 seconds"
-    checkpoint: Checkpoint = ""
-
-    def trigger(self) -> "Trigger":
-        from kmq.spark.streaming.streams import Trigger
-
-        return Trigger(*self)
-
-
-Catalog = Annotated[
-    str,
-    typer.Option(
-        "--catalog",
-        help="Iceberg: name[.namespace.table] in pyiceberg's configuration; default: SQLite beside the table.",
-    ),
-]
 
 
 def _token(path: str) -> str:

@@ -20,8 +20,7 @@ from kmq.message import ids, record
 from kmq.message.letters import DLQ, Letter, is_dead_letters, parse_letter
 from kmq.message.message import Message
 from kmq.message.routing import exact, key_behind, resolve
-
-MAX_REPLAYS = 3
+from kmq.message.text import MAX_REPLAYS
 
 # --- the source ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ LETTER_HEADERS = (
     *("group", "error", "attempts", "first_failure", "last_failure"),
 )
 REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
+MAX_REPLAYS = 3  # a letter that came back so often stays, unless the user says otherwise
 _OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS)  # reserved for KMQ, as are all names of one letter
 
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes

@@ -1,5 +1,6 @@
 """What the commands on Spark do without Spark: options, Java, errors as one line, statements, figures."""
 
+import inspect
 import json
 import re
 import socket
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
+from kmq.spark.pipelines.options import MIRROR_EVERY, ArchiveOptions, MirrorOptions, RouteOptions, complete
 from kmq.spark.sql import shell
 from kmq.spark.streaming import checkpoint, streams
 
@@ -319,7 +321,8 @@ def test_the_archive_sends_dead_letters_by_the_connection_that_is_given_for_them
     job = SimpleNamespace(spark=None, progress=SimpleNamespace(stop=lambda: None))
     asked = []
     monkeypatch.setattr(pipelines, "running", lambda *_, **__: nullcontext(job))
-    monkeypatch.setattr(archive, "start", lambda _, what, __: asked.append(what) or archive.Archived(0, 0, 0, 0))
+    done = archive.Archived(0, 0, 0, 0)
+    monkeypatch.setattr(archive, "run", lambda _, *place, **options: asked.append((place, options)) or done)
     command = [
         "archive",
         "--to",
@@ -335,18 +338,28 @@ def test_the_archive_sends_dead_letters_by_the_connection_that_is_given_for_them
     ]
     result = CliRunner().invoke(pipelines.run_app, [*command, "--to-token-file", str(tmp_path / "token")])
     assert result.exit_code == 0, result.output
-    [what] = asked
-    assert what.dead_letters.connection == {"kmq.token": "theirs"}
-    assert (what.where, what.table.to) == ({"path": "data", "subscribe": "orders"}, "lake")
-    assert (what.payloads.schema, what.trigger.every) == ("n int", "1 minute")
+    [(place, options)] = asked
+    assert options["connection"] == {"kmq.token": "theirs"}
+    assert place == ({"path": "data", "subscribe": "orders"}, "lake", "parquet")
+    assert (options["schema"], options["every"]) == ("n int", "1 minute")
+    assert options["partition_by"] == ["topic", "date", "hour"]
 
 
-def test_keyword_arguments_of_a_pipeline_become_the_values_that_its_command_makes(monkeypatch):
-    archive = pytest.importorskip("kmq.spark.pipelines.archive")
-    monkeypatch.setattr(archive, "start", lambda _, what, __: what)
-    found = archive.run(None, {}, "lake", schema="n int", host="h", once=False, catalog="c", producers="a:1")
-    assert (found.table.to, found.table.format, found.table.catalog) == ("lake", "parquet", "c")
-    assert (found.payloads.schema, found.payloads.bad, found.host.host) == ("n int", "dlq", "h")
-    assert (found.trigger.once, found.dead_letters.producers) == (False, "a:1")
+def test_a_command_gives_a_pipeline_the_defaults_that_its_keyword_arguments_have():
+    commands = {command.callback.__name__: command.callback for command in pipelines.run_app.registered_commands}
+    for name, kind in (("archive", ArchiveOptions), ("mirror", MirrorOptions), ("route", RouteOptions)):
+        shown = inspect.signature(commands[name]).parameters
+        asked = complete(kind, {}, **({"every": MIRROR_EVERY} if name == "mirror" else {}))
+        both = {option: given.default for option, given in shown.items() if option in asked}
+        assert len(both) >= 4
+        assert both == {
+            option: ",".join(default) if isinstance(default, tuple) else default
+            for option, default in asked.items()
+            if option in both
+        }
+
+
+def test_an_argument_that_a_pipeline_does_not_know_is_refused_as_python_does():
+    assert complete(ArchiveOptions, {"schema": "n int", "host": "h"})["bad"] == "dlq"
     with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'shema'"):
-        archive.run(None, {}, "lake", shema="n int")
+        complete(ArchiveOptions, {"shema": "n int"})

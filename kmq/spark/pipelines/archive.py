@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
@@ -39,23 +39,22 @@ from kmq.message.letters import DLQ
 from kmq.spark import failures
 from kmq.spark.connections import nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
-from kmq.spark.pipelines.payloads import INFER, NONE, decide_schema, infer, keep_schema, parse
-from kmq.spark.pipelines.table import ADOPT_S, BATCH_BYTES, Keywords, follow, is_adopted, starting
+from kmq.spark.pipelines.options import INFER, NONE, PARQUET, ArchiveOptions, complete, value
+from kmq.spark.pipelines.payloads import decide_schema, infer, keep_schema, parse
+from kmq.spark.pipelines.table import ADOPT_S, follow, is_adopted, starting
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.streaming.streams import EVERY, Trigger
-from kmq.spark.tables import PARQUET, Table, TableSpec
+from kmq.spark.streaming.streams import Trigger
+from kmq.spark.tables import Table, TableSpec
 
-__all__ = ["BAD", "EVERY", "INFER", "NONE", "READ", "Archive", "Archived", "Payloads"]
-__all__ += ["dead_letters", "enrich", "infer", "parse", "run", "start", "with_text"]
+__all__ = ["BAD", "INFER", "NONE", "READ", "Archived", "dead_letters", "enrich", "infer", "parse", "run", "with_text"]
 
 # The columns that are read. The key as bytes, so that a dead letter keeps it exactly.
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
     " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
 )
-PARTITION_BY = ("topic", "date", "hour")
 BAD = ("dlq", "keep", "drop")
 
 # --- dead letters ----------------------------------------------------------------------------------------------------
@@ -216,58 +215,7 @@ def with_text(rows: DataFrame) -> DataFrame:
     return rows.withColumns({"value_text": F.when(good, text), "value": F.when(~good, F.col("value"))})
 
 
-# --- what is requested -----------------------------------------------------------------------------------------------
-
-
-class Payloads(NamedTuple):
-    """How payloads are parsed and stored."""
-
-    schema: str = INFER  # DDL, a file with DDL, `infer` (from a sample at the first start, then fixed), or `none`: text
-    bad: str = "dlq"  # payloads that do not match the schema: see BAD
-    rest: bool | None = None  # a column for fields that the schema lacks; None: if it is inferred
-    enrich_with: str = ""  # module:function, from the DataFrame of good rows to the stored one
-
-    @property
-    def keeps_rest(self) -> bool:
-        return self.rest if self.rest is not None else self.schema == INFER
-
-
-class Host(NamedTuple):
-    """Host and pod of records that do not name them; None: what this process knows of itself."""
-
-    host: str | None = None
-    pod: str | None = None
-
-
-class Archive(NamedTuple):
-    """An archive as requested."""
-
-    where: Mapping[str, str]  # options of format("kmq")
-    table: TableSpec
-    payloads: Payloads = Payloads()
-    dead_letters: Destination = Destination()
-    trigger: Trigger = Trigger()
-    batch_bytes: str = BATCH_BYTES
-    host: Host = Host()
-
-
-class ArchiveOptions(TypedDict, total=False):
-    """Keyword arguments of `run`: fields of Payloads, Destination, Trigger, TableSpec and Host, and `batch_bytes`."""
-
-    schema: str
-    bad: str
-    rest: bool | None
-    enrich_with: str
-    producers: str
-    connection: Mapping[str, str] | None
-    once: bool
-    every: str
-    checkpoint: str
-    partition_by: Sequence[str]
-    catalog: str
-    host: str | None
-    pod: str | None
-    batch_bytes: str
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 class Archived(NamedTuple):
@@ -277,9 +225,6 @@ class Archived(NamedTuple):
     bad: int  # records that did not match the schema
     batches: int
     merged: int  # small files that were merged
-
-
-# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -293,45 +238,27 @@ def run(
 ) -> Archived:
     """Archive the topics of `where` (options of format("kmq")): all records there are now, or continuously.
 
-    `schema`, `bad`, `rest`, `enrich_with`: see Payloads. `partition_by`, `catalog`: see TableSpec. `once`, `every`,
-    `checkpoint`: see Trigger.
+    `schema`, `bad`, `rest`, `enrich_with`: see options.Payloads. `partition_by`, `catalog`: see TableSpec. `once`,
+    `every`, `checkpoint`: see Trigger.
     `producers`: host:port for lines of each broker, in the order of `where`; default: this directory's broker.
     `connection`: the sink's options for token, TLS and timeout; default: the token of `where`.
     """
-    given = Keywords("run", options)
-    asked = given.value(
-        Archive,
-        where=where,
-        table=given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY),
-        payloads=given.value(Payloads),
-        dead_letters=given.value(Destination),
-        trigger=given.value(Trigger),
-        host=given.value(Host),
-    )
-    given.check_all_taken()
-    return start(spark, asked, progress)
-
-
-def start(spark: SparkSession, asked: Archive, progress: Any = None) -> Archived:
-    """Run an archive."""
-    if asked.payloads.bad not in BAD:
-        raise ConfigError(f"--bad {asked.payloads.bad!r}: must be one of {', '.join(BAD)}")
-    enrich_more = _function(asked.payloads.enrich_with) if asked.payloads.enrich_with else None
-    letters = None
-    if asked.payloads.bad == "dlq" and asked.payloads.schema != NONE:
-        letters = DeadLetters(ReadOptions(asked.where), asked.dead_letters)
-    with asked.table.open(asked.trigger.checkpoint) as table:
-        fields = None
-        if asked.payloads.schema != NONE:
-            fields = decide_schema(spark, table, asked.where, asked.payloads.schema)
+    asked = complete(ArchiveOptions, options)
+    trigger, bad, schema = value(Trigger, asked), asked["bad"], asked["schema"]
+    if bad not in BAD:
+        raise ConfigError(f"--bad {bad!r}: must be one of {', '.join(BAD)}")
+    enrich_more = _function(asked["enrich_with"]) if asked["enrich_with"] else None
+    letters = DeadLetters(ReadOptions(where), value(Destination, asked)) if bad == "dlq" and schema != NONE else None
+    with value(TableSpec, asked, to=to, format=format).open(trigger.checkpoint) as table:
+        fields = None if schema == NONE else decide_schema(spark, table, where, schema)
         batches = _Batches(asked, table, fields, enrich_more, letters)
         batches.check(spark)
         keep_schema(table, fields)
         if progress is not None:
-            progress.describe(f"archive to {asked.table.to}")
+            progress.describe(f"archive to {to}")
         stream = spark.readStream.format("kmq").schema(READ)
-        rows = stream.options(**starting(asked.where, asked.batch_bytes)).load()
-        done = follow(table, rows, batches.stage, "archive", asked.trigger)
+        rows = stream.options(**starting(where, asked["batch_bytes"])).load()
+        done = follow(table, rows, batches.stage, "archive", trigger)
         return Archived(done.rows, batches.bad, done.batches, done.merged)
 
 
@@ -340,7 +267,7 @@ class _Batches:
 
     def __init__(
         self,
-        asked: Archive,
+        asked: ArchiveOptions,
         table: Table,
         fields: StructType | None,
         enrich_more: Callable[[DataFrame], DataFrame] | None,
@@ -349,14 +276,15 @@ class _Batches:
         """`fields`: None stores payloads as text."""
         self._asked, self._table, self._fields = asked, table, fields
         self._enrich_more, self._letters = enrich_more, letters
-        self._keeps_bad = asked.payloads.bad == "keep"
+        self._keeps_bad = asked["bad"] == "keep"
+        self._keeps_rest = asked["schema"] == INFER if asked["rest"] is None else asked["rest"]
         self.bad = 0
 
     def _parsed(self, rows: DataFrame) -> DataFrame:
-        return rows if self._fields is None else parse(rows, self._fields, self._asked.payloads.keeps_rest)
+        return rows if self._fields is None else parse(rows, self._fields, self._keeps_rest)
 
     def _enriched(self, rows: DataFrame) -> DataFrame:
-        return enrich(rows.drop("routing_key"), *self._asked.host)
+        return enrich(rows.drop("routing_key"), self._asked["host"], self._asked["pod"])
 
     def _stored(self, rows: DataFrame) -> DataFrame:
         """Return the good rows as they are added to the table."""
@@ -371,8 +299,7 @@ class _Batches:
         """Raise ConfigError if rows cannot be stored; tried with an empty DataFrame before the stream starts."""
         parsed = self._parsed(spark.createDataFrame([], READ))
         given = self._enriched(parsed).columns if self._enrich_more else None
-        partition_by = self._asked.table.partition_by
-        _check_partitions(partition_by, self._stored(parsed), given, self._asked.payloads.enrich_with)
+        _check_partitions(self._asked["partition_by"], self._stored(parsed), given, self._asked["enrich_with"])
         self._table.expect(self._stored(parsed))
 
     def stage(self, batch: DataFrame, query: str) -> None:

@@ -36,12 +36,12 @@ from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.log import compaction, passes, reader, topics, wal
 from kmq.log.compaction import Sealed
+from kmq.spark.pipelines.options import MIN_DIRTY
 from kmq.spark.source.options import ReadOptions
 
 if TYPE_CHECKING:
     from kmq.spark.streaming.streams import Progress
 
-MIN_DIRTY = 0.5  # minimum share of sealed bytes: below it rewriting costs more than it gains (also Kafka's default)
 READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"
 _TOMBSTONE = r"\A[^|]*(\|[^|]*){3}\|(?![^|]*;enc=b64[;|])[^|]*\|\z"
 _LIST = 1 << 16  # offsets

@@ -13,7 +13,7 @@ kmq/spark/sink/sink.py).
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Unpack
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -21,18 +21,16 @@ from rich.table import Table
 
 from kmq.errors import ConfigError
 from kmq.spark.pinned import IN_UTC, utc_date
-from kmq.spark.pipelines.table import Keywords, follow, starting
-from kmq.spark.sink.targets import Destination, Target
+from kmq.spark.pipelines.options import PARQUET, WATERMARK, WINDOW, MetricsOptions, complete, value
+from kmq.spark.pipelines.table import follow, starting
+from kmq.spark.sink.targets import Target
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.checkpoint import FAIL, LateError, check_mode, dropped_so_far
 from kmq.spark.streaming.streams import Trigger
-from kmq.spark.tables import PARQUET, TableSpec
+from kmq.spark.tables import TableSpec
 
 READ = "topic string, recv_ts timestamp, routing_key binary, producer_ts string, value binary"
 PARTITION_BY = ("date",)  # of the table
-WINDOW = "1 minute"
-# recv_ts never decreases within a broker: this covers the time between reading two partitions.
-WATERMARK = "10 seconds"
 QUANTILE_ERROR = 1000  # approx_percentile is within count / this of the right rank
 MOST_SHOWN = 1000  # rows on a terminal
 _DAY_S = 86_400  # a producer_ts further from recv_ts is not a time
@@ -137,40 +135,6 @@ def as_table(figures: DataFrame) -> Table:
 # --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-class Windows(NamedTuple):
-    """How records are assigned to time windows."""
-
-    window: str = WINDOW
-    watermark: str = WATERMARK  # how long a window stays open for late records
-    on_late: str = FAIL  # what happens to a batch with later records: see `run`
-
-
-class Metrics(NamedTuple):
-    """Metrics of a stream, as requested: to a table or to a topic."""
-
-    where: Mapping[str, str]  # options of format("kmq")
-    table: TableSpec = TableSpec("")  # its `to` is "" if a topic gets the metrics
-    topic: str = ""
-    destination: Destination = Destination()
-    windows: Windows = Windows()
-    trigger: Trigger = Trigger()
-
-
-class MetricsOptions(TypedDict, total=False):
-    """The keyword arguments of `run`: `topic`, and fields of Windows, Destination, Trigger and TableSpec."""
-
-    topic: str
-    window: str
-    watermark: str
-    on_late: str
-    producers: str
-    connection: Mapping[str, str] | None
-    once: bool
-    every: str
-    checkpoint: str
-    catalog: str
-
-
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
@@ -186,58 +150,38 @@ def run(
     with records later than `watermark`. fail: raise LateError and add nothing of that batch to a table (a topic has it
     already); drop: count the records in no window, and log that.
     """
-    given = Keywords("run", options)
-    asked = given.value(
-        Metrics,
-        where=where,
-        table=given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY),
-        destination=given.value(Destination),
-        windows=given.value(Windows),
-        trigger=given.value(Trigger),
-    )
-    given.check_all_taken()
-    return start(spark, asked)
-
-
-def start(spark: SparkSession, asked: Metrics) -> int:
-    """Run metrics of a stream; return the rows added to the table."""
-    windows, to = asked.windows, asked.table.to
-    check_mode(windows.on_late)
-    _seconds(windows.watermark, "--watermark")
-    if bool(to) == bool(asked.topic):
+    asked = complete(MetricsOptions, options)
+    trigger, on_late, topic = value(Trigger, asked), asked["on_late"], asked["topic"]
+    check_mode(on_late)
+    _seconds(asked["watermark"], "--watermark")
+    if bool(to) == bool(topic):
         raise ConfigError("give --to or --into, one of them")
-    if asked.topic and not asked.trigger.checkpoint:
+    if topic and not trigger.checkpoint:
         raise ConfigError("--into needs --checkpoint: a directory that keeps how far the metrics are")
-    rows = spark.readStream.format("kmq").schema(READ).options(**starting(asked.where)).load()
-    measured = measure(rows, windows.window, windows.watermark)
+    rows = spark.readStream.format("kmq").schema(READ).options(**starting(where)).load()
+    measured = measure(rows, asked["window"], asked["watermark"])
     if to:
-        return _to_table(measured, asked)
-    _to_topic(measured, asked)
+        spec = value(TableSpec, asked, to=to, format=format, partition_by=PARTITION_BY)
+        return _to_table(measured, spec, trigger, on_late)
+    streams.check_checkpoint(trigger.checkpoint, "metrics")
+    lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
+    stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", trigger.checkpoint)
+    target = Target.of(asked["producers"], asked["connection"] or {})
+    streams.run(stream.options(**target.options, topic=topic), trigger, on_late)
     return 0
 
 
-def _to_table(measured: DataFrame, asked: Metrics) -> int:
-    to = asked.table.to
-    with asked.table.open(asked.trigger.checkpoint) as table:
+def _to_table(measured: DataFrame, spec: TableSpec, trigger: Trigger, on_late: str) -> int:
+    with spec.open(trigger.checkpoint) as table:
         day = utc_date("start")
         table.expect(measured.withColumn("date", day))
 
         def prepare(batch: DataFrame, query: str) -> None:
             table.stage(batch.coalesce(1).withColumn("date", day))
             spark = measured.sparkSession
-            missing = dropped_so_far(spark, query) if asked.windows.on_late == FAIL else 0
+            missing = dropped_so_far(spark, query) if on_late == FAIL else 0
             if missing:
                 batch_id = int(spark.sparkContext.getLocalProperty("streaming.sql.batchId") or 0)
-                raise LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
+                raise LateError("metrics", batch_id, missing, f"nothing of it was added to {spec.to}")
 
-        return follow(table, measured, prepare, "metrics", asked.trigger).rows
-
-
-def _to_topic(measured: DataFrame, asked: Metrics) -> None:
-    checkpoint = asked.trigger.checkpoint
-    streams.check_checkpoint(checkpoint, "metrics")
-    lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
-    stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", checkpoint)
-    target = Target.of(asked.destination.producers, asked.destination.connection or {})
-    stream = stream.options(**target.options, topic=asked.topic)
-    streams.run(stream, asked.trigger, asked.windows.on_late)
+        return follow(table, measured, prepare, "metrics", trigger).rows

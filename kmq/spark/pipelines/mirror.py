@@ -35,7 +35,7 @@ Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 
 
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
@@ -43,9 +43,10 @@ from pyspark.sql import functions as F
 from kmq.errors import ConfigError
 from kmq.log import topics
 from kmq.message.text import percent_encode
-from kmq.spark.pipelines.table import BATCH_BYTES, Keywords, is_adopted
+from kmq.spark.pipelines.options import BATCH_BYTES, MIRROR_EVERY, MirrorOptions, complete, value
+from kmq.spark.pipelines.table import is_adopted
 from kmq.spark.sink.routing import unambiguous
-from kmq.spark.sink.targets import STOP, TRUST, Target
+from kmq.spark.sink.targets import TRUST, Target
 from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import streams
@@ -65,7 +66,6 @@ _NAME_OF = "".join(
     rf"\x{code:02x}" for code in range(128) if code != ord("=") and percent_encode(chr(code)) == chr(code)
 )
 _NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may set
-EVERY = "1 second"  # between two batches
 _LONGEST_NAME = 39  # characters of a topic in a producer's name, which has at most 64
 _ID = 12  # digits of a source's id in a producer's name
 
@@ -124,25 +124,6 @@ class Mirrored(NamedTuple):
     batches: int
 
 
-class To(NamedTuple):
-    """The broker that gets the copies."""
-
-    lines: str  # host:port where it accepts lines
-    logs: Broker | None = None  # its topics and logs, to compare and to declare; None: unknown
-    connection: Mapping[str, str] | None = None  # the sink's options for token, TLS and timeout
-    replay: str = STOP  # see Again
-
-
-class MirrorOptions(TypedDict, total=False):
-    """The keyword arguments of `run`: fields of To and Trigger."""
-
-    connection: Mapping[str, str] | None
-    replay: str
-    once: bool
-    every: str
-    checkpoint: str
-
-
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
@@ -158,34 +139,21 @@ def run(
     `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again.
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
-    given = Keywords("run", options)
-    there, trigger = given.value(To, lines=to, logs=target), given.value(Trigger, every=EVERY)
-    given.check_all_taken()
-    return start(spark, where, there, trigger, progress)
-
-
-def start(
-    spark: SparkSession,
-    where: Mapping[str, str],
-    to: To,
-    trigger: Trigger,
-    progress: "Progress | None" = None,
-) -> Mirrored:
-    """Run a mirror."""
-    options = ReadOptions(where)
-    sources = {name: open_broker(name, bool(options.paths), options.access) for name in options.brokers}
+    asked = complete(MirrorOptions, options, every=MIRROR_EVERY)
+    read = ReadOptions(where)
+    sources = {name: open_broker(name, bool(read.paths), read.access) for name in read.brokers}
     identities = {name: broker.identity() for name, broker in sources.items()}
-    if to.logs is not None and to.logs.identity() in identities.values():
-        raise ConfigError(f"{to.logs.name} is the source: a broker is not mirrored into itself")
-    lines_to = Target.of(to.lines, to.connection or {}, "--to")
+    if target is not None and target.identity() in identities.values():
+        raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
+    lines_to = Target.of(to, asked["connection"] or {}, "--to")
     lines_to.check()
-    sink = _comparing(lines_to, to.logs, to.replay)
+    sink = _comparing(lines_to, target, asked["replay"])
     sent = skipped = batches = 0
 
     def copy(batch: DataFrame, batch_id: int) -> None:
         """Copy a micro-batch. Spark calls this for each batch, and again for a batch whose end it did not see."""
         nonlocal sent, skipped, batches
-        _agree(sources, options, to.logs)  # for new topics, which this batch may have
+        _agree(sources, read, target)  # for new topics, which this batch may have
         seen = Observation()
         is_copy = F.map_contains_key("headers", ORIGIN)
         counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
@@ -195,15 +163,15 @@ def start(
         skipped += seen.get["copies"]
         batches += 1
 
-    _agree(sources, options, to.logs)
+    _agree(sources, read, target)
     given = {name.lower() for name in where}
     more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
     more |= {} if given & {"maxbytespertrigger", "maxoffsetspertrigger"} else {"maxBytesPerTrigger": BATCH_BYTES}
     rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
     if progress:
-        progress.describe(f"mirror to {to.lines}")
-    here = f"kmq-mirror-{to.lines.rpartition('/')[2].replace(':', '-')}"
-    streams.follow(rows, copy, "mirror", trigger.at(here))
+        progress.describe(f"mirror to {to}")
+    here = f"kmq-mirror-{to.rpartition('/')[2].replace(':', '-')}"
+    streams.follow(rows, copy, "mirror", value(Trigger, asked).at(here))
     return Mirrored(sent, skipped, batches)
 
 

@@ -48,6 +48,7 @@ from pyspark.sql.types import (
 from kmq.errors import ConfigError
 from kmq.files import replace_file
 from kmq.spark.pinned import pinned
+from kmq.spark.pipelines.options import INFER
 from kmq.spark.pipelines.table import starting
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
@@ -404,7 +405,6 @@ def _listing(what: str, names: Iterable[Column]) -> Column:
 # --- the schema ------------------------------------------------------------------------------------------------------
 
 # Given as DDL, or inferred from a sample at the first start; then fixed.
-INFER, NONE = "infer", "none"  # values in place of DDL
 SAMPLE = 10_000  # records that a schema is inferred from
 
 

@@ -22,7 +22,7 @@ No sink     format("kmq") would encode the values anew. Here the lines are sent 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
@@ -38,8 +38,8 @@ from kmq.log import topic_changes
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.letters import parse_letter
+from kmq.spark.pipelines.options import RedriveOptions, complete, value
 from kmq.spark.pipelines.route import Pods, among, map_in_arrow, route
-from kmq.spark.pipelines.table import Keywords
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
@@ -98,18 +98,17 @@ def _origin_topic(line: bytes) -> str | None:
     return None if letter is None else letter.topic
 
 
-def _judged(rows: DataFrame, asked: "Redrive") -> DataFrame:
+def _judged(rows: DataFrame, max_replays: int, only_letters: bool) -> DataFrame:
     """Return the rows with `stays`: why a letter must not be sent back, or ""."""
 
-    def judge(batches: Iterable[pa.RecordBatch], most: int, only_letters: bool) -> Iterator[pa.RecordBatch]:
+    def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            reasons = [selection.stays(line, most, only_letters) for line in batch.column("line").to_pylist()]
+            reasons = [selection.stays(line, max_replays, only_letters) for line in batch.column("line").to_pylist()]
             columns = [*batch.columns, pa.array(reasons, pa.string())]
             yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "stays"])
 
     schema = ", ".join(f"{field.name} {field.dataType.simpleString()}" for field in rows.schema)
-    work = partial(judge, most=asked.max_replays, only_letters=asked.is_back)
-    return map_in_arrow(rows, work, f"{schema}, stays string")
+    return map_in_arrow(rows, judge, f"{schema}, stays string")
 
 
 def _sql(option: str, text: str, make: Callable[[], DataFrame]) -> DataFrame:
@@ -202,38 +201,6 @@ def _send(
 # --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-class Redrive(NamedTuple):
-    """A redrive as requested."""
-
-    where: Mapping[str, str]  # options of format("kmq")
-    topic: str  # the topic to read; with `dropped` "" is all topics
-    to: str  # SQL expression of the new key
-    condition: str = ""  # SQL: only records for which it holds
-    dropped: bool = False  # redrive what dropped.log names, not what the topic holds
-    name: str = ""  # of the redrive; under another name the same records are redriven again
-    max_replays: int = selection.MAX_REPLAYS  # dead letters that came back so often stay
-    rate: float = 0  # maximum messages per second; 0: no limit
-    dry_run: bool = False  # send nothing
-    destination: Destination = Destination()
-
-    @property
-    def is_back(self) -> bool:
-        """Return True if dead letters go back to where they came from."""
-        return self.to == redrive.to_sql(redrive.ORIGIN) and not self.name
-
-
-class RedriveOptions(TypedDict, total=False):
-    """The keyword arguments of `run`: fields of Redrive and Destination."""
-
-    dropped: bool
-    name: str
-    max_replays: int
-    rate: float
-    dry_run: bool
-    producers: str
-    connection: Mapping[str, str] | None
-
-
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
@@ -251,36 +218,29 @@ def run(
     stay. `producers`: host:port of the target; default: the broker of our settings. `connection`: the sink's options
     for its token, TLS and timeout; None: the token of `where`.
     """
-    given = Keywords("run", options)
-    destination = given.value(Destination)
-    asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition, destination=destination)
-    given.check_all_taken()
-    return start(spark, asked, progress)
-
-
-def start(spark: SparkSession, asked: Redrive, progress: Any = None) -> Summary:
-    """Run a redrive."""
+    asked = complete(RedriveOptions, options)
     describe = progress.describe if progress is not None else lambda what: None
-    pods = Pods(asked.where)
-    connection = asked.destination.connection_like(pods.options.token)
-    target = None if asked.dry_run else Target.of(asked.destination.producers, connection)
-    source = (_dropped if asked.dropped else _queue)(spark, asked.where, pods, asked.topic)
-    all_rows = rewritten(source.rows, asked.to, asked.condition).select(*_KEPT)
-    judged = _judged(all_rows, asked).persist(StorageLevel.MEMORY_AND_DISK)
+    pods = Pods(where)
+    is_back = to == redrive.to_sql(redrive.ORIGIN) and not asked["name"]  # dead letters, to where they came from
+    destination = value(Destination, asked)
+    connection = destination.connection_like(pods.options.token)
+    target = None if asked["dry_run"] else Target.of(destination.producers, connection)
+    source = (_dropped if asked["dropped"] else _queue)(spark, where, pods, topic)
+    all_rows = rewritten(source.rows, to, condition).select(*_KEPT)
+    judged = _judged(all_rows, asked["max_replays"], is_back).persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        describe(f"looking at {'what was dropped' if asked.dropped else asked.topic}")
+        describe(f"looking at {'what was dropped' if asked['dropped'] else topic}")
         chosen = judged.where("stays = ''").drop("stays")
-        found = _summary(chosen, asked.to, source)._replace(stayed=judged.where("stays <> ''").count())
+        found = _summary(chosen, to, source)._replace(stayed=judged.where("stays <> ''").count())
         if target is None or not found.records:
             return found
         target.check()
         describe(f"sending {found.records:,} records")
         place = ("broker", "log", "number")
         rows = chosen.drop("routing_key")
-        parted = rows.repartition(1) if asked.rate else rows.repartition(*place)
-        which = (asked.name, asked.to, asked.condition, asked.topic if asked.dropped else "")
-        numbering = None if asked.is_back else which
-        send = partial(_send, identities=pods.identities(), which=numbering, target=target, rate=asked.rate)
+        parted = rows.repartition(1) if asked["rate"] else rows.repartition(*place)
+        which = None if is_back else (asked["name"], to, condition, topic if asked["dropped"] else "")
+        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=asked["rate"])
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
         return found._replace(before=sum(row.before for row in sent))
     finally:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -51,7 +51,7 @@ from kmq.log.segment import Limits
 from kmq.message import record
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger
-from kmq.spark.pipelines.table import Keywords
+from kmq.spark.pipelines.options import LOG, RouteOptions, complete, value
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
@@ -59,11 +59,9 @@ from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import FORMATS, TableSpec, base
 
-LOG = "log"
 PARTITION_BY = ("topic", "partition")  # of the table
 SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # the columns read from WALs
 EVERY = "1 second"
-BATCH_BYTES = "1g"  # of WAL in a batch, which is sorted on disk if memory is too small
 _BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
 
 # --- pods ------------------------------------------------------------------------------------------------------------
@@ -323,26 +321,6 @@ def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
 # --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-class Route(NamedTuple):
-    """A route as requested."""
-
-    where: Mapping[str, str]  # options of format("kmq")
-    output: TableSpec  # its format may be `log`
-    table: str = ""  # a data directory whose routing table is used in place of each pod's own
-    trigger: Trigger = Trigger(every=EVERY)
-    batch_bytes: str = BATCH_BYTES
-
-
-class RouteOptions(TypedDict, total=False):
-    """The keyword arguments of `run`: fields of Route, Trigger and TableSpec."""
-
-    table: str
-    once: bool
-    checkpoint: str
-    batch_bytes: str
-    catalog: str
-
-
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
@@ -356,21 +334,13 @@ def run(
 
     `table`: a data directory whose routing table replaces each pod's own; not with `log`.
     """
-    given = Keywords("run", options)
-    output = given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY)
-    asked = given.value(Route, where=where, output=output, trigger=given.value(Trigger, every=EVERY))
-    given.check_all_taken()
-    return start(spark, asked, progress)
-
-
-def start(spark: SparkSession, asked: Route, progress: Any = None) -> int:
-    """Run a route; return how many records were routed."""
-    output = asked.output
-    if output.format not in (LOG, *FORMATS):
-        raise ConfigError(f"--as {output.format!r}: must be one of {', '.join((LOG, *FORMATS))}")
-    if asked.table and output.format == LOG:
+    asked = complete(RouteOptions, options)
+    output = value(TableSpec, asked, to=to, format=format, partition_by=PARTITION_BY)
+    if format not in (LOG, *FORMATS):
+        raise ConfigError(f"--as {format!r}: must be one of {', '.join((LOG, *FORMATS))}")
+    if asked["table"] and format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
-    pods = Pods(asked.where, asked.table)
+    pods = Pods(where, asked["table"])
     records = 0
 
     def add(batch: DataFrame, batch_id: int) -> None:
@@ -382,16 +352,17 @@ def start(spark: SparkSession, asked: Route, progress: Any = None) -> int:
         else:
             records += target.add(routed, batch_id, partial(_stage, target)) or 0
 
-    trigger = asked.trigger.at(f"{os.path.abspath(output.to)}/.kmq/checkpoint")
-    with QueueFiles(output.to, pods) if output.format == LOG else output.open(asked.trigger.checkpoint) as target:
+    given = value(Trigger, asked, every=EVERY)
+    trigger = given.at(f"{os.path.abspath(to)}/.kmq/checkpoint")
+    with QueueFiles(to, pods) if format == LOG else output.open(given.checkpoint) as target:
         if not isinstance(target, QueueFiles):
             target.stream.check_checkpoint(trigger.checkpoint)
         elif "://" not in trigger.checkpoint:
             base.usable("--checkpoint", trigger.checkpoint)
         if progress is not None:
-            progress.describe(f"route to {output.to}")
-        options = {"subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": asked.batch_bytes}
-        rows = spark.readStream.format("kmq").schema(SCHEMA).options(**{**asked.where, **options}).load()
+            progress.describe(f"route to {to}")
+        reading = {"subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": asked["batch_bytes"]}
+        rows = spark.readStream.format("kmq").schema(SCHEMA).options(**{**where, **reading}).load()
         streams.follow(rows, add, "route", trigger)
     return records
 

@@ -1,11 +1,12 @@
-"""What pipelines that follow topics share: a stream into a table, its options, and the keyword arguments of `run`."""
+"""What pipelines that follow topics share: a stream into a table, and the options of the stream."""
 
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from kmq.log import topics
+from kmq.spark.pipelines.options import BATCH_BYTES
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.checkpoint import Checkpoint
 from kmq.spark.streaming.streams import ONCE, Trigger
@@ -56,7 +57,6 @@ def follow(
 
 # --- options of the stream -------------------------------------------------------------------------------------------
 
-BATCH_BYTES = "64m"  # of lines in a micro-batch
 ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
@@ -85,33 +85,3 @@ def is_adopted(data: str, topic: str) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-# --- keywords --------------------------------------------------------------------------------------------------------
-
-T = TypeVar("T", bound=tuple[Any, ...])
-
-
-class Keywords:
-    """The keyword arguments of a pipeline's `run`, made into the values that travel through it.
-
-    def run(spark, where, to, **options: Unpack[PipelineOptions]) -> Done:
-        keywords = Keywords("run", options)
-        trigger = keywords.value(Trigger, every="1 second")     # a default for this pipeline
-        …
-        keywords.check_all_taken()
-    """
-
-    def __init__(self, function: str, given: Mapping[str, Any]) -> None:
-        self._function, self._given = function, dict(given)
-
-    def value(self, kind: type[T], **defaults: Any) -> T:
-        """Return a NamedTuple of the given arguments; its other fields have these defaults, or its own."""
-        fields = kind._fields  # type: ignore[attr-defined]
-        taken = {name: self._given.pop(name) for name in fields if name in self._given}
-        return kind(**(defaults | taken))
-
-    def check_all_taken(self) -> None:
-        """Raise TypeError, as Python does, if an argument is unknown."""
-        for name in self._given:
-            raise TypeError(f"{self._function}() got an unexpected keyword argument {name!r}")
