@@ -25,13 +25,25 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kmq.broker.data_directory import known_id
 from kmq.broker.health import is_in_pod, is_process
 from kmq.broker.stats import AGENT, StatsPage, peek
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
-from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, RetryError, of_os_error
+from kmq.errors import (
+    EXIT_FAILED,
+    EXIT_NAMES,
+    EXIT_OK,
+    NO_RESTART,
+    BusyError,
+    KmqError,
+    RetryError,
+    Stopped,
+    exit_code_of,
+    of_os_error,
+)
 from kmq.files import keep_others_out
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe, field, is_of_another_pod
@@ -341,6 +353,40 @@ def end_with(pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != pid:  # the starter is gone already
         raise SystemExit(EXIT_OK)
+
+
+def run_beside(name: str, module: str, work: Callable[[Logger, int], None], description: str, example: str) -> int:
+    """Run the gateway or the agent to its end and return its exit code. A log line always says why it has ended.
+
+    `work` gets its logger, and the supervisor's pid or 0.
+    """
+    import argparse
+
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, epilog=f"example: {example}")
+    parser.add_argument(
+        "--with",
+        dest="supervisor",
+        type=int,
+        default=0,
+        metavar="PID",
+        # It holds nothing that must outlive the supervisor, and the next supervisor's process needs its ports.
+        help=f"the process that started the {name}: when that process ends, the {name} ends too",
+    )
+    supervisor = parser.parse_args().supervisor
+    keep_others_out()
+    log = Logger(name)
+    try:
+        if supervisor:
+            end_with(supervisor)
+        work(log, supervisor)
+        code, reason = EXIT_OK, "drained"
+    except Stopped as err:
+        code, reason = err.exit_code, str(err)
+    except (KmqError, OSError) as err:
+        code, reason = exit_code_of(err), str(of_os_error(err) if isinstance(err, OSError) else err)
+        log.error("failed", exit_code=code, reason=reason)
+    log.info("stopped", exit_code=code, reason=reason)
+    return code
 
 
 def elsewhere(settings: Settings) -> str:

@@ -1,6 +1,5 @@
 """`python -m kmq.gateway [--with <pid>]`: the gateway alone, in the foreground."""
 
-import argparse
 import contextlib
 import os
 import signal
@@ -12,10 +11,9 @@ from collections.abc import Iterator
 from kmq import files
 from kmq.broker.data_directory import open_page
 from kmq.broker.stats import Row
-from kmq.broker.supervisor import end_with
+from kmq.broker.supervisor import run_beside
 from kmq.config.settings import load
-from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, exit_code_of, of_os_error, pip_install
-from kmq.files import keep_others_out
+from kmq.errors import EXIT_OK, ConfigError, exit_code_of, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.logfmt import Logger
 
@@ -86,44 +84,21 @@ def run(log: Logger, supervisor: int) -> None:
         owner.release()
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m kmq.gateway",
-        description="The HTTP and gRPC gateway of the broker of this directory's settings (environment, kmq.toml),"
-        " in the foreground. `kmq up` starts it by itself where the extra kmq[gateway] is installed.",
-        epilog="example: KMQ_HTTP_PORT=8082 python -m kmq.gateway",
-    )
-    parser.add_argument(
-        "--with",
-        dest="supervisor",
-        type=int,
-        default=0,
-        metavar="PID",
-        # The gateway holds nothing that must outlive the supervisor, and the next supervisor's gateway needs its ports.
-        help="the process that started the gateway: when that process ends, the gateway ends too",
-    )
-    return parser.parse_args()
-
-
 def main() -> int:
-    """Run the gateway to its end and return its exit code. A log line always says why it has ended."""
-    supervisor = _arguments().supervisor
-    keep_others_out()
-    log = Logger("gateway")
-    try:
-        if supervisor:
-            end_with(supervisor)
+    """Run the gateway to its end and return its exit code."""
+
+    def work(log: Logger, supervisor: int) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             run(log, supervisor)
-        code, reason = EXIT_OK, "drained"
-    except Stopped as err:
-        code, reason = err.exit_code, str(err)
-    except (KmqError, OSError) as err:
-        error = of_os_error(err) if isinstance(err, OSError) else err
-        code, reason = error.exit_code, str(error)
-        log.error("failed", exit_code=code, reason=reason)
-    log.info("stopped", exit_code=code, reason=reason)
-    return code
+
+    return run_beside(
+        "gateway",
+        "kmq.gateway",
+        work,
+        "The HTTP and gRPC gateway of the broker of this directory's settings (environment, kmq.toml), in the foreground."
+        " `kmq up` starts it by itself where the extra kmq[gateway] is installed.",
+        "KMQ_HTTP_PORT=8082 python -m kmq.gateway",
+    )
 
 
 if __name__ == "__main__":
