@@ -17,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from heapq import nsmallest
+from heapq import nlargest
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kmq.errors import CorruptError, KmqError
@@ -31,6 +32,7 @@ from kmq.message import record
 _APART_S = 0.9  # least time between two visits: over less, a rate jumps
 _STILL_S = 5.0  # a topic that has not moved for longer is visited in its turn again
 _TAIL_S, _TAIL_BYTES = 1.0, 64 << 10
+_LARGEST = 100
 
 
 class TopicVisit(NamedTuple):
@@ -65,6 +67,7 @@ class TopicRates:
         self._names: list[str] = []
         self._topics: dict[str, TopicVisit | None] = {}  # None: not visited yet
         self._waiting: list[str] = []  # of this round, last first
+        self._largest: list[str] = []  # at the beginning of this round
         self._moving: dict[str, float] = {}  # topic → when it was last seen to move; who was visited last is last
         self._tail_at = -_TAIL_S
 
@@ -89,6 +92,8 @@ class TopicRates:
                     return
         if not self._waiting:
             self._waiting = sorted(self._topics, reverse=True)
+            visited = ((visit.records, name) for name, visit in self._topics.items() if visit is not None)
+            self._largest = [name for _, name in nlargest(_LARGEST, visited)]
         for _ in range(len(self._topics)):
             if not self._waiting or time.monotonic() - began > budget_s:
                 return
@@ -96,9 +101,10 @@ class TopicRates:
 
     def rows(self, most: int) -> list[dict[str, Any]]:
         """Return the `most` topics with the highest rates, ready for JSON; topics that do not move by their records."""
-        visited = ((name, visit) for name, visit in self._topics.items() if visit is not None)
-        found = nsmallest(most, visited, key=lambda pair: (-(pair[1].rate or 0), -pair[1].records, pair[0]))
-        return [_row(name, visit) for name, visit in found]
+        names = dict.fromkeys((*self._moving, *self._largest, *islice(self._topics, most)))
+        visited = [(name, visit) for name in names if (visit := self._topics.get(name)) is not None]
+        visited.sort(key=lambda pair: (-(pair[1].rate or 0), -pair[1].records, pair[0]))
+        return [_row(name, visit) for name, visit in visited[:most]]
 
     def _list(self) -> None:
         names = self._bounds.names()

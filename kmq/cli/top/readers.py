@@ -12,7 +12,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from kmq.broker import status
@@ -147,22 +146,6 @@ _PATIENCE_S = 5.0  # for the first answer of a gateway, where nobody sees the ne
 _TOPICS = 100
 
 
-class TopReader(Protocol):
-    """One who looks."""
-
-    def look(self) -> Document:
-        """Return what is known now."""
-
-    def snapshot(self) -> TopSnapshot:
-        """Return the same as a value, with the problem if nothing newer can be known."""
-
-    def measured(self, span_s: float) -> Document:
-        """Return what is known after `span_s`, in which rates are measured. Raises KmqError if nothing can be known."""
-
-    def close(self) -> None:
-        """Look no more."""
-
-
 class LocalReader:
     """Looks at the broker of these settings: stats page, links, files; groups and events from its gateway."""
 
@@ -174,6 +157,7 @@ class LocalReader:
         self._asker: Asker | None = None
 
     def look(self) -> Document:
+        """Return what is known now."""
         self._overview.look(self._sweep_s)
         found = status.collect(self._settings)
         self._follow(found)
@@ -221,9 +205,11 @@ class LocalReader:
         )
 
     def snapshot(self) -> TopSnapshot:
+        """Return the same as a value, with the problem if nothing newer can be known."""
         return parse(self.look())
 
     def measured(self, span_s: float) -> Document:
+        """Return what is known after `span_s`, in which rates are measured. Raises KmqError if nothing can be known."""
         began, document = time.monotonic(), self.look()
         while (spent_s := time.monotonic() - began) < span_s or (self._is_asking() and spent_s < _PATIENCE_S):
             time.sleep(span_s / 5)
@@ -262,3 +248,6 @@ class RemoteReader:
     def close(self) -> None:
         if self._asker is not None:
             self._asker.close()
+
+
+TopReader = LocalReader | RemoteReader
