@@ -138,13 +138,15 @@ class AsyncBroadcastQueue:
     async def publish_message(self, message: Message, timeout: float = 10.0) -> int:
         """Publish a message made before."""
         async with self._lock:
-            return await self._in_session(lambda publisher: self._run(publisher.publish(message, timeout_s=timeout)))
+            return await self._in_session(
+                lambda publisher: self._transport.run(publisher.publish(message, timeout_s=timeout))
+            )
 
     async def _take_lock(self, timeout: float) -> Publisher:
         """Return a publisher that holds the lock until `_give_lock`."""
 
         async def take(publisher: Publisher) -> Publisher:
-            await self._run(publisher.lock.take(timeout))
+            await self._transport.run(publisher.lock.take(timeout))
             return publisher
 
         await self._lock.acquire()
@@ -158,7 +160,7 @@ class AsyncBroadcastQueue:
         """Give the lock back, if need be with the session: what was published must not be taken for failed."""
         try:
             try:
-                await self._run(publisher.lock.give())
+                await self._transport.run(publisher.lock.give())
             except ConsulError:
                 has_failed = True
             if has_failed:
@@ -192,9 +194,6 @@ class AsyncBroadcastQueue:
             (heart, _), self._session = self._session, None
             await heart.stop()
 
-    async def _run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
-        return await self._transport.run(steps, stop)
-
     # --- receiving ---------------------------------------------------------------------------------------------------
 
     async def receive(self, start: int | None = None, timeout: float | None = None) -> AsyncIterator[Item]:
@@ -207,7 +206,7 @@ class AsyncBroadcastQueue:
         subscriber, _ = await self._subscribe(start)
         try:
             while True:
-                items = await self._run(subscriber.fetch(WAIT_S if timeout is None else timeout))
+                items = await self._transport.run(subscriber.fetch(WAIT_S if timeout is None else timeout))
                 if not items and timeout is not None:
                     return
                 marked_at = time.monotonic()
@@ -215,9 +214,9 @@ class AsyncBroadcastQueue:
                     yield item
                     subscriber.processed(item)
                     if time.monotonic() - marked_at > MARK_S:
-                        await self._run(subscriber.mark())
+                        await self._transport.run(subscriber.mark())
                         marked_at = time.monotonic()
-                await self._run(subscriber.mark())
+                await self._transport.run(subscriber.mark())
         finally:
             await self._unsubscribe(subscriber)
 
@@ -226,7 +225,7 @@ class AsyncBroadcastQueue:
         heart = await Heart.open(self._transport, self.place.ttl_s, stop)
         try:
             subscriber = Subscriber(self.keys, self.place.broker, heart.presence, who_we_are())
-            await self._run(subscriber.open(start, self.known), stop)
+            await self._transport.run(subscriber.open(start, self.known), stop)
         except BaseException:
             await heart.stop()
             raise
@@ -240,13 +239,13 @@ class AsyncBroadcastQueue:
         self.known = subscriber.done or self.known
         try:
             with suppress(ConsulError):  # what is not marked is received again
-                await self._run(subscriber.close())
+                await self._transport.run(subscriber.close())
         finally:
             await heart.stop()
 
     async def status(self) -> Status:
         """Return who publishes, the epoch, and how far each node is."""
-        return await self._run(read_status(self.keys))
+        return await self._transport.run(read_status(self.keys))
 
     async def close(self) -> None:
         """End every iteration that was left early, and the session of the publisher."""
@@ -278,6 +277,9 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return what the coroutine returns. If this thread is interrupted, it is cancelled, and has ended."""
+        if self._is_gone:
+            coroutine.close()
+            raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
         has_ended = threading.Event()
 
         async def work() -> T:
@@ -302,16 +304,24 @@ class LoopThread:
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    @property
+    def _is_gone(self) -> bool:
+        """Return True after the end, and in a process that was forked from the one with the thread."""
+        with self._lock:
+            return self._thread is not None and not self._thread.is_alive()
+
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Run what ends something. The garbage collector may ask for that in the loop's own thread, which cannot wait."""
         if threading.current_thread() is self._thread:
             self._begin(last)
+        elif self._is_gone:
+            last.close()
         else:
             self.run(last)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
         """Run what ends everything, if anything was begun, and then end the thread."""
-        if (loop := self._loop) is None or self._thread is None:
+        if self._thread is None or self._is_gone:
             last.close()
             return
 
@@ -319,6 +329,7 @@ class LoopThread:
             try:
                 await last
             finally:
+                loop = asyncio.get_running_loop()
                 loop.call_soon(loop.stop)  # after what reports the end of this task
 
         self.finish(work())

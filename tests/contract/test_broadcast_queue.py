@@ -746,3 +746,26 @@ print(next(items).epoch, queue.publish("a"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
     assert cluster.sessions() == sessions
+
+
+def test_a_child_that_was_forked_from_a_program_with_a_queue_ends_and_is_told_that_it_has_none(cluster):
+    program = """
+import os, sys, kmq
+from kmq.cluster.queue import Place
+from kmq.cluster.consul import ConsulAddress
+with kmq.BroadcastQueue(Place(ConsulAddress.of(sys.argv[1]), sys.argv[2], "a", 30.0)) as queue:
+    queue.publish("a")
+    items = queue.receive()
+    next(items)
+    if not (pid := os.fork()):
+        try:
+            queue.publish("a")
+        except RuntimeError as error:
+            sys.exit(str(error))
+    assert os.waitpid(pid, 0)[1]
+    print(queue.publish("a"))
+"""
+    command = [sys.executable, "-c", program, cluster.agent.address, cluster.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    assert done.stderr == "this queue is closed, or belongs to the process that this one was forked from\n"
