@@ -18,7 +18,7 @@ from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
 if TYPE_CHECKING:
-    from kmq.cluster.consul import Entry
+    from kmq.cluster.consul import KvEntry
     from kmq.cluster.following import Condition
     from kmq.cluster.queue import BroadcastQueue
     from kmq.cluster.subscriber import Item, Node, Status
@@ -121,7 +121,7 @@ def receive(command: Annotated[str, _EXEC] = "") -> None:
 
 
 def _follow(
-    queue: "BroadcastQueue", command: str, as_json: bool, start: int | None = None, given: "list[Entry] | None" = None
+    queue: "BroadcastQueue", command: str, as_json: bool, start: int | None = None, given: "list[KvEntry] | None" = None
 ) -> None:
     from kmq.cli.bq_items import Printer, run_command
     from kmq.cluster import following

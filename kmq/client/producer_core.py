@@ -22,7 +22,7 @@ from secrets import token_hex
 
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import Fenced, Refused, refused_message
-from kmq.client.window import Window
+from kmq.client.window import SendWindow
 from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.message.ids import MADE_UP, MAX_ID_DIGITS
@@ -65,7 +65,7 @@ class ProducerCore:
         self.options = options
         self.routing_keys = RoutingKeys()
         self.ids = Ids(options)
-        self.window = Window(options)
+        self.window = SendWindow(options)
         self.connections = self.duplicates = 0  # connections made; messages that the broker had stored already
         self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended

@@ -13,7 +13,7 @@ _MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is show
 CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 
 
-class Window:
+class SendWindow:
     """Messages without an outcome, in the order in which they were added: those in flight, then those queued.
 
     Invariant   A message leaves the window only with an outcome. `requeue` puts the messages in flight back in front of
@@ -231,4 +231,4 @@ class Window:
             self.hurry = False
 
 
-__all__ = ["CHUNK_BYTES", "Window"]
+__all__ = ["CHUNK_BYTES", "SendWindow"]

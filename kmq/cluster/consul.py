@@ -81,7 +81,7 @@ class Unanswered(ConsulError):
     """Nobody knows whether the request was carried out, or it may still be."""
 
 
-class Entry(NamedTuple):
+class KvEntry(NamedTuple):
     """A key and its value. `version` rises with each write; `session` holds the key's lock, "": nobody does."""
 
     key: str
@@ -93,14 +93,14 @@ class Entry(NamedTuple):
 class Watched(NamedTuple):
     """All entries under a prefix. Give `position` to the next `watch`."""
 
-    entries: list[Entry]
+    entries: list[KvEntry]
     position: int
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(key: str) -> Steps[Entry | None]:
+def read(key: str) -> Steps[KvEntry | None]:
     """Return the entry as Consul's leader has it now, confirmed by a majority; None if there is no such key."""
     response = yield Request("GET", f"/v1/kv/{key}", {"consistent": ""})
     entries = _entries(response)
@@ -121,7 +121,7 @@ def watch(prefix: str, position: int, wait_s: float) -> Steps[Watched]:
     return Watched(entries, now if now >= position else 0)
 
 
-def _entries(response: Response) -> list[Entry]:
+def _entries(response: Response) -> list[KvEntry]:
     if response.status == 404:
         if "x-consul-index" not in response.headers:  # Consul sends it with 404 too
             text = " ".join(response.body.decode(errors="replace").split())[:80]
@@ -130,12 +130,12 @@ def _entries(response: Response) -> list[Entry]:
     return [_entry(item) for item in _json(response)]
 
 
-def _entry(item: dict[str, Any]) -> Entry:
+def _entry(item: dict[str, Any]) -> KvEntry:
     value = binascii.a2b_base64(item["Value"] or "", strict_mode=True)
-    return Entry(item["Key"], value, item["ModifyIndex"], item.get("Session", ""))
+    return KvEntry(item["Key"], value, item["ModifyIndex"], item.get("Session", ""))
 
 
-def given_entries(text: bytes) -> list[Entry]:
+def given_entries(text: bytes) -> list[KvEntry]:
     """Return the entries of the JSON array that `consul watch` gives its handler. Raises ValueError if it is none."""
     try:
         return [_entry(item) for item in json.loads(text) or []]
@@ -146,7 +146,7 @@ def given_entries(text: bytes) -> list[Entry]:
 # --- one Txn ---------------------------------------------------------------------------------------------------------
 
 
-class Operation(NamedTuple):
+class KvOperation(NamedTuple):
     """One operation of a Txn."""
 
     verb: str
@@ -156,24 +156,24 @@ class Operation(NamedTuple):
     session: str = ""
 
 
-def check_session(key: str, session: str) -> Operation:
+def check_session(key: str, session: str) -> KvOperation:
     """Refuse the Txn unless this session holds the key's lock."""
-    return Operation("check-session", key, session=session)
+    return KvOperation("check-session", key, session=session)
 
 
-def cas(key: str, value: bytes, version: int) -> Operation:
+def cas(key: str, value: bytes, version: int) -> KvOperation:
     """Set a key that still has this version; with 0, a key that is not there."""
-    return Operation("cas", key, value, version)
+    return KvOperation("cas", key, value, version)
 
 
-def txn(operations: Sequence[Operation]) -> Steps[list[Entry]]:
+def txn(operations: Sequence[KvOperation]) -> Steps[list[KvEntry]]:
     """Carry out all operations, or none. Returns the entries that were read or written."""
     body = json.dumps([{"KV": _fields(operation)} for operation in operations]).encode()
     response = yield Request("PUT", "/v1/txn", body=body)
     return [_entry(result["KV"]) for result in _json(response)["Results"] or []]
 
 
-def _fields(operation: Operation) -> dict[str, object]:
+def _fields(operation: KvOperation) -> dict[str, object]:
     fields: dict[str, object] = {"Verb": operation.verb, "Key": operation.key}
     if operation.verb in ("set", "cas", "lock", "unlock"):
         fields["Value"] = base64.b64encode(operation.value).decode()

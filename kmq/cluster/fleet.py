@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Conflict, ConsulError, Operation, Steps, Watched
+from kmq.cluster.consul import MAX_OPERATIONS, Conflict, ConsulError, KvOperation, Steps, Watched
 from kmq.cluster.presence import GUARDS, Keys, Lock
-from kmq.cluster.publisher import Change, Message, Publisher, StateChanged
+from kmq.cluster.publisher import KeyChange, Message, Publisher, StateChanged
 from kmq.cluster.subscriber import Snapshot
 from kmq.config.states import KINDS, UNREADABLE
 from kmq.errors import ConfigError
@@ -128,7 +128,7 @@ def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[
         value = decide(found.value.decode(errors="replace") if found is not None else "")
         if len(value.encode()) > STATE_BYTES:
             raise ConfigError(f"{key}: {len(value.encode()):,} bytes; at most {STATE_BYTES:,}")
-        change = Change(keys.root + key, value.encode(), found.version if found is not None else 0)
+        change = KeyChange(keys.root + key, value.encode(), found.version if found is not None else 0)
         try:
             return (yield from publisher.publish(Message.new(STATE, f"{key} {value}".encode()), [change]))
         except StateChanged:
@@ -158,7 +158,7 @@ def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
     mark = yield from consul.read(keys.delivered_to(broker))
     if mark is None:
         raise ConfigError(f"broker {broker!r} is not known; see: kmq fleet status")
-    removed = Operation("delete-cas", keys.delivered_to(broker), version=mark.version)  # refused if it has come back
+    removed = KvOperation("delete-cas", keys.delivered_to(broker), version=mark.version)  # refused if it has come back
     yield from consul.txn(publisher.lock.around([removed]))
 
 
@@ -167,7 +167,7 @@ def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
 
 def write_result(keys: Keys, id: str, broker: str, result: CommandResult) -> Steps[None]:
     """Say what came of a command here."""
-    yield from consul.txn([Operation("set", f"{keys.results}{id}/{broker}", result.encode())])
+    yield from consul.txn([KvOperation("set", f"{keys.results}{id}/{broker}", result.encode())])
 
 
 def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tuple[dict[str, CommandResult], int]]:
@@ -185,7 +185,7 @@ def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
     old = [entry.key for entry in found.entries if now - CommandResult.decode(entry.value).ts > RESULT_S]
     room = MAX_OPERATIONS - GUARDS
     for at in range(0, len(old), room):
-        deletions = [Operation("delete", key) for key in old[at : at + room]]
+        deletions = [KvOperation("delete", key) for key in old[at : at + room]]
         try:
             yield from consul.txn(lock.around(deletions))
         except Conflict:
@@ -236,7 +236,7 @@ def read_reports(keys: Keys) -> Steps[dict[str, BrokerReport]]:
 
 def read_states(keys: Keys) -> Steps[dict[str, str]]:
     """Return all states of the fleet, as one Txn has them: key → value."""
-    entries = yield from consul.txn([Operation("get-tree", keys.root + kind) for kind in KINDS])
+    entries = yield from consul.txn([KvOperation("get-tree", keys.root + kind) for kind in KINDS])
     return {entry.key.removeprefix(keys.root): entry.value.decode(errors="replace") for entry in entries}
 
 

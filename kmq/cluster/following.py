@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import NamedTuple
 
-from kmq.cluster.consul import ConsulError, Entry, Unanswered
+from kmq.cluster.consul import ConsulError, KvEntry, Unanswered
 from kmq.cluster.presence import SessionLost
 from kmq.cluster.queue import MARK_S, WAIT_S, BroadcastQueue, Heart, who_we_are
 from kmq.cluster.subscriber import Displaced, Item, Snapshot, Subscriber
@@ -40,7 +40,7 @@ def follow(
     stop: threading.Event,
     on_change: Callable[[Condition], None] = lambda condition: None,
     start: int | None = None,
-    given: Sequence[Entry] | None = None,
+    given: Sequence[KvEntry] | None = None,
 ) -> None:
     """Give each item to `handler`, in order, until `stop` is set. Then mark what was processed, and give the place back.
 
@@ -63,7 +63,7 @@ class _Following:
         stop: threading.Event,
         on_change: Callable[[Condition], None],
         start: int | None,
-        given: Sequence[Entry] | None,
+        given: Sequence[KvEntry] | None,
     ) -> None:
         self._queue, self._handler, self._stop, self._on_change = queue, handler, stop, on_change
         self._start, self._given, self._is_drain = start, given, given is not None

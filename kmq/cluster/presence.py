@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from kmq.cluster import consul
-from kmq.cluster.consul import Conflict, ConsulError, Entry, Operation, Pause, Steps, Unanswered, check_session
+from kmq.cluster.consul import Conflict, ConsulError, KvEntry, KvOperation, Pause, Steps, Unanswered, check_session
 from kmq.errors import BusyError, ConfigError
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -148,35 +148,35 @@ class Presence:
             yield from consul.destroy_session(session)
             yield from consul.deregister(self._name)
 
-    def lock(self, key: str, value: bytes) -> Steps[Entry | None]:
+    def lock(self, key: str, value: bytes) -> Steps[KvEntry | None]:
         """Take a lock, or write a new value into one that we hold. Returns None, or the entry of whoever holds it.
 
         An entry without session: nobody does, but the lock of a lost session is not given out again at once. Raises
         SessionLost.
         """
         try:
-            yield from consul.txn([Operation("lock", key, value, session=self.session)])
+            yield from consul.txn([KvOperation("lock", key, value, session=self.session)])
             return None
         except Conflict:
             return (yield from self.holder(key))
 
-    def holder(self, key: str) -> Steps[Entry | None]:
+    def holder(self, key: str) -> Steps[KvEntry | None]:
         """Return who kept us from a lock, as `lock` does."""
         holder = yield from consul.read(key)
         if holder is not None and holder.session:
             return None if holder.session == self.session else holder
         yield from self.check()
-        return Entry(key, b"", 0, "")
+        return KvEntry(key, b"", 0, "")
 
     def unlock(self, key: str) -> Steps[None]:
         """Give a lock back; nothing happens if it is not ours any more."""
         try:
-            yield from consul.txn([Operation("unlock", key, session=self.session)])
+            yield from consul.txn([KvOperation("unlock", key, session=self.session)])
         except Conflict:
             pass
 
 
-def holder_of(entry: Entry) -> str:
+def holder_of(entry: KvEntry) -> str:
     """Return who holds a lock, as it has said itself."""
     return decode_fields(entry.value).get("holder", "") or f"session {entry.session}"
 
@@ -203,13 +203,13 @@ class Lock:
         """How long a holder may be silent."""
         return self._presence.ttl_s
 
-    def around(self, operations: Sequence[Operation]) -> list[Operation]:
+    def around(self, operations: Sequence[KvOperation]) -> list[KvOperation]:
         """Return a Txn that is refused at its first operation if another has the lock."""
         session = self._presence.session
         if self.is_held:
             return [check_session(self.key, session), *operations]
-        taken = Operation("lock", self.key, self._value(), session=session)
-        return [taken, *operations, Operation("unlock", self.key, session=session)]
+        taken = KvOperation("lock", self.key, self._value(), session=session)
+        return [taken, *operations, KvOperation("unlock", self.key, session=session)]
 
     def take(self, timeout_s: float) -> Steps[None]:
         """Take the lock, waiting at most so long. Raises BusyError that names who holds it."""
@@ -233,7 +233,7 @@ class Lock:
         if holder is not None:
             yield from self._wait(holder, until)
 
-    def _wait(self, holder: Entry, until: float) -> Steps[None]:
+    def _wait(self, holder: KvEntry, until: float) -> Steps[None]:
         left = until - self._clock()
         if left <= 0:
             who = holder_of(holder) if holder.session else "nobody yet: its last holder died just now"

@@ -27,7 +27,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Conflict, ConsulError, Entry, Operation, Pause, Steps, Unanswered, cas
+from kmq.cluster.consul import (
+    MAX_OPERATIONS,
+    Conflict,
+    ConsulError,
+    KvEntry,
+    KvOperation,
+    Pause,
+    Steps,
+    Unanswered,
+    cas,
+)
 from kmq.cluster.presence import GUARDS, Keys, Lock, decode_fields, encode_fields
 from kmq.config.values import KIB
 from kmq.errors import BusyError, ConfigError
@@ -128,7 +138,7 @@ class Mark(NamedTuple):
 NO_MARK = Mark(0, "", 0.0)
 
 
-def slowest(keys: Keys, now: float) -> Steps[tuple[int | None, list[Entry]]]:
+def slowest(keys: Keys, now: float) -> Steps[tuple[int | None, list[KvEntry]]]:
     """Return the last message that all registered brokers have processed, and the marks of those that are gone.
 
     None if there are no brokers. A clock that was ahead when it marked makes a broker absent as well, in time.
@@ -167,7 +177,7 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
     if last is None:
         return
     newest = keys.decode_epoch(last.value)  # a key above it is no message of KMQ's
-    guard = Operation("check-index", keys.epoch, version=last.version)
+    guard = KvOperation("check-index", keys.epoch, version=last.version)
     read_by_all, left = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
     epochs = {entry.key: keys.epoch_of(entry.key) for entry in there}
@@ -175,8 +185,8 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
     if not sizes:
         return
     gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)
-    deletions = [Operation("delete", keys.message(epoch)) for epoch in gone]
-    deletions += [Operation("delete-cas", entry.key, version=entry.version) for entry in left]
+    deletions = [KvOperation("delete", keys.message(epoch)) for epoch in gone]
+    deletions += [KvOperation("delete-cas", entry.key, version=entry.version) for entry in left]
     room = MAX_OPERATIONS - GUARDS - 1
     for at in range(0, len(deletions), room):
         yield from consul.txn(lock.around([guard, *deletions[at : at + room]]))
@@ -200,7 +210,7 @@ class StateChanged(ConsulError):
         self.key = key
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """A state key that a message changes; `version`: of the entry as it was read, 0: there was none."""
 
     key: str
@@ -218,7 +228,7 @@ class Publisher:
         self._before = 0  # the version that the epoch's key had then
         self._last: tuple[int, int] | None = None  # epoch and version of its key after our last message
 
-    def publish(self, message: Message, changes: Sequence[Change] = (), timeout_s: float = 0.0) -> Steps[int]:
+    def publish(self, message: Message, changes: Sequence[KeyChange] = (), timeout_s: float = 0.0) -> Steps[int]:
         """Publish a message, and change these state keys with it. Returns its epoch.
 
         While another publisher holds the lock it waits, at most `timeout_s`. Raises Unanswered if nobody knows whether
@@ -243,7 +253,7 @@ class Publisher:
                 pass  # the message is published; who publishes after us trims
         return epoch
 
-    def _until_known(self, message: Message, changes: Sequence[Change], until: float) -> Steps[int]:
+    def _until_known(self, message: Message, changes: Sequence[KeyChange], until: float) -> Steps[int]:
         while True:
             last, version = self._last or (yield from self._read_epoch())
             self._last = None
@@ -267,16 +277,18 @@ class Publisher:
         found = yield from self._read_again(self._keys.epoch)
         return (self._keys.decode_epoch(found.value), found.version) if found is not None else (0, 0)
 
-    def _operations(self, message: Message, changes: Sequence[Change], epoch: int, version: int) -> list[Operation]:
+    def _operations(
+        self, message: Message, changes: Sequence[KeyChange], epoch: int, version: int
+    ) -> list[KvOperation]:
         return self.lock.around(
             [
                 *(cas(change.key, change.value, change.version) for change in changes),
                 cas(self._keys.epoch, b"%d" % epoch, version),
-                Operation("set", self._keys.message(epoch), message.encode()),
+                KvOperation("set", self._keys.message(epoch), message.encode()),
             ]
         )
 
-    def _judge(self, conflict: Conflict, changes: Sequence[Change]) -> None:
+    def _judge(self, conflict: Conflict, changes: Sequence[KeyChange]) -> None:
         """Return if another message was first, or the lock is to be waited for; else raise what the conflict means."""
         if conflict.op_index == 0:
             if self.lock.is_held:
@@ -303,7 +315,7 @@ class Publisher:
     def _nobody_knows(self, message: Message, why: str) -> Unanswered:
         return Unanswered(f"nobody knows whether message {message.id} was published as epoch {self._tried}: {why}")
 
-    def _read_again(self, key: str) -> Steps[consul.Entry | None]:
+    def _read_again(self, key: str) -> Steps[consul.KvEntry | None]:
         """Read until there is an answer. The lock's session bounds how long that makes sense."""
         until = self._clock() + 10 * self.lock.ttl_s
         while True:

@@ -22,7 +22,17 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from kmq.cluster import consul
-from kmq.cluster.consul import LOCK_DELAY_S, Conflict, ConsulError, Entry, Operation, Pause, Steps, cas, check_session
+from kmq.cluster.consul import (
+    LOCK_DELAY_S,
+    Conflict,
+    ConsulError,
+    KvEntry,
+    KvOperation,
+    Pause,
+    Steps,
+    cas,
+    check_session,
+)
 from kmq.cluster.presence import STATES, Keys, Presence, decode_fields, encode_fields, holder_of
 from kmq.cluster.publisher import Mark, Message
 from kmq.errors import BusyError
@@ -125,7 +135,7 @@ class Subscriber:
         """Let the next `fetch` return at once, also if there is nothing."""
         self._position = 0
 
-    def choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
+    def choose(self, entries: Sequence[KvEntry]) -> Steps[list[Item]]:
         """Return what is to be processed, given all entries under `bq/` as they were read just now.
 
         Raises ValueError, and SessionLost if we were away for so long that another may have our place.
@@ -135,7 +145,7 @@ class Subscriber:
             yield from self._presence.check_if_late()
         return items
 
-    def _choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
+    def _choose(self, entries: Sequence[KvEntry]) -> Steps[list[Item]]:
         found = {epoch: entry for entry in entries if (epoch := self._keys.epoch_of(entry.key)) is not None}
         following = (yield from self._following(self.done, found)) if self.done is not None else None
         if following is None:
@@ -160,7 +170,7 @@ class Subscriber:
         found = yield from consul.read(self._keys.epoch)
         return self._keys.decode_epoch(found.value) if found is not None else 0
 
-    def _following(self, done: Mark, found: dict[int, Entry]) -> Steps[list[tuple[int, Entry]] | None]:
+    def _following(self, done: Mark, found: dict[int, KvEntry]) -> Steps[list[tuple[int, KvEntry]] | None]:
         """Return the messages after the last one processed, in order; None if they do not go on from there.
 
         The key `epoch` is asked for only if there is nothing new, or a gap: not for each message.
@@ -188,7 +198,7 @@ class Subscriber:
         """Read the epoch, its message and all states in one Txn."""
         keys = self._keys
         trees = [keys.epoch, keys.messages, *(keys.root + prefix for prefix in STATES)]
-        entries = yield from consul.txn([Operation("get-tree", tree) for tree in trees])
+        entries = yield from consul.txn([KvOperation("get-tree", tree) for tree in trees])
         values = {entry.key: entry.value for entry in entries}
         epoch = keys.decode_epoch(values.pop(keys.epoch, b"0"))
         newest = values.get(keys.message(epoch))
@@ -272,7 +282,7 @@ def read_status(keys: Keys) -> Steps[Status]:
     return Status(last, holder_of(lock) if lock is not None and lock.session else "", nodes)
 
 
-def _node(broker: str, mark: Mark | None, place: Entry | None, last: int) -> Node:
+def _node(broker: str, mark: Mark | None, place: KvEntry | None, last: int) -> Node:
     read, seen = (mark.epoch, mark.ts) if mark is not None else (0, 0.0)
     error = unquote(decode_fields(place.value).get("error", "")) if place is not None else ""
     return Node(broker, read, max(0, last - read), seen, holder_of(place) if place is not None else "", error)

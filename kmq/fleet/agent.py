@@ -22,7 +22,7 @@ from kmq.broker.data_directory import open_page
 from kmq.broker.health import is_process, judge
 from kmq.broker.stats import AGENT, STATES
 from kmq.cluster import consul
-from kmq.cluster.consul import ConsulError, Operation
+from kmq.cluster.consul import ConsulError, KvOperation
 from kmq.cluster.fleet import COMMANDS, BrokerReport, CommandResult, write_result
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import holder_of
@@ -221,7 +221,7 @@ class Agent:
                     findings = self._applier.findings()
                 report = self._report(findings).encode()
                 if (report, subscriber.session) != (said, session):
-                    self._queue.run(consul.txn([Operation("lock", key, report, session=subscriber.session)]))
+                    self._queue.run(consul.txn([KvOperation("lock", key, report, session=subscriber.session)]))
                     said, session = report, subscriber.session
             except (OSError, KmqError):
                 continue  # Consul is asked again, and a topic that has just gone is looked at again

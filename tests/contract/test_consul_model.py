@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kmq.cluster import consul as steps
-from kmq.cluster.consul import Operation, Request, cas, check_session
+from kmq.cluster.consul import KvOperation, Request, cas, check_session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from consul_model import ConsulModel
@@ -132,53 +132,55 @@ def version(both, key):
 def test_the_model_reads_and_sets_as_consul_does(both):
     key = both.root + "a"
     assert both.read(key, consistent="") == [] and both.read(both.root, recurse="") == []
-    assert both.txn(Operation("get-tree", both.root)) == []
-    assert both.txn(Operation("get", key)) == [0]
+    assert both.txn(KvOperation("get-tree", both.root)) == []
+    assert both.txn(KvOperation("get", key)) == [0]
     both.txn(cas(key, b"1", 0))
     assert both.txn(cas(key, b"2", 0)) == [0]
-    assert both.txn(Operation("set", key + "x", b"9"), cas(key, b"2", 0), Operation("get", key + "y")) == [1, 2]
+    assert both.txn(KvOperation("set", key + "x", b"9"), cas(key, b"2", 0), KvOperation("get", key + "y")) == [1, 2]
     assert [entry["Key"] for entry in both.read(both.root, recurse="")] == [key]
     both.txn(
-        cas(key, b"2", version(both, key)), Operation("set", both.root + "10", b""), Operation("get-tree", both.root)
+        cas(key, b"2", version(both, key)),
+        KvOperation("set", both.root + "10", b""),
+        KvOperation("get-tree", both.root),
     )
-    both.txn(Operation("set", key, b"2"))  # as it is: nothing is written
-    both.txn(Operation("set", both.root + "2", b"two"))
+    both.txn(KvOperation("set", key, b"2"))  # as it is: nothing is written
+    both.txn(KvOperation("set", both.root + "2", b"two"))
     assert [entry["Key"][len(both.root) :] for entry in both.read(both.root, recurse="")] == ["10", "2", "a"]
-    both.txn(Operation("delete", both.root + "none"))
-    both.txn(Operation("delete", both.root + "2"))
+    both.txn(KvOperation("delete", both.root + "none"))
+    both.txn(KvOperation("delete", both.root + "2"))
     both.read(both.root, recurse="")  # the number of the prefix is that of the deletion
-    assert both.txn(Operation("check-not-exists", key)) == [0]
-    both.txn(Operation("check-not-exists", both.root + "none"))
+    assert both.txn(KvOperation("check-not-exists", key)) == [0]
+    both.txn(KvOperation("check-not-exists", both.root + "none"))
 
 
 def test_the_model_bounds_a_txn_as_consul_does(both):
-    many = [Operation("delete", f"{both.root}{n}") for n in range(65)]
+    many = [KvOperation("delete", f"{both.root}{n}") for n in range(65)]
     assert both.txn(*many[:64]) == [] and both.txn(*many) == 413
-    assert both.txn(Operation("set", both.root + "big", b"x" * 394_000)) == 413
+    assert both.txn(KvOperation("set", both.root + "big", b"x" * 394_000)) == 413
     assert both.read(both.root + "big") == []
 
 
 def test_the_model_locks_as_consul_does(both):
     key, one, two = both.root + "lock", both.session("one"), both.session("two")
     assert both.txn(check_session(key, one)) == [0]
-    both.txn(Operation("lock", key, b"holder=one", session=one))
-    both.txn(Operation("lock", key, b"holder=one again", session=one))
+    both.txn(KvOperation("lock", key, b"holder=one", session=one))
+    both.txn(KvOperation("lock", key, b"holder=one again", session=one))
     both.txn(check_session(key, one))
-    assert both.txn(Operation("lock", key, b"", session=two)) == [0]
-    assert both.txn(check_session(key, two), Operation("set", both.root + "x", b"")) == [0]
-    assert both.txn(Operation("unlock", key, session=two)) == [0]
+    assert both.txn(KvOperation("lock", key, b"", session=two)) == [0]
+    assert both.txn(check_session(key, two), KvOperation("set", both.root + "x", b"")) == [0]
+    assert both.txn(KvOperation("unlock", key, session=two)) == [0]
     both.read(key, consistent="")
-    both.txn(Operation("set", key, b"by anybody"))
+    both.txn(KvOperation("set", key, b"by anybody"))
     both.read(key, consistent="")
-    both.txn(Operation("unlock", key, session=one))
-    assert both.txn(Operation("unlock", key, session=one)) == [0]
-    both.txn(Operation("lock", key, b"holder=two", session=two))
+    both.txn(KvOperation("unlock", key, session=one))
+    assert both.txn(KvOperation("unlock", key, session=one)) == [0]
+    both.txn(KvOperation("lock", key, b"holder=two", session=two))
     both.read(key, consistent="")
 
 
 def test_a_lost_session_and_its_lock_delay_are_as_in_consul(both):
     key, one, two = both.root + "lock", both.session("one"), both.session("two")
-    both.txn(Operation("lock", key, b"holder=one", session=one))
+    both.txn(KvOperation("lock", key, b"holder=one", session=one))
     for session in (one, two):
         real = both.client.get(f"/v1/session/info/{both.real_of[session]}").json()
         ours = json.loads(both.model.answer(Request("GET", f"/v1/session/info/{session}")).body)
@@ -186,8 +188,8 @@ def test_a_lost_session_and_its_lock_delay_are_as_in_consul(both):
     both.client.put(f"/v1/session/destroy/{both.real_of[one]}").raise_for_status()
     both.model.answer(Request("PUT", f"/v1/session/destroy/{one}"))
     assert both.read(key) == []
-    assert both.txn(Operation("lock", key, b"", session=two)) == [0], "within the lock-delay"
-    assert both.txn(Operation("lock", key, b"", session=one)) == [0], "by the dead"
+    assert both.txn(KvOperation("lock", key, b"", session=two)) == [0], "within the lock-delay"
+    assert both.txn(KvOperation("lock", key, b"", session=one)) == [0], "by the dead"
     assert both.txn(check_session(key, one)) == [0]
     assert both.client.get(f"/v1/session/info/{both.real_of[one]}").json() == []
     until = time.monotonic() + 20
@@ -205,9 +207,9 @@ def _locking(key, session):
 
 def test_a_lock_given_back_is_given_out_at_once(both):
     key, one, two = both.root + "lock", both.session("one"), both.session("two")
-    both.txn(Operation("lock", key, b"1", session=one))
-    both.txn(Operation("unlock", key, session=one))
-    both.txn(Operation("lock", key, b"2", session=two))
+    both.txn(KvOperation("lock", key, b"1", session=one))
+    both.txn(KvOperation("unlock", key, session=one))
+    both.txn(KvOperation("lock", key, b"2", session=two))
     assert base64.b64decode(both.read(key)[0]["Value"]) == b"2"
 
 
@@ -242,7 +244,7 @@ def _any_operation(rng, both, keys, sessions):
         ["set", "cas", "cas", "get", "get-tree", "delete", "lock", "unlock", "check-session", "check-index"]
     )
     if verb in ("cas", "check-index"):
-        return Operation(verb, key, b"%d" % rng.randrange(3), rng.choice([right, right, 0]))
+        return KvOperation(verb, key, b"%d" % rng.randrange(3), rng.choice([right, right, 0]))
     if verb in ("lock", "unlock", "check-session"):
-        return Operation(verb, key, b"%d" % rng.randrange(3) if verb != "check-session" else b"", session=session)
-    return Operation(verb, key, b"%d" % rng.randrange(3) if verb == "set" else b"")
+        return KvOperation(verb, key, b"%d" % rng.randrange(3) if verb != "check-session" else b"", session=session)
+    return KvOperation(verb, key, b"%d" % rng.randrange(3) if verb == "set" else b"")

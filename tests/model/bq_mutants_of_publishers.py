@@ -22,7 +22,7 @@ LOCK = [
             "presence",
             (
                 "return [taken, *operations, ",
-                'return [Operation("get-tree", self.key), *operations][:] or [',
+                'return [KvOperation("get-tree", self.key), *operations][:] or [',
             ),
         ),
     ),
@@ -32,7 +32,7 @@ LOCK = [
         edited(
             "presence",
             (
-                'return [taken, *operations, Operation("unlock", self.key, session=session)]',
+                'return [taken, *operations, KvOperation("unlock", self.key, session=session)]',
                 "return [taken, *operations]",
             ),
         ),
@@ -162,7 +162,7 @@ PUBLISHER = [
             "publisher",
             (
                 'cas(self._keys.epoch, b"%d" % epoch, version)',
-                'Operation("set", self._keys.epoch, b"%d" % epoch)',
+                'KvOperation("set", self._keys.epoch, b"%d" % epoch)',
             ),
         ),
     ),
@@ -184,7 +184,7 @@ PUBLISHER = [
             "publisher",
             (
                 "cas(change.key, change.value, change.version)",
-                'Operation("set", change.key, change.value)',
+                'KvOperation("set", change.key, change.value)',
             ),
         ),
     ),

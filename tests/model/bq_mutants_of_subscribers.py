@@ -10,8 +10,8 @@ SUBSCRIBER = [
         edited(
             "presence",
             (
-                'Operation("lock", key, value, session=self.session)',
-                'Operation("set", key, value)',
+                'KvOperation("lock", key, value, session=self.session)',
+                'KvOperation("set", key, value)',
             ),
         ),
     ),
@@ -33,7 +33,7 @@ SUBSCRIBER = [
             "subscriber",
             (
                 "ours = check_session(self._key, self._presence.session)",
-                'ours = Operation("get-tree", self._key)',
+                'ours = KvOperation("get-tree", self._key)',
             ),
         ),
     ),
@@ -299,11 +299,11 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                'entries = yield from consul.txn([Operation("get-tree", tree) for tree in trees])',
+                'entries = yield from consul.txn([KvOperation("get-tree", tree) for tree in trees])',
                 (
                     "entries = []\n"
                     "        for tree in trees:\n"
-                    '            entries += yield from consul.txn([Operation("get-tree", tree)])'
+                    '            entries += yield from consul.txn([KvOperation("get-tree", tree)])'
                 ),
             ),
         ),
@@ -326,7 +326,7 @@ SUBSCRIBER = [
             "subscriber",
             (
                 "cas(where, mark.encode(), self._version)",
-                'Operation("set", where, mark.encode())',
+                'KvOperation("set", where, mark.encode())',
             ),
         ),
     ),

@@ -32,8 +32,8 @@ TRIMMING = [
         edited(
             "publisher",
             (
-                'Operation("delete-cas", entry.key, version=entry.version)',
-                'Operation("delete", entry.key)',
+                'KvOperation("delete-cas", entry.key, version=entry.version)',
+                'KvOperation("delete", entry.key)',
             ),
         ),
     ),
@@ -192,8 +192,8 @@ TRIMMING = [
         edited(
             "publisher",
             (
-                'Operation("check-index", keys.epoch, version=last.version)',
-                'Operation("get", keys.epoch)',
+                'KvOperation("check-index", keys.epoch, version=last.version)',
+                'KvOperation("get", keys.epoch)',
             ),
         ),
     ),

@@ -171,7 +171,7 @@ def the_newest_message_is_deleted_by_hand(stage: Stage) -> None:
     stage.publish()
     subscriber = stage.following()
     stage.publish(names=["settings/s"])
-    stage.consul.answer(next(stage.code.consul.txn([stage.code.consul.Operation("delete", stage.keys.message(2))])))
+    stage.consul.answer(next(stage.code.consul.txn([stage.code.consul.KvOperation("delete", stage.keys.message(2))])))
     stage.hear(subscriber)
     stage.follow(subscriber)
     demand(stage.marks()["b1"][0] == 2, "a snapshot follows though nothing was published since")

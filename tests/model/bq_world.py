@@ -267,7 +267,7 @@ class World:
         for name in names:
             found = yield from self.code.consul.read(self.keys.root + name)
             value, version = (int(found.value), found.version) if found is not None else (0, 0)
-            changes.append(self.code.publisher.Change(self.keys.root + name, b"%d" % (value + 1), version))
+            changes.append(self.code.publisher.KeyChange(self.keys.root + name, b"%d" % (value + 1), version))
         lines = [change.key.removeprefix(self.keys.root).encode() + b"=" + change.value for change in changes]
         lines.append(b"x" * (self.rng.choices([1, 250, 400_000], [80, 19, 1])[0] if self.mistakes else self.filler))
         self.ghost.told[id] = "asked"

@@ -220,7 +220,7 @@ def age_mark(fleet, broker):
     """Let a broker look as if it had been away for two days."""
     key = fleet.queue.keys.delivered_to(broker)
     mark = Mark.decode(fleet.queue.run(consul_api.read(key)).value)
-    fleet.queue.run(consul_api.txn([consul_api.Operation("set", key, mark._replace(ts=mark.ts - 172_800).encode())]))
+    fleet.queue.run(consul_api.txn([consul_api.KvOperation("set", key, mark._replace(ts=mark.ts - 172_800).encode())]))
 
 
 def oldest_message(fleet):
@@ -436,9 +436,9 @@ def test_a_consul_restored_while_the_agent_was_down_leads_to_a_snapshot(fleet, i
     keys = fleet.queue.keys
     first = consul_api.read(keys.message(1))
     mark = Mark(1, fleet.queue.run(first).value.partition(b"id=")[2].partition(b" ")[0].decode(), time.time())
-    changes = [consul_api.Operation("delete", key) for key in (keys.message(2), keys.root + "tokens/lost")]
-    changes += [consul_api.Operation("set", keys.epoch, b"1")]
-    changes += [consul_api.Operation("set", keys.delivered_to("a"), mark.encode())]
+    changes = [consul_api.KvOperation("delete", key) for key in (keys.message(2), keys.root + "tokens/lost")]
+    changes += [consul_api.KvOperation("set", keys.epoch, b"1")]
+    changes += [consul_api.KvOperation("set", keys.delivered_to("a"), mark.encode())]
     fleet.queue.run(consul_api.txn(changes))
     if is_published_since:
         fleet.queue.publish("greeting")
@@ -460,5 +460,5 @@ def test_a_broker_that_is_away_is_not_waited_for_and_can_be_forgotten(fleet):
     fleet.say("status")
     key = fleet.queue.keys.results + "x/a"
     damage = json.dumps({"type": "verify", "outcome": "damage", "findings": [], "ts": time.time() + 60}).encode()
-    fleet.queue.run(consul_api.txn([consul_api.Operation("set", key, damage)]))
+    fleet.queue.run(consul_api.txn([consul_api.KvOperation("set", key, damage)]))
     assert "a: verify: damage" in fleet.say("status", code=1)

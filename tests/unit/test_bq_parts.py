@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kmq.cli.bq_items import as_fields, run_command
-from kmq.cluster.consul import ConsulAddress, Entry, Request, Response, given_entries
+from kmq.cluster.consul import ConsulAddress, KvEntry, Request, Response, given_entries
 from kmq.cluster.presence import Keys, Presence, check_broker, decode_fields, encode_fields
 from kmq.cluster.publisher import KEPT, KEPT_BYTES, MAX_BYTES, Mark, Message, check_size, superfluous
 from kmq.cluster.queue import Place
@@ -106,7 +106,7 @@ def test_a_mark_comes_back_and_what_is_none_has_read_nothing(mark):
 
 def test_what_consul_watch_prints_is_read_and_anything_else_is_refused():
     value = {"Key": "kmq/dev/bq/1", "Value": base64.b64encode(b"\xff").decode(), "ModifyIndex": 7, "Session": ""}
-    assert given_entries(json.dumps([value]).encode()) == [Entry("kmq/dev/bq/1", b"\xff", 7, "")]
+    assert given_entries(json.dumps([value]).encode()) == [KvEntry("kmq/dev/bq/1", b"\xff", 7, "")]
     assert given_entries(b"null") == given_entries(b"[]") == []
     for text in (b"", b"{", b"[1]", b'[{"Key": "a"}]', b'[{"Key": "a", "Value": "a", "ModifyIndex": 1}]', b"7"):
         with pytest.raises(ValueError, match=r"consul watch|Expecting"):
@@ -154,7 +154,7 @@ def subscriber(epoch, id=""):
 
 def entries(*messages):
     """As Consul gives them: in the order of text."""
-    return sorted(Entry(KEYS.message(each.epoch), each.encode(), 1, "") for each in messages)
+    return sorted(KvEntry(KEYS.message(each.epoch), each.encode(), 1, "") for each in messages)
 
 
 def chosen(steps):
@@ -172,7 +172,7 @@ def test_messages_are_handed_out_in_the_order_of_their_numbers_without_those_don
 
 
 def test_keys_of_others_are_passed_over():
-    given = [*entries(message(1)), Entry(KEYS.messages + "note", b"?", 1, ""), Entry(KEYS.messages, b"", 1, "")]
+    given = [*entries(message(1)), KvEntry(KEYS.messages + "note", b"?", 1, ""), KvEntry(KEYS.messages, b"", 1, "")]
     assert chosen(subscriber(0).choose(given)) == [1]
 
 
@@ -205,7 +205,7 @@ def test_a_subscriber_that_has_nothing_new_asks_for_the_epoch(done):
 
 
 def test_messages_before_one_that_is_none_are_handed_out_and_then_it_is_an_error():
-    given = [*entries(message(1), message(3)), Entry(KEYS.message(2), b"rubbish", 1, "")]
+    given = [*entries(message(1), message(3)), KvEntry(KEYS.message(2), b"rubbish", 1, "")]
     assert chosen(subscriber(0).choose(given)) == [1]
     steps = subscriber(1).choose(given)
     assert next(steps).path == "/v1/kv/kmq/dev/epoch"

@@ -18,7 +18,7 @@ from kmq.access import tokens
 from kmq.broker.admission import Admission
 from kmq.cluster import consul as consul_api
 from kmq.cluster import fleet
-from kmq.cluster.consul import ConsulAddress, Operation
+from kmq.cluster.consul import ConsulAddress, KvOperation
 from kmq.cluster.fleet import BrokerReport, CommandResult
 from kmq.cluster.publisher import Message
 from kmq.cluster.queue import BroadcastQueue, Place
@@ -132,7 +132,7 @@ def test_a_state_that_another_changed_meanwhile_is_decided_anew(queue):
     def decide(before):
         seen.append(before)
         if len(seen) == 1:  # another writes between our reading and our Txn
-            queue.run(consul_api.txn([Operation("set", queue.keys.root + "topics/a", b"theirs")]))
+            queue.run(consul_api.txn([KvOperation("set", queue.keys.root + "topics/a", b"theirs")]))
         return f"{before}+ours"
 
     epoch = queue.as_publisher(lambda publisher: fleet.publish_state(publisher, queue.keys, "topics/a", decide))
