@@ -671,7 +671,7 @@ MUTANTS = [
     Mutant(
         "received: what lies in a ring that was written again passes for made up",
         [(SOURCE, "        if not ring.is_in_place():\n", "        if False:\n")],
-        [REMOVED],
+        [UNIT_SOURCE],
     ),
     Mutant(
         "received: a new ring is read from where the one before ended",
