@@ -9,7 +9,7 @@
     groups/       consumer groups; knows the core, and no door: coordinator.py is pure code, offsets.py what is on disk,
                   membership.py both as doors use them, reader.py what a member reads next, and redelivery.py what comes
                   again; streaming.py and polling.py are for members that hold a stream, and that ask and go away
-    console/      the console: its page, and what its API shows; knows the core and the groups, and no door
+    console/      the console: what its API shows, and the files of its page; knows the core and the groups, and no door
     http/         door: HTTP. operations.py declares every path of the API, schema.py its JSON, logs.py is /v1/…
     lines/        door: lines out, and GET_STATUS
     grpc/         door: gRPC. podbus.py and kmq_v1.py are what the methods do (podbus.proto, kmq.proto; podbus.desc and

@@ -22,7 +22,7 @@ Log         What an admin does over HTTP is a log line and an event of the conso
 """
 
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +37,7 @@ from kmq.broker.overview import Events
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.http.exchange import WebHandler
 from kmq.gateway.http.operations import CONSOLE, CONSOLE_PAGES, OPERATIONS
 from kmq.gateway.http.request import CALLER, Caller, Operation, response_of
 from kmq.logfmt import Logger
@@ -139,8 +140,6 @@ _OF_CONSOLE = {"replay", "resetGroup"}  # changes that only the console has
 _READS = {"GET", "HEAD"}
 _FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class HttpAccess:
     """The middleware of one gateway."""
@@ -157,7 +156,7 @@ class HttpAccess:
         """Return the middleware that refuses, and that tells handlers who is calling."""
 
         @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def guard(request: web.Request, handler: WebHandler) -> web.StreamResponse:
             operation = _operation_of(request)
             try:
                 self._check_browser(request, operation)

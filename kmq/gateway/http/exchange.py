@@ -27,7 +27,7 @@ from kmq.gateway.core.answers import READER, Budget, BudgetHolder
 _PIECE_BYTES = 64 * KIB  # sent at once; answers of that size are left to aiohttp
 _LINGER_S = 1.0  # how long a client that asked for the end of the connection may take to close it first
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Outcome = Callable[[bool], None]
 
 
@@ -174,7 +174,7 @@ def exchanging(answers: Budget) -> Any:
     """Return the middleware that makes an Exchange of each request, and sends large answers. It is the outermost."""
 
     @web.middleware
-    async def exchanged(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def exchanged(request: web.Request, handler: WebHandler) -> web.StreamResponse:
         current = Exchange(request.transport)
         READER.set(current)  # a connection has a task, which serves one request after the other
         try:

@@ -23,7 +23,7 @@ from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.offset_table import MAX_OFFSET
-from kmq.gateway.http.exchange import time_limit
+from kmq.gateway.http.exchange import WebHandler, time_limit
 from kmq.log.damage import DamageError
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,6 @@ def _refuse_constant(name: str) -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1  # a broker that refuses for lack of room looks again several times a second
 
 
