@@ -20,7 +20,7 @@ from kmq.message import record
 from kmq.message.text import MAX_REPLAYS
 
 if TYPE_CHECKING:
-    from kmq.deadletters.selection import Dropped, Filter, Found, Queue, Record, Selection
+    from kmq.deadletters.selection import Dropped, Filter, Found, QueueSource, Selection, StoredRecord
 
 
 dlq_app = typer.Typer(
@@ -248,7 +248,7 @@ def replay(
     chosen = Selection.of_letters(data, name, _filters(sending.filters), sending.max_replays, sending.most)
     total = 0
 
-    def each() -> "Iterator[tuple[Record, bytes]]":
+    def each() -> "Iterator[tuple[StoredRecord, bytes]]":
         nonlocal total
         for pair in terminal.while_read(chosen) if dry_run else counted(chosen, "replaying"):
             total += 1
@@ -277,7 +277,7 @@ def _left(chosen: "Selection", name: str, before: int) -> str:
 # --- redrive ---------------------------------------------------------------------------------------------------------
 
 
-class RedriveSelection(NamedTuple):
+class RedriveRecords(NamedTuple):
     """Which records to send again."""
 
     key: Annotated[str, typer.Option("--key", help="Only records whose key matches this glob.")] = "*"
@@ -325,7 +325,7 @@ def redrive(
             " With --dropped the default is the old key.",
         ),
     ] = None,
-    selection: RedriveSelection,
+    selection: RedriveRecords,
     sending: SendOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
@@ -364,20 +364,20 @@ def redrive(
     print(f"redriven {total} {source.text}" + (f"; {repeated} of them were stored before" if repeated else ""))
 
 
-def _open(data: str, topic: str, dropped: bool) -> "Queue | Dropped":
+def _open(data: str, topic: str, dropped: bool) -> "QueueSource | Dropped":
     """Return the records to read, as they are now. Later ones do not count: sent records may enter the same queue."""
-    from kmq.deadletters.selection import Dropped, Queue, texts_of_lost
+    from kmq.deadletters.selection import Dropped, QueueSource, texts_of_lost
 
     if not dropped:
-        return Queue(data, topic)
+        return QueueSource(data, topic)
     found = Dropped(data, topic)
     for text in texts_of_lost(found.never_stored, found.retired):
         print(f"kmq: {text}", file=sys.stderr)
     return found
 
 
-def _accepts(selection: RedriveSelection) -> "Callable[[Record], bool]":
-    def accepts(stored: "Record") -> bool:
+def _accepts(selection: RedriveRecords) -> "Callable[[StoredRecord], bool]":
+    def accepts(stored: "StoredRecord") -> bool:
         if record.seq_of(stored.line) < selection.from_seq:
             return False
         return fnmatchcase((stored.key or b"").decode(errors="surrogateescape"), selection.key)

@@ -1,7 +1,7 @@
 """`kmq pipeline …`: the commands. Each pipeline is one command, in a section of its own.
 
-A command takes its options in groups (spark_options.py, and what a pipeline declares itself in its options.py), opens a
-session with `running`, and calls the `run` of its module.
+A command takes its options in groups (spark_options.py, and those that pipelines declare in
+kmq/spark/pipelines/options.py), opens a session with `running`, and calls the `run` of its module.
 
     @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
     @grouped

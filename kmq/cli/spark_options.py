@@ -147,11 +147,11 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
     A second signal ends the process at once, and a minute ends it anyway (kmq/spark/streaming/streams.py).
     """
     from kmq.spark import failures, sessions
-    from kmq.spark.streaming.streams import Progress, Stop
+    from kmq.spark.streaming.streams import Progress, StopSignals
 
     confs = (conf or {}) | on.confs()
     spark = None
-    stop = Stop()
+    stop = StopSignals()
     try:
         spark = sessions.session(on.master or None, f"kmq {name}", confs, "warn" if on.verbose else "fatal")
         stop.begin(spark)

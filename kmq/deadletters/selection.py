@@ -25,7 +25,7 @@ from kmq.message.text import MAX_REPLAYS
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
-class Record(NamedTuple):
+class StoredRecord(NamedTuple):
     """A stored line with its place, the topic of its routing key, and whether that key may have a mark."""
 
     log: str  # the topic of its queue, or __append for the WAL
@@ -40,7 +40,7 @@ class Record(NamedTuple):
         return key_behind(self.topic.encode(), record.routing_key_of(self.line), self.has_marks)
 
 
-class Queue:
+class QueueSource:
     """What a topic holds when this object is made, partition by partition. Later records are not redriven."""
 
     def __init__(self, data: str, topic: str) -> None:
@@ -55,7 +55,7 @@ class Queue:
         """Return the end of a sentence on records of this source."""
         return f"of {self.topic}"
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[StoredRecord]:
         """Yield the records in order; compacted records are skipped. Raises DamageError at a damaged record."""
         for partition, (log, end) in enumerate(self._logs):
             offset = log.first_offset
@@ -66,7 +66,7 @@ class Queue:
                 for line in text.split(b"\n")[:-1]:
                     if line and offset < end:
                         has_marks = record.seq_of(line) >= self._marks_from
-                        yield Record(self.topic, partition, offset, self.topic, line, has_marks)
+                        yield StoredRecord(self.topic, partition, offset, self.topic, line, has_marks)
                     offset += 1
 
 
@@ -85,7 +85,7 @@ class Dropped:
         """Return the end of a sentence on records of this source."""
         return text_of_dropped(self.topic)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[StoredRecord]:
         """Yield the records that are still in the WAL, in order of seq, without those of deleted topics."""
         for low, high in self.ranges:
             for text in reader.read(self.data, low, high):
@@ -93,7 +93,7 @@ class Dropped:
                     seq = record.seq_of(line)
                     topic = resolve(self._table, record.routing_key_of(line), seq).topic.decode()
                     if topic != topic_changes.TOPIC and topic and self.topic in ("", topic):  # "": deleted since
-                        yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
+                        yield StoredRecord(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
 
 def text_of_dropped(topic: str) -> str:
@@ -121,7 +121,7 @@ FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")
 class Found(NamedTuple):
     """A record of a dead letter topic. `letter` is None if it says nothing about an origin."""
 
-    record: Record
+    record: StoredRecord
     message: Message
     letter: Letter | None
 
@@ -173,10 +173,10 @@ def find_topic(data: str, name: str) -> str | None:
 
 def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:
     """Yield the records of a topic that all filters accept, partition by partition, in order."""
-    return (found for found in map(_found, Queue(data, topic).records()) if _accepted(found, filters))
+    return (found for found in map(_found, QueueSource(data, topic).records()) if _accepted(found, filters))
 
 
-def _found(stored: Record) -> Found:
+def _found(stored: StoredRecord) -> Found:
     marks_from = 0 if stored.has_marks else identity.NEVER
     message = Message(stored.topic, stored.partition, stored.offset, stored.line, marks_from)
     return Found(stored, message, parse_letter(stored.line))
@@ -240,7 +240,7 @@ def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
     return letter.obstacle(max_replays)
 
 
-def origin_key(stored: Record, letter: Letter | None) -> bytes:
+def origin_key(stored: StoredRecord, letter: Letter | None) -> bytes:
     """Return the routing key under which a letter goes back; empty if the record is no letter."""
     return b"" if letter is None else exact(letter.topic.encode(), stored.key)
 
@@ -257,9 +257,9 @@ class Selection:
 
     def __init__(
         self,
-        source: Queue | Dropped,
+        source: QueueSource | Dropped,
         template: str | None = None,
-        accepts: Callable[[Record], bool] = lambda stored: True,
+        accepts: Callable[[StoredRecord], bool] = lambda stored: True,
         max_replays: int = MAX_REPLAYS,
         most: int = 0,
         tick: Callable[[], None] = lambda: None,
@@ -286,10 +286,10 @@ class Selection:
     ) -> "Selection":
         """Return the letters of a topic that all filters accept and that have not gone back."""
         return cls(
-            Queue(data, topic), None, lambda stored: _accepted(_found(stored), filters), max_replays, most, **more
+            QueueSource(data, topic), None, lambda stored: _accepted(_found(stored), filters), max_replays, most, **more
         )
 
-    def __iter__(self) -> Iterator[tuple[Record, bytes]]:
+    def __iter__(self) -> Iterator[tuple[StoredRecord, bytes]]:
         """Yield (record, new routing key) in order. Raises ConfigError at the first record without a good new key."""
         self.stayed, self.strangers, self.before, self.is_complete = {}, 0, 0, False
         names = went_back(self.source.data, self.source.topic, self._tick) if self._template is None else None
@@ -323,7 +323,7 @@ class Selection:
 
 
 def to_send(
-    chosen: Iterable[tuple[Record, bytes]], data: str, redrive: tuple[str, ...] | None = None
+    chosen: Iterable[tuple[StoredRecord, bytes]], data: str, redrive: tuple[str, ...] | None = None
 ) -> Iterator[Redriven]:
     """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origin."""
     broker = identity.read(data, "id")

@@ -13,7 +13,7 @@ from typing import Any
 from pyspark import SparkContext
 
 from kmq.spark.pipelines import archive
-from kmq.spark.pipelines.archive import DeadLetters
+from kmq.spark.pipelines.archive import LetterWriter
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
 from kmq.spark.tables.base import BoundStream
@@ -55,7 +55,7 @@ def bind(self: BoundStream, query: str, batch_id: int) -> None:
 
 BoundStream.bind = bind  # type: ignore[method-assign]
 if point == "letters":  # sent, and not yet in the table
-    dying(DeadLetters, "send", False)
+    dying(LetterWriter, "send", False)
 elif point == "staged":
     dying(Table, "stage", False)
 elif point == "sealed":  # none of its files is moved

@@ -16,7 +16,7 @@ from kmq.spark.sink.targets import WriteOptions
 def sender(*brokers, name="one", timeout="60", at=0, **options):
     given = {"kmq.producers": ",".join(map(fixed_port.address, brokers)), "kmq.timeout": timeout}
     given |= {key.replace("_", "."): text for key, text in options.items()}
-    return senders.Sender(name, WriteOptions(given), at)
+    return senders.RowSender(name, WriteOptions(given), at)
 
 
 def block(start, end, text=b""):

@@ -30,7 +30,7 @@ def by_consumer(message: Message, dlq: str = "orders.dlq", max_payload: int | No
 
 
 def back(line: bytes, topic: str) -> bytes:
-    new_key = selection.origin_key(selection.Record(topic, 0, 5, topic, line), parse_letter(line))
+    new_key = selection.origin_key(selection.StoredRecord(topic, 0, 5, topic, line), parse_letter(line))
     return redrive.RedrivenPartition("a", topic, 0).as_sent(5, line, new_key)
 
 
@@ -126,7 +126,7 @@ def test_names_differ_by_broker_partition_and_number_and_are_legal():
 )
 def test_a_filter_looks_at_fields_and_headers(text, is_accepted):
     line = by_consumer(stored(b"9;trace=z;trace=a"))
-    place = selection.Record("orders.dlq", 0, 5, "orders.dlq", line)
+    place = selection.StoredRecord("orders.dlq", 0, 5, "orders.dlq", line)
     found = Found(place, Message("orders.dlq", 0, 5, line), parse_letter(line))
     assert Filter.parse(text).accepts(found) is is_accepted
 

@@ -417,10 +417,10 @@ COUNTERS = {
 }
 MOST = {
     "files under 100 lines with one importer": 10,
-    "class names used twice": 30,
-    "classes made once": 241,
+    "class names used twice": 19,
+    "classes made once": 239,
     "callables set later": 1,  # SSLContext.wrap_socket, which the clients of the standard library call
-    "functions that only pass on": 26,
+    "functions that only pass on": 22,
 }
 
 

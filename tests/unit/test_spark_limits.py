@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from kmq.spark.source.plan import Range, limited
+from kmq.spark.source.plan import OffsetSpan, limited
 
 
 class Logs:
@@ -36,7 +36,7 @@ class Logs:
         """The ends of each batch until all is read."""
         begun = dict.fromkeys(self.times, 0)
         while begun != (ends := {key: len(times) for key, times in self.times.items()}):
-            spans = [Range(key, begun[key], end) for key, end in ends.items()]
+            spans = [OffsetSpan(key, begun[key], end) for key, end in ends.items()]
             reached = begun | limited(spans, max_offsets, max_bytes, self.cuts, self)
             assert reached != begun and all(reached[key] >= begun[key] for key in begun)
             yield begun, reached
@@ -109,7 +109,7 @@ def test_the_end_of_a_batch_takes_few_lookups(spread):
             times.append(now)
         partitions[key(number)] = times
     logs = Sorted(partitions)
-    ends = limited([Range(each, 0, len(times)) for each, times in partitions.items()], 20_000, 0, logs.cuts, logs)
+    ends = limited([OffsetSpan(each, 0, len(times)) for each, times in partitions.items()], 20_000, 0, logs.cuts, logs)
     assert sum(ends.values()) == 20_000
     assert logs.asked <= 20 * len(sizes) and logs.looked <= 20
 
@@ -124,6 +124,6 @@ class Sorted(Logs):
 
 def test_no_limit_is_no_limit():
     logs = Logs({key(0): [1, 2], key(1): []})
-    spans = [Range(key(0), 0, 2), Range(key(1), 0, 0)]
+    spans = [OffsetSpan(key(0), 0, 2), OffsetSpan(key(1), 0, 0)]
     assert limited(spans, 0, 0, logs.cuts, logs) == {key(0): 2} and not logs.asked
     assert limited(spans, 2, 1 << 20, logs.cuts, logs) == {key(0): 2} and not logs.asked

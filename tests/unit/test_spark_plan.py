@@ -9,7 +9,7 @@ from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.ends import EARLIEST, LATEST, End
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import DataLossError, Position, Range
+from kmq.spark.source.plan import DataLossError, OffsetSpan, StreamPosition
 
 A, B, WAL = ("b1", "a", 0), ("b1", "b", 0), ("b1", "__append", 0)
 
@@ -45,7 +45,7 @@ def test_what_is_gone_is_an_error_or_left_out(start, end, bounds, says, left):
 
 def test_what_is_gone_of_a_range_leaves_a_task_with_less_or_nothing():
     bounds = {A: (10, 20)}
-    pieces = [plan.within(piece, bounds) for piece in plan.cut_up(Range(A, 0, 30), [5, 15, 25])]
+    pieces = [plan.within(piece, bounds) for piece in plan.cut_up(OffsetSpan(A, 0, 30), [5, 15, 25])]
     assert spans(pieces) == [(A, 5, 5), (A, 10, 15), (A, 15, 20), (A, 25, 25)]
     assert [len(piece) for piece in pieces] == [0, 5, 5, 0]
 
@@ -56,20 +56,22 @@ def test_what_is_gone_of_a_range_leaves_a_task_with_less_or_nothing():
 def test_a_position_survives_json_and_keeps_the_order_of_its_tasks():
     offsets = {A: 3, WAL: 7, ("b2", "a", 2): 9, ("b2", "a", 12): 0}
     last = {A: (4711, 1_700_000_000_000_123), WAL: (6, 1)}
-    position = Position(dict(sorted(offsets.items())), {"b2": "y", "b1": "x"}, last, {A: [1, 2]}, {("b2", "a", 2): 5})
-    again = Position.of_json(json.loads(json.dumps(position.to_json())))
+    position = StreamPosition(
+        dict(sorted(offsets.items())), {"b2": "y", "b1": "x"}, last, {A: [1, 2]}, {("b2", "a", 2): 5}
+    )
+    again = StreamPosition.of_json(json.loads(json.dumps(position.to_json())))
     assert again == position and list(again.offsets) == sorted(offsets)
 
 
 def test_a_position_keeps_its_order_under_other_names():
-    position = Position({A: 3, ("b2", "a", 0): 9}, {"b1": "x", "b2": "y"}, {A: (1, 1)}, {}, {})
-    renamed = Position.of_json(position.to_json()).renamed({"b1": "z1", "b2": "a2"})
+    position = StreamPosition({A: 3, ("b2", "a", 0): 9}, {"b1": "x", "b2": "y"}, {A: (1, 1)}, {}, {})
+    renamed = StreamPosition.of_json(position.to_json()).renamed({"b1": "z1", "b2": "a2"})
     assert list(renamed.offsets) == [("z1", "a", 0), ("a2", "a", 0)]
     assert renamed.identities == {"z1": "x", "a2": "y"} and renamed.last == {("z1", "a", 0): (1, 1)}
 
 
 def test_numbers_in_the_json_are_the_offsets_alone():
-    table = Position({A: 30, B: 40}, {"b1": "x"}, {A: (7, 7)}, {A: [10, 20]}, {B: 5}).to_json()
+    table = StreamPosition({A: 30, B: 40}, {"b1": "x"}, {A: (7, 7)}, {A: [10, 20]}, {B: 5}).to_json()
     numbers = [each for topics in table.values() for parts in topics.values() if isinstance(parts, dict)
                for each in parts.values() if isinstance(each, int)]  # fmt: skip
     assert sorted(numbers) == [30, 40]
@@ -78,7 +80,7 @@ def test_numbers_in_the_json_are_the_offsets_alone():
 def test_offsets_of_format_1_are_read():
     """As the release before wrote them."""
     text = '{"/data": {"__id": "84cbf0e1aee53a46ed89d86a8d0316b2", "orders": {"0": 20, "1": 80}}}'
-    position = Position.of_json(json.loads(text))
+    position = StreamPosition.of_json(json.loads(text))
     assert position.offsets == {("/data", "orders", 0): 20, ("/data", "orders", 1): 80}
     assert position.identities == {"/data": "84cbf0e1aee53a46ed89d86a8d0316b2"}
     assert position.cuts is None and not position.last and not position.begins
@@ -86,7 +88,7 @@ def test_offsets_of_format_1_are_read():
 
 def test_offsets_of_a_later_format_are_refused():
     with pytest.raises(ConfigError, match="newer version of kmq"):
-        Position.of_json({"/data": {"__id": "x", "__format": "3", "orders": {"0": 20}}})
+        StreamPosition.of_json({"/data": {"__id": "x", "__format": "3", "orders": {"0": 20}}})
 
 
 # --- options ---------------------------------------------------------------------------------------------------------------

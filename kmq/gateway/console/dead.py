@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from kmq.deadletters import redrive
-from kmq.deadletters.selection import Filter, Record, Selection, to_send
+from kmq.deadletters.selection import Filter, Selection, StoredRecord, to_send
 from kmq.errors import ConfigError, KmqError
 from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.broker import RequestRefused, bad_field
@@ -101,7 +101,7 @@ class DeadLetters:
     def _replay(self, topic: str, chosen: Selection, rate: float, dry_run: bool) -> dict[str, Any]:
         total = repeated = 0
 
-        def counted() -> Iterator[tuple[Record, bytes]]:
+        def counted() -> Iterator[tuple[StoredRecord, bytes]]:
             nonlocal total
             try:
                 for pair in chosen:

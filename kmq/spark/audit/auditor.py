@@ -12,7 +12,7 @@ Memory      One block of the WAL and of each queue. Of queues that differ, all t
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -26,10 +26,10 @@ from kmq.spark.audit.comparison import (
     AuditReader,
     Comparison,
     SeqRanges,
-    TargetOfSeq,
-    Unreadable,
+    UnreadableOffsets,
     concatenated,
     is_first_time,
+    target_of_seq,
 )
 from kmq.spark.audit.findings import THE_WAL, Evidence, EvidenceRow, OffsetRange, TopicPartition
 from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot, OlderTask
@@ -58,7 +58,7 @@ class QueueAuditor:
         at = self._start
         reader = self._with.reader
         for block in reader.read(self.place, (self._start, self._stop)):
-            if isinstance(block, Unreadable):
+            if isinstance(block, UnreadableOffsets):
                 at = min(block.end, self._stop)
                 self._unreadable.append((block.first, at))
                 continue
@@ -76,7 +76,7 @@ class QueueAuditor:
         self._blanks = np.setdiff1d(concatenated(blanks), reader.malformed[self.place])
         self._lines = pa.chunked_array(lines, pa.binary())
 
-    def classify(self, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
+    def classify(self, belongs: Callable[[Numbers], Numbers], elsewhere: dict[int, list[int]]) -> None:
         """Add records that are wrong or in the wrong place to the evidence; note which records are missing."""
         seqs, expected = self._seqs, self._expected
         at = np.searchsorted(expected, seqs)
@@ -104,11 +104,13 @@ class QueueAuditor:
         steady = hits[~is_late[hits]]
         self._marks, self._mark_offsets = at[steady], self._offsets[steady]
 
-    def _misplaced(self, chosen: Numbers, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
+    def _misplaced(
+        self, chosen: Numbers, belongs: Callable[[Numbers], Numbers], elsewhere: dict[int, list[int]]
+    ) -> None:
         """Add the records that do not belong in this part of this queue: misplaced, out of order, or foreign."""
         task, seqs, places = self._with, self._seqs, self._with.routes.places
         wal_first, wal_end = task.snapshot.wal
-        targets = belongs.get(seqs)
+        targets = belongs(seqs)
         at = np.flatnonzero(chosen & (targets >= 0))
         for seq, target in zip(seqs[at].tolist(), targets[at].tolist(), strict=True):
             elsewhere[target].append(seq)
@@ -224,7 +226,7 @@ def _check_older(reader: AuditReader, task: OlderTask, evidence: Evidence) -> No
     """Check the order of queue records that are no longer in the WAL."""
     count, before = 0, 0
     for block in reader.read(task.place, task.offsets):
-        if isinstance(block, Unreadable):
+        if isinstance(block, UnreadableOffsets):
             continue
         seqs = block.seq().to_numpy() if block.count else np.empty(0, np.int64)
         late = np.flatnonzero(np.diff(seqs, prepend=before) <= 0)
@@ -263,7 +265,7 @@ class Auditor:
         streams: dict[int, _Stream] = {}
         before = 0  # recv_ts
         for block in self._with.reader.read(THE_WAL, (self._with.low, self._with.high)):
-            if isinstance(block, Unreadable):
+            if isinstance(block, UnreadableOffsets):
                 self._with.unreadable.append((block.first, block.end - 1))
                 continue
             if not block.count:
@@ -374,7 +376,7 @@ class Auditor:
     def _compare_lines(self, differing: list[int]) -> None:
         """Add the errors of these queues to the evidence."""
         expected, (seqs, targets) = self._expected(differing)
-        belongs = TargetOfSeq(seqs, targets)
+        belongs = target_of_seq(seqs, targets)
         queues = [QueueAuditor(self._with, target, *expected[target]) for target in differing]
         elsewhere: defaultdict[int, list[int]] = defaultdict(list)  # a record in another queue is not lost
         for queue in queues:
@@ -391,7 +393,7 @@ class Auditor:
         parts: dict[int, list[tuple[Numbers, pa.Array]]] = {target: [] for target in differing}
         seen: list[Seen] = []
         for block in self._with.reader.read(THE_WAL, (self._with.low, self._with.high), is_second=True):
-            if isinstance(block, Unreadable) or not block.count:
+            if isinstance(block, UnreadableOffsets) or not block.count:
                 continue
             seqs = block.offsets()
             targets = self._routes.targets(block, seqs)

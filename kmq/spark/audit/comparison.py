@@ -7,7 +7,7 @@ Limit       A block of the WAL that begins with a seq out of order misleads look
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +19,15 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.routing import DELETED, Topic, resolve
-from kmq.spark.audit.findings import THE_WAL, DamagedBytes, Evidence, EvidenceRow, OffsetRange, SeqRange, TopicPartition
+from kmq.spark.audit.findings import (
+    THE_WAL,
+    DamagedBytes,
+    Evidence,
+    EvidenceRow,
+    OffsetRange,
+    SeqRange,
+    TopicPartition,
+)
 from kmq.spark.audit.snapshot import AuditTask, BrokerSnapshot
 from kmq.spark.source.brokers import Broker
 from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
@@ -27,7 +35,7 @@ from kmq.spark.source.columns import Block, Lines, Numbers, of_bytes
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Unreadable(NamedTuple):
+class UnreadableOffsets(NamedTuple):
     """Offsets first…end-1 that cannot be read."""
 
     first: int
@@ -43,8 +51,8 @@ class AuditReader:
 
     def read(
         self, place: TopicPartition, offsets: OffsetRange, is_second: bool = False
-    ) -> Iterator[Block | Unreadable]:
-        """Yield blocks in order, and Unreadable for damage. Resume after the damage if its end is known.
+    ) -> Iterator[Block | UnreadableOffsets]:
+        """Yield blocks in order, and UnreadableOffsets for damage. Resume after the damage if its end is known.
 
         `is_second`: the bytes are read again, and their errors are in the evidence already.
         """
@@ -68,7 +76,7 @@ class AuditReader:
                 after = err.next_offset if err.next_offset > at else end
                 if not is_second:
                     self._evidence.add(EvidenceRow.of_damage(place, DamagedBytes.of(err)))
-                yield Unreadable(at, after)
+                yield UnreadableOffsets(at, after)
                 at = after
             else:
                 if not led_back:
@@ -194,21 +202,20 @@ class SeqRanges:
         return held
 
 
-class TargetOfSeq:
-    """seq → number of the queue where it belongs."""
+def target_of_seq(seqs: Numbers, targets: Numbers) -> Callable[[Numbers], Numbers]:
+    """Return a function of seqs that returns the target of each; -1 for seqs without a target."""
+    order = np.argsort(seqs, kind="stable")
+    known, target = seqs[order], targets[order]
 
-    def __init__(self, seqs: Numbers, targets: Numbers) -> None:
-        order = np.argsort(seqs, kind="stable")
-        self._seqs, self._targets = seqs[order], targets[order]
-
-    def get(self, seqs: Numbers) -> Numbers:
-        """Return the target of each seq; -1 for seqs without a target."""
-        found = np.full(len(seqs), -1, np.int64)
-        if len(self._seqs):
-            at = np.minimum(np.searchsorted(self._seqs, seqs), len(self._seqs) - 1)
-            same = self._seqs[at] == seqs
-            found[same] = self._targets[at[same]]
+    def find(wanted: Numbers) -> Numbers:
+        found = np.full(len(wanted), -1, np.int64)
+        if len(known):
+            at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            same = known[at] == wanted
+            found[same] = target[at[same]]
         return found
+
+    return find
 
 
 def is_first_time(seqs: Numbers) -> Numbers:

@@ -114,7 +114,7 @@ def _is_plain(name: Column) -> Column:
     return name.rlike("^[A-Za-z0-9_.-]{2,}$")
 
 
-class DeadLetters:
+class LetterWriter:
     """The way of dead letters back to the brokers their records came from."""
 
     def __init__(self, options: ReadOptions, to: Destination) -> None:
@@ -248,7 +248,7 @@ def run(
     if bad not in BAD:
         raise ConfigError(f"--bad {bad!r}: must be one of {', '.join(BAD)}")
     enrich_more = _function(asked["enrich_with"]) if asked["enrich_with"] else None
-    letters = DeadLetters(ReadOptions(where), value(Destination, asked)) if bad == "dlq" and schema != NONE else None
+    letters = LetterWriter(ReadOptions(where), value(Destination, asked)) if bad == "dlq" and schema != NONE else None
     with value(TableSpec, asked, to=to, format=format).open(trigger.checkpoint) as table:
         fields = None if schema == NONE else decide_schema(spark, table, where, schema)
         batches = _Batches(asked, table, fields, enrich_more, letters)
@@ -271,7 +271,7 @@ class _Batches:
         table: Table,
         fields: StructType | None,
         enrich_more: Callable[[DataFrame], DataFrame] | None,
-        letters: DeadLetters | None,
+        letters: LetterWriter | None,
     ) -> None:
         """`fields`: None stores payloads as text."""
         self._asked, self._table, self._fields = asked, table, fields

@@ -43,8 +43,8 @@ from pyspark.sql import functions as F
 from kmq.errors import ConfigError
 from kmq.log import topics
 from kmq.message.text import percent_encode
-from kmq.spark.pipelines.options import BATCH_BYTES, MIRROR_EVERY, MirrorOptions, complete, value
-from kmq.spark.pipelines.table import is_adopted
+from kmq.spark.pipelines.options import MIRROR_EVERY, MirrorOptions, complete, value
+from kmq.spark.pipelines.table import is_adopted, starting
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import TRUST, Target
 from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
@@ -164,10 +164,7 @@ def run(
         batches += 1
 
     _agree(sources, read, target)
-    given = {name.lower() for name in where}
-    more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
-    more |= {} if given & {"maxbytespertrigger", "maxoffsetspertrigger"} else {"maxBytesPerTrigger": BATCH_BYTES}
-    rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
+    rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, takes_letters=True)).load()
     if progress:
         progress.describe(f"mirror to {to}")
     here = f"kmq-mirror-{to.rpartition('/')[2].replace(':', '-')}"

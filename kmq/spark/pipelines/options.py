@@ -83,7 +83,7 @@ class Follow(TypedDict, total=False):
     checkpoint: _Checkpoint
 
 
-class Connection(TypedDict, total=False):
+class SinkConnection(TypedDict, total=False):
     """The sink's options for token, TLS and timeout; None: as the pipeline reads."""
 
     connection: Annotated[Mapping[str, str] | None, PipelineOption(None)]
@@ -144,7 +144,7 @@ class ArchiveLetters(TypedDict, total=False):
     ]
 
 
-class ArchiveOptions(Payloads, ArchiveLetters, Connection, Follow, ArchiveTable, total=False):
+class ArchiveOptions(Payloads, ArchiveLetters, SinkConnection, Follow, ArchiveTable, total=False):
     """The keyword arguments of archive.run. `host`, `pod`: of records that do not name them; None: of this process."""
 
     host: Annotated[str | None, PipelineOption(None)]
@@ -187,7 +187,7 @@ class MetricsTo(TypedDict, total=False):
     ]
 
 
-class MetricsOptions(Windows, Connection, Follow, MetricsTo, total=False):
+class MetricsOptions(Windows, SinkConnection, Follow, MetricsTo, total=False):
     """The keyword arguments of metrics.run."""
 
 
@@ -205,7 +205,7 @@ class Replay(TypedDict, total=False):
     ]
 
 
-class MirrorOptions(Connection, Replay, Follow, total=False):
+class MirrorOptions(SinkConnection, Replay, Follow, total=False):
     """The keyword arguments of mirror.run."""
 
 
@@ -236,7 +236,7 @@ class RedriveSending(TypedDict, total=False):
     ]
 
 
-class RedriveOptions(RedriveSelection, RedriveSending, Connection, total=False):
+class RedriveOptions(RedriveSelection, RedriveSending, SinkConnection, total=False):
     """The keyword arguments of redrive.run."""
 
 

@@ -39,7 +39,7 @@ from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.message.letters import parse_letter
 from kmq.spark.pipelines.options import RedriveOptions, complete, value
-from kmq.spark.pipelines.route import Pods, among, map_in_arrow, route
+from kmq.spark.pipelines.route import RoutedPods, among, map_in_arrow, route
 from kmq.spark.sink.routing import exact, unambiguous
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
@@ -127,13 +127,13 @@ class _Source(NamedTuple):
     retired: int = 0
 
 
-def _queue(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: str) -> _Source:
+def _queue(spark: SparkSession, where: Mapping[str, str], pods: RoutedPods, topic: str) -> _Source:
     if not any(broker.bounds([topic]) for broker in pods.brokers.values()):
         raise ConfigError(f"topic {topic!r} does not exist at {', '.join(pods.brokers)}")
     return _Source(_read(spark, where, topic))
 
 
-def _dropped(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: str) -> _Source:
+def _dropped(spark: SparkSession, where: Mapping[str, str], pods: RoutedPods, topic: str) -> _Source:
     ledgers = {name: broker.ledger() for name, broker in pods.brokers.items()}
     ranges = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
     firsts = {name: broker.bounds([WAL])[WAL, 0][0] for name, broker in pods.brokers.items()}
@@ -220,7 +220,7 @@ def run(
     """
     asked = complete(RedriveOptions, options)
     describe = progress.describe if progress is not None else lambda what: None
-    pods = Pods(where)
+    pods = RoutedPods(where)
     is_back = to == redrive.to_sql(redrive.ORIGIN) and not asked["name"]  # dead letters, to where they came from
     destination = value(Destination, asked)
     connection = destination.connection_like(pods.options.token)

@@ -69,7 +69,7 @@ _BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
 Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → (first, last) seqs
 
 
-class Pods:
+class RoutedPods:
     """The brokers of some options, with their routing tables."""
 
     def __init__(self, where: Mapping[str, str], table: str = "") -> None:
@@ -114,7 +114,7 @@ _ANY_SEQ = 1 << 62
 class QueueFiles:
     """The queues of one pod, as its router writes them."""
 
-    def __init__(self, to: str, pods: Pods) -> None:
+    def __init__(self, to: str, pods: RoutedPods) -> None:
         if not pods.is_path or len(pods.options.brokers) > 1:
             raise ConfigError(
                 "--as log: is for the WAL of one data directory; parquet, delta and iceberg take many brokers"
@@ -340,7 +340,7 @@ def run(
         raise ConfigError(f"--as {format!r}: must be one of {', '.join((LOG, *FORMATS))}")
     if asked["table"] and format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
-    pods = Pods(where, asked["table"])
+    pods = RoutedPods(where, asked["table"])
     records = 0
 
     def add(batch: DataFrame, batch_id: int) -> None:

@@ -60,14 +60,14 @@ def follow(
 ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
-def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES) -> dict[str, str]:
-    """Return the options of a stream from the first record on. A pattern matches no dead letters.
+def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES, takes_letters: bool = False) -> dict[str, str]:
+    """Return the options of a stream from the first record on. A pattern matches no dead letters unless it takes them.
 
     `batch_bytes`: of lines in a micro-batch.
     """
     lower = {name.lower(): text for name, text in where.items()}
     options = dict(where)
-    if "subscribepattern" in lower:
+    if "subscribepattern" in lower and not takes_letters:
         options = {name: text for name, text in where.items() if name.lower() != "subscribepattern"}
         options["subscribePattern"] = rf"(?!.*\.dlq$)(?:{lower['subscribepattern']})"
     if not {"startingoffsets", "startingtimestamp"} & lower.keys():

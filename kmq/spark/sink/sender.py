@@ -69,7 +69,7 @@ class StoredRecords:
 
     def find(self, producer: str, sent: Sequence[Sent]) -> dict[int, bytes]:
         """Return {id: stored line} of the records that a log still holds."""
-        search, deadline = _Search(producer.encode(), sent), time.monotonic() + _SETTLE_S
+        search, deadline = _RecordSearch(producer.encode(), sent), time.monotonic() + _SETTLE_S
         while True:
             self._search(self._search_wal, search)
             if not search.missing or not search.is_ahead or time.monotonic() > deadline:
@@ -78,7 +78,7 @@ class StoredRecords:
         self._search(self._search_topics, search)
         return search.found
 
-    def _search(self, search_broker: Callable[[Broker, "_Search"], None], search: "_Search") -> None:
+    def _search(self, search_broker: Callable[[Broker, "_RecordSearch"], None], search: "_RecordSearch") -> None:
         """Search one broker after the other until nothing is missing; a broker with a match comes first next time."""
         search.is_ahead = False
         for broker in list(self._brokers):
@@ -89,7 +89,7 @@ class StoredRecords:
                 self._brokers.remove(broker)
                 self._brokers.insert(0, broker)
 
-    def _search_wal(self, broker: Broker, search: "_Search") -> None:
+    def _search_wal(self, broker: Broker, search: "_RecordSearch") -> None:
         first, end = broker.bounds([WAL])[WAL, 0]
         search.is_ahead |= any(sent.seq >= end for sent in search.missing.values())
         for low, high in ranges(sorted(sent.seq for sent in search.missing.values() if first <= sent.seq < end)):
@@ -97,7 +97,7 @@ class StoredRecords:
                 search.take_seqs(lines)
         self._search_by_id(broker, WAL, 0, (first, end), search)
 
-    def _search_topics(self, broker: Broker, search: "_Search") -> None:
+    def _search_topics(self, broker: Broker, search: "_RecordSearch") -> None:
         by_topic: dict[str, list[Sent]] = {}
         there, marks_from = broker.topics(), broker.marks_from()
         table = routing.table([Topic(name, found.partitions, 0) for name, found in there.items()], {}, marks_from)
@@ -115,7 +115,7 @@ class StoredRecords:
             self._search_by_id(broker, topic, partition, ends, search)
 
     def _search_by_id(
-        self, broker: Broker, topic: str, partition: int, ends: tuple[int, int], search: "_Search"
+        self, broker: Broker, topic: str, partition: int, ends: tuple[int, int], search: "_RecordSearch"
     ) -> None:
         """Search records of unknown seq by id: forward from the last one found, or from `_offset_before`."""
         ids = [sent.id for sent in search.missing.values() if not sent.seq]
@@ -137,7 +137,7 @@ class StoredRecords:
                 self._places[log] = id, record.seq_of(line) if topic == WAL else before
 
     def _offset_before(
-        self, broker: Broker, topic: str, partition: int, ends: tuple[int, int], search: "_Search", id: int
+        self, broker: Broker, topic: str, partition: int, ends: tuple[int, int], search: "_RecordSearch", id: int
     ) -> int:
         """Return an offset at or before the record with this id, if there is one; search backwards in growing steps."""
         first, end = ends
@@ -154,7 +154,7 @@ class StoredRecords:
         return first
 
 
-class _Search:
+class _RecordSearch:
     """The records that are searched, and those found so far."""
 
     def __init__(self, producer: bytes, sent: Sequence[Sent]) -> None:
@@ -269,7 +269,7 @@ class Senders:
     def __init__(self, options: WriteOptions, place: int | None) -> None:
         """`place` selects the broker for all producers; if None, a producer's name selects it."""
         self._options, self._place = options, place
-        self._open: OrderedDict[str, Sender] = OrderedDict()
+        self._open: OrderedDict[str, RowSender] = OrderedDict()
         self._duplicates = 0
 
     def max_line(self, name: str) -> int:
@@ -278,13 +278,13 @@ class Senders:
     def send(self, name: str, lines: bytes) -> None:
         self._sender(name).send(lines)
 
-    def _sender(self, name: str) -> "Sender":
+    def _sender(self, name: str) -> "RowSender":
         sender = self._open.get(name)
         if sender is None:
             if len(self._open) >= _MAX_OPEN:
                 self._close(next(iter(self._open)))
             place = zlib.crc32(name.encode()) if self._place is None else self._place
-            sender = self._open[name] = Sender(name, self._options, place % len(self._options.brokers))
+            sender = self._open[name] = RowSender(name, self._options, place % len(self._options.brokers))
         self._open.move_to_end(name)
         return sender
 
@@ -322,7 +322,7 @@ class NoPartition(KmqError):
         super().__init__(f"the row with id {self.id} of producer {producer}, column partition: {self.problem}")
 
 
-class Sender:
+class RowSender:
     """One producer at one broker: it sends whole lines that carry their ids, each stored once."""
 
     def __init__(self, name: str, options: WriteOptions, at: int = 0, turn: int = 0) -> None:
@@ -333,7 +333,7 @@ class Sender:
         self._unsent: deque[bytes] = deque()
         self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last look
         self._turns = iter(_TURNS_S)
-        self._next: Sender | None = None  # the sender under the next name, for rows that are stored again
+        self._next: RowSender | None = None  # the sender under the next name, for rows that are stored again
         self.duplicates = 0
         self._connect()
 
@@ -496,7 +496,7 @@ class Sender:
                 raise ReplayError(
                     self._name, _id_of(lines[0]), f"{why}; and so it is under {_MAX_NAMES - 1} other names"
                 )
-            self._next = Sender(self._first_name, self._options, self._at, self._turn + 1)
+            self._next = RowSender(self._first_name, self._options, self._at, self._turn + 1)
             self._warn(f"id {_id_of(lines[0])} is another row's: {why}; such rows are stored as {self._next._name}")
         self._next.send(b"\n".join(lines) + b"\n")
 

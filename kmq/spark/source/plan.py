@@ -3,7 +3,7 @@
 Key       (broker, topic, partition)
 Offsets   {key: the next offset to read}
 Stamp     (seq, recv_ts in microseconds) of a record; a record keeps it forever, and no other record has it
-Position  how far a stream has read, and how the batch that ends there was cut. Spark keeps it in its checkpoint as
+StreamPosition  how far a stream has read, and how the batch that ends there was cut. Spark keeps it in its checkpoint as
           JSON:
 
     {"pods/0/data": {"__id": "0f…", "__format": "2",
@@ -75,7 +75,7 @@ def name_of(key: Key) -> str:
     return f"{broker} {topic}" + ("" if topic == WAL else f"/{partition}")
 
 
-class Range:
+class OffsetSpan:
     """Offsets start…end-1 of one partition."""
 
     __slots__ = ("end", "key", "start")
@@ -91,7 +91,7 @@ class Range:
 
 
 @dataclass
-class Position:
+class StreamPosition:
     """See the module. `offsets` has the order of the tasks of a batch that ends here."""
 
     offsets: Offsets
@@ -101,7 +101,7 @@ class Position:
     begins: Offsets = field(default_factory=dict)
 
     @staticmethod
-    def of_json(table: dict[str, Any]) -> "Position":
+    def of_json(table: dict[str, Any]) -> "StreamPosition":
         for broker, topics in table.items():
             if topics.get(FORMAT, VERSION) != VERSION:
                 raise ConfigError(
@@ -110,10 +110,12 @@ class Position:
                 )
         offsets, identities = from_json(table)
         if not all(FORMAT in topics for topics in table.values()):
-            return Position(dict(sorted(offsets.items())), identities)
+            return StreamPosition(dict(sorted(offsets.items())), identities)
         cuts = {key: [int(at) for at in text.split()] for key, text in _texts(table, CUTS)}
         begins = {key: int(text) for key, text in _texts(table, FROM)}
-        return Position(offsets, identities, {key: _stamp(text) for key, text in _texts(table, LAST)}, cuts, begins)
+        return StreamPosition(
+            offsets, identities, {key: _stamp(text) for key, text in _texts(table, LAST)}, cuts, begins
+        )
 
     def to_json(self) -> dict[str, Any]:
         table = to_json(self.offsets, {broker: self.identities[broker] for broker in sorted(self.identities)})
@@ -128,7 +130,7 @@ class Position:
                 table[broker].setdefault(name, {}).setdefault(topic, {})[str(partition)] = text
         return table
 
-    def renamed(self, names: Mapping[str, str]) -> "Position":
+    def renamed(self, names: Mapping[str, str]) -> "StreamPosition":
         """Return the position with other names of brokers, in the same order."""
 
         def moved(table: dict[Key, Any]) -> dict[Key, Any]:
@@ -136,7 +138,7 @@ class Position:
 
         identities = {names[broker]: identity for broker, identity in self.identities.items()}
         cuts = None if self.cuts is None else moved(self.cuts)
-        return Position(moved(self.offsets), identities, moved(self.last), cuts, moved(self.begins))
+        return StreamPosition(moved(self.offsets), identities, moved(self.last), cuts, moved(self.begins))
 
 
 def _texts(table: dict[str, Any], name: str) -> list[tuple[Key, str]]:
@@ -181,14 +183,14 @@ def least(topic: str) -> int:
     return 1 if topic == WAL else 0
 
 
-def wanted(start: Offsets, end: Offsets) -> list[Range]:
+def wanted(start: Offsets, end: Offsets) -> list[OffsetSpan]:
     """Return the ranges between two offsets, in the order of `end`, whether or not the records exist."""
     # A new partition begins with its first record.
-    spans = [Range(key, start.get(key, least(key[1])), stop) for key, stop in end.items()]
+    spans = [OffsetSpan(key, start.get(key, least(key[1])), stop) for key, stop in end.items()]
     return [span for span in spans if len(span)]
 
 
-def lost(span: Range, bounds: Bounds) -> str:
+def lost(span: OffsetSpan, bounds: Bounds) -> str:
     """Describe which records of a range do not exist; "" if all do."""
     begin, stop = span.start, span.end
     if span.key not in bounds:
@@ -200,21 +202,21 @@ def lost(span: Range, bounds: Bounds) -> str:
     return f"offsets {limit} to {stop - 1} are gone: the log ends before {limit}" if limit < stop else ""
 
 
-def check_there(spans: Iterable[Range], bounds: Bounds) -> None:
+def check_there(spans: Iterable[OffsetSpan], bounds: Bounds) -> None:
     """Raise DataLossError if a record of the ranges does not exist."""
     for span in spans:
         if what := lost(span, bounds):
             raise DataLossError(span.key, what)
 
 
-def within(span: Range, bounds: Bounds) -> Range:
+def within(span: OffsetSpan, bounds: Bounds) -> OffsetSpan:
     """Return the part of a range that exists, which may be empty."""
     first, limit = bounds.get(span.key, (span.end, span.end))
     start = min(max(span.start, first), span.end)
-    return Range(span.key, start, max(start, min(span.end, limit)))
+    return OffsetSpan(span.key, start, max(start, min(span.end, limit)))
 
 
-def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool) -> list[Range]:
+def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool) -> list[OffsetSpan]:
     """Return the ranges to read, in order of keys. With `fail_on_data_loss`, raise DataLossError if some are lost."""
     spans = wanted(start, dict(sorted(end.items())))
     if fail_on_data_loss:
@@ -222,10 +224,10 @@ def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool
     return [part for span in spans if len(part := within(span, bounds))]
 
 
-def cut_up(span: Range, at: Iterable[int]) -> list[Range]:
+def cut_up(span: OffsetSpan, at: Iterable[int]) -> list[OffsetSpan]:
     """Return the range cut at those of the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
-    return [Range(span.key, low, high) for low, high in pairwise(edges)]
+    return [OffsetSpan(span.key, low, high) for low, high in pairwise(edges)]
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ _FEW = 1_000  # records: a smaller range is not cut by bytes
 
 
 def cut(
-    spans: list[Range], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0
+    spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0
 ) -> dict[Key, list[int]]:
     """Return where to cut each range; ranges that stay whole are left out."""
     pieces = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
@@ -253,7 +255,7 @@ def cut(
     return found
 
 
-def _by_bytes(spans: list[Range], cuts: Cuts, tasks: int) -> list[Range]:
+def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> list[OffsetSpan]:
     """Return the ranges cut into about `tasks` shares of all their bytes."""
     large = [span for span in spans if len(span) >= _FEW]
     edges = {span.key: cuts(span.key, span.start, span.end, SPLIT_BYTES) for span in large}
@@ -267,7 +269,7 @@ def _by_bytes(spans: list[Range], cuts: Cuts, tasks: int) -> list[Range]:
     return [piece for span in spans for piece in cut_up(span, edges.get(span.key, [])[step - 1 :: step])]
 
 
-def _at_least(pieces: list[Range], count: int) -> list[Range]:
+def _at_least(pieces: list[OffsetSpan], count: int) -> list[OffsetSpan]:
     """Cut the pieces by records, in proportion to their sizes, into `count` pieces, or one per record."""
     if len(pieces) >= count or not pieces:
         return pieces
@@ -281,12 +283,12 @@ def _at_least(pieces: list[Range], count: int) -> list[Range]:
     return [part for piece, share in zip(pieces, shares, strict=True) for part in evenly(piece, share)]
 
 
-def evenly(span: Range, count: int) -> list[Range]:
+def evenly(span: OffsetSpan, count: int) -> list[OffsetSpan]:
     """Return the range in `count` parts, equal but for one record."""
     return cut_up(span, (span.start + len(span) * n // count for n in range(1, count)))
 
 
-def cut_as_format_1(spans: Iterable[Range], cuts: Cuts, min_partitions: int) -> list[Range]:
+def cut_as_format_1(spans: Iterable[OffsetSpan], cuts: Cuts, min_partitions: int) -> list[OffsetSpan]:
     """Return the pieces of a repeated batch that a release before format 2 of offsets has planned."""
     pieces = [
         piece
@@ -327,25 +329,25 @@ class Times(Protocol):
         ...
 
 
-def limited(spans: list[Range], max_offsets: int, max_bytes: int, cuts: Cuts, times: Times) -> Offsets:
+def limited(spans: list[OffsetSpan], max_offsets: int, max_bytes: int, cuts: Cuts, times: Times) -> Offsets:
     """Return where each range ends in this batch; 0 is no limit. At least one range advances, unless all are empty."""
     spans = [span for span in spans if len(span)]
     if max_offsets and sum(map(len, spans)) > max_offsets:
         starts = {span.key: span.start for span in spans}
         ends = at_one_time(spans, max_offsets, lambda key, offset: offset - starts[key], times)
-        spans = [Range(span.key, span.start, ends[span.key]) for span in spans]
+        spans = [OffsetSpan(span.key, span.start, ends[span.key]) for span in spans]
     if max_bytes:
         bytes_of = Bytes(spans, max_bytes, cuts, times)
         if sum(bytes_of(span.key, span.end) for span in spans) > max_bytes:
             ends = at_one_time(spans, max_bytes, bytes_of, times)
-            spans = [Range(span.key, span.start, ends[span.key]) for span in spans]
+            spans = [OffsetSpan(span.key, span.start, ends[span.key]) for span in spans]
     return {span.key: span.end for span in spans}
 
 
 class Bytes:
     """Estimate how many bytes of a range lie before an offset, from the cuts in its index."""
 
-    def __init__(self, spans: list[Range], max_bytes: int, cuts: Cuts, times: Times) -> None:
+    def __init__(self, spans: list[OffsetSpan], max_bytes: int, cuts: Cuts, times: Times) -> None:
         blocks = max(1, max_bytes // _MARKS // _BLOCK)
         self._places: dict[Key, list[int]] = {}
         self._mark: dict[Key, float] = {}  # bytes between two places
@@ -368,7 +370,7 @@ class Bytes:
         return mark * at + density * (offset - places[at])
 
 
-def at_one_time(spans: list[Range], limit: int, weigh: Weigh, times: Times) -> Offsets:
+def at_one_time(spans: list[OffsetSpan], limit: int, weigh: Weigh, times: Times) -> Offsets:
     """Return where the ranges end at the latest recv_ts up to which they weigh at most `limit`.
 
     As a whole the ranges must weigh more than `limit`.
@@ -380,7 +382,7 @@ def at_one_time(spans: list[Range], limit: int, weigh: Weigh, times: Times) -> O
 class _Search:
     """A search between two times: offsets before `low` are in the batch, offsets from `high` on are not."""
 
-    def __init__(self, spans: list[Range], limit: int, weigh: Weigh, times: Times) -> None:
+    def __init__(self, spans: list[OffsetSpan], limit: int, weigh: Weigh, times: Times) -> None:
         self._limit, self._weigh, self._times = limit, weigh, times
         self._low = {span.key: span.start for span in spans}
         self._high = {span.key: span.end for span in spans}

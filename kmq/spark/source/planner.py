@@ -31,7 +31,7 @@ from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import Broker, Directory, open_broker
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
 
 # --- the same records ------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offs
 class Task(InputPartition):
     """A range, and all that another process needs to read it."""
 
-    def __init__(self, span: Range, is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
+    def __init__(self, span: OffsetSpan, is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
         self.broker, self.topic, self.partition = span.key
         self.start, self.end = span.start, span.end
         self.is_path, self.access, self.fail_on_data_loss = is_path, access, fail_on_data_loss
@@ -225,18 +225,18 @@ class QueryLogs:
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
-    def cut(self, spans: list[Range]) -> dict[Key, list[int]]:
+    def cut(self, spans: list[OffsetSpan]) -> dict[Key, list[int]]:
         """Return where each range is cut into tasks."""
         options = self.options
         return plan.cut(spans, self.cuts, self._cores, options.min_partitions, options.max_records_per_partition)
 
-    def tasks(self, spans: Iterable[Range]) -> list[Task]:
+    def tasks(self, spans: Iterable[OffsetSpan]) -> list[Task]:
         """Cut the ranges now and return the tasks that read them."""
         spans = list(spans)
         edges = self.cut(spans)
         return self.as_tasks(piece for span in spans for piece in plan.cut_up(span, edges.get(span.key, ())))
 
-    def as_tasks(self, pieces: Iterable[Range]) -> list[Task]:
+    def as_tasks(self, pieces: Iterable[OffsetSpan]) -> list[Task]:
         options = self.options
         return [Task(piece, bool(options.paths), options.access, options.fail_on_data_loss) for piece in pieces]
 
@@ -244,7 +244,7 @@ class QueryLogs:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def begun(logs: QueryLogs, read: Position, bounds: Bounds) -> Offsets:
+def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
     """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
 
     A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
@@ -276,7 +276,7 @@ def begun(logs: QueryLogs, read: Position, bounds: Bounds) -> Offsets:
     return {key: ends[key] for key in new & ends.keys()} | known
 
 
-def check_same_records(logs: QueryLogs, read: Position, bounds: Bounds) -> None:
+def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> None:
     """Raise DataLossError if a broker now has other records than those that were read.
 
     Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
@@ -300,7 +300,7 @@ def check_same_records(logs: QueryLogs, read: Position, bounds: Bounds) -> None:
 
 
 def _is_same(
-    logs: QueryLogs, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None
+    logs: QueryLogs, key: Key, stamp: Stamp, read: StreamPosition, bounds: Bounds, latest_is_there: bool | None
 ) -> bool:
     """Return True if a partition has the record of `stamp`, or had it until it was taken."""
     broker = logs.brokers[key[0]]
@@ -311,7 +311,7 @@ def _is_same(
     return partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
 
 
-def _set_back(logs: QueryLogs, key: Key, read: Position, bounds: Bounds) -> None:
+def _set_back(logs: QueryLogs, key: Key, read: StreamPosition, bounds: Bounds) -> None:
     micros = read.last.pop(key)[1]
     before = read.offsets.pop(key)
     now = None

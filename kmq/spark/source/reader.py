@@ -50,7 +50,7 @@ from kmq.spark.source.columns import Lines
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, StreamPosition
 from kmq.spark.source.planner import QueryLogs, Task, begun, check_same_records
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
         # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
-        position = Position(starts, self._logs.identities(), begins=dict(starts))
+        position = StreamPosition(starts, self._logs.identities(), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         self._initial = position.to_json()
         return self._initial
@@ -246,7 +246,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         identities = self._logs.identities()
-        read, bounds = self._with_current_names(Position.of_json(start), identities), self._logs.bounds()
+        read, bounds = self._with_current_names(StreamPosition.of_json(start), identities), self._logs.bounds()
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
             # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
@@ -268,7 +268,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._planned = table, bounds
         return table
 
-    def _check_begins(self, read: Position, bounds: Bounds) -> None:
+    def _check_begins(self, read: StreamPosition, bounds: Bounds) -> None:
         """Raise ConfigError if the stream is to begin beyond the end of a log.
 
         Partitions with a stamp were read before: their logs are only shorter for a while, during a recovery.
@@ -289,7 +289,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             return {key: end for key, (_, end) in bounds.items()}
         return {key: min(bounds.get(key, (0, 0))[1], end) for key, end in self._target.items()}
 
-    def _must_wait(self, spans: list[Range]) -> bool:
+    def _must_wait(self, spans: list[OffsetSpan]) -> bool:
         """Return True if minOffsetsPerTrigger holds the records back: at most maxTriggerDelay since the last batch."""
         least, now = self._options.min_offsets, time.monotonic()
         is_late = now - self._last_batch >= self._options.max_trigger_delay_s
@@ -299,8 +299,14 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         return False
 
     def _batch(
-        self, read: Position, before: Offsets, begins: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
-    ) -> Position:
+        self,
+        read: StreamPosition,
+        before: Offsets,
+        begins: Offsets,
+        spans: list[OffsetSpan],
+        bounds: Bounds,
+        limit: ReadLimit,
+    ) -> StreamPosition:
         """Return the end of the next batch: its offsets, and all that a replay needs."""
         there = [plan.within(span, bounds) for span in spans]  # records removed by retention do not count for a limit
         reached = {span.key: span.end for span in spans}
@@ -309,14 +315,16 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             reached |= plan.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
         offsets = begins | reached
         order = {key: offsets[key] for key in sorted(offsets)}
-        pieces = [Range(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)]
+        pieces = [
+            OffsetSpan(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)
+        ]
         is_first = read.begins == before
         named = {key: at for key, at in begins.items() if is_first or at != before.get(key, plan.least(key[1]))}
-        position = Position(order, read.identities, dict(read.last), self._logs.cut(pieces), named)
+        position = StreamPosition(order, read.identities, dict(read.last), self._logs.cut(pieces), named)
         self._remember(position, reached, bounds)
         return position
 
-    def _remember(self, position: Position, reached: Offsets, bounds: Bounds) -> None:
+    def _remember(self, position: StreamPosition, reached: Offsets, bounds: Bounds) -> None:
         """Put the stamps of the last records before these offsets into the position."""
         for key, offset in position.offsets.items():
             first, end = bounds.get(key, (offset, offset))
@@ -354,10 +362,10 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def _ends_of(
         self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None
-    ) -> tuple[Position, Position, Bounds]:
+    ) -> tuple[StreamPosition, StreamPosition, Bounds]:
         """Return both offsets of a batch and the bounds; without `bounds` an earlier process has planned the batch."""
         identities = self._logs.identities()
-        read, ends = (self._with_current_names(Position.of_json(table), identities) for table in (start, end))
+        read, ends = (self._with_current_names(StreamPosition.of_json(table), identities) for table in (start, end))
         if bounds is None:
             bounds = self._logs.bounds()
             if self._options.fail_on_data_loss:
@@ -366,13 +374,13 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             read.offsets = begun(self._logs, read, bounds)
         return read, ends, bounds
 
-    def _check_forward(self, read: Position, ends: Position) -> None:
+    def _check_forward(self, read: StreamPosition, ends: StreamPosition) -> None:
         for key, stop in ends.offsets.items():
             begin = ends.begins.get(key, read.offsets.get(key, 0))
             if begin > stop:
                 raise DataLossError(key, f"offsets went back from {begin} to {stop}")
 
-    def _with_current_names(self, position: Position, now: dict[str, str]) -> Position:
+    def _with_current_names(self, position: StreamPosition, now: dict[str, str]) -> StreamPosition:
         """Return the position under the names of this query's brokers; the data id tells which broker is which.
 
         Offsets of one data directory mean nothing in another one.

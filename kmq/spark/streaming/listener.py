@@ -169,6 +169,9 @@ class _Query:
 class StatusListener(StreamingQueryListener):
     """Keep the status of a session's queries; see the module. The JVM calls it with one event after the other."""
 
+    class Java:
+        implements = ("org.apache.spark.sql.streaming.PythonStreamingQueryListener",)
+
     def __init__(self, spark: "SparkSession") -> None:
         self._session = spark
         self._log = Logger("spark")
@@ -186,7 +189,7 @@ class StatusListener(StreamingQueryListener):
 
         if not hasattr(self, "_jlistenerobj"):
             assert SparkContext._jvm is not None
-            self._jlistenerobj = SparkContext._jvm.PythonStreamingQueryListenerWrapper(_Events(self))
+            self._jlistenerobj = SparkContext._jvm.PythonStreamingQueryListenerWrapper(self)
         return self._jlistenerobj
 
     @_harmless
@@ -265,28 +268,6 @@ class StatusListener(StreamingQueryListener):
             watermark=progress.get("eventTime", {}).get("watermark"),
             effect="they came later than the watermark and are in no result; a longer one in withWatermark keeps them",
         )
-
-
-class _Events:
-    """The object that the JVM calls."""
-
-    def __init__(self, listener: StatusListener) -> None:
-        self._listener = listener
-
-    def onQueryStarted(self, event: Any) -> None:
-        self._listener.onQueryStarted(event)
-
-    def onQueryProgress(self, event: Any) -> None:
-        self._listener.onQueryProgress(event)
-
-    def onQueryIdle(self, event: Any) -> None:
-        self._listener.onQueryIdle(event)
-
-    def onQueryTerminated(self, event: Any) -> None:
-        self._listener.onQueryTerminated(event)
-
-    class Java:
-        implements = ["org.apache.spark.sql.streaming.PythonStreamingQueryListener"]
 
 
 def _now() -> float:

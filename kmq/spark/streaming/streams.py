@@ -6,7 +6,7 @@ Restart     A stream that could not get a Python worker in time is restarted fro
 Progress    A bar on a terminal, else a logfmt line every few seconds, on stderr. A thread asks Spark a few times a
             second which stages run, how many of their tasks are done, and what each streaming query did in its last
             batch. The job itself is not involved and not slowed down.
-Owner       of the handlers of both signals, while the command runs: Stop.
+Owner       of the handlers of both signals, while the command runs: StopSignals.
 Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
             doing. What was begun is done again at the next start, as after a kill.
 Stop        before the session exists      the process ends at once, and the JVM with it, because its stdin closes
@@ -283,7 +283,7 @@ _CANCEL_S = 0.2  # between two attempts to cancel jobs and stop streams
 _AGAIN_S = 5  # how long Spark waits for a stream to end before query.stop() is repeated
 
 
-class Stop:
+class StopSignals:
     """Ends streams, or else jobs, from the first signal on, so that the main thread returns from Spark.
 
     Another thread does this, because a call of Spark in the main thread occupies the main thread's connection.
