@@ -7,9 +7,10 @@ from urllib.parse import quote
 
 import typer
 
-from kmq.cli.output import examples, table
+from kmq.cli.output import examples, local_headers, table
+from kmq.client.lines import read_port
 from kmq.config import terminal
-from kmq.config.settings import Settings, load
+from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.wire import refusals
 
@@ -27,10 +28,11 @@ _JSON = Annotated[bool, typer.Option("--json", help="One JSON document, for prog
 def _ask(method: str, path: str, body: object = None) -> Any:
     """Return the answer of the gateway, parsed; None if it has no body. Raises RetryError and KmqError."""
     settings = load()
-    host, port, headers = settings.host, _port(settings), _authorization(settings)
+    host, port = settings.host, read_port(settings, "http", settings.http_port)
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
     try:
-        connection.request(method, path, json.dumps(body).encode() if body is not None else None, headers)
+        sent = json.dumps(body).encode() if body is not None else None
+        connection.request(method, path, sent, local_headers(settings))
         response = connection.getresponse()
         status, text = response.status, response.read()
     except (OSError, http.client.HTTPException) as err:
@@ -44,19 +46,6 @@ def _ask(method: str, path: str, body: object = None) -> Any:
         error.exit_code = refusals.find(answer["code"]).exit_code
         raise error
     return answer
-
-
-def _port(settings: Settings) -> int:
-    from kmq.client.lines import read_port
-
-    return read_port(settings, "http", settings.http_port)
-
-
-def _authorization(settings: Settings) -> dict[str, str]:
-    from kmq.access import tokens
-
-    token = tokens.local(settings)
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _group(name: str) -> Any:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmq.broker import supervisor
-from kmq.config.settings import load
+from kmq.config.settings import Settings, load
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, pip_install
 from kmq.spark.pipelines.options import PipelineOption, declared
@@ -101,6 +101,14 @@ def existing_data() -> str:
     if not supervisor.is_data(settings.data):
         raise ConfigError(supervisor.why_not_here(settings))
     return settings.data
+
+
+def local_headers(settings: Settings) -> dict[str, str]:
+    """Return the headers with which a command asks the gateway of this directory: the local token, if it has one."""
+    from kmq.access import tokens
+
+    token = tokens.local(settings)
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def open_queue() -> "BroadcastQueue":
