@@ -147,11 +147,6 @@ class Tokens:
         known = self._in_force
         return known.is_unknown or not known.revoked.isdisjoint((name, id_of(name, digest)))
 
-    def check_header(self, authorization: str) -> str:
-        """Return the name for an `authorization: Bearer <token>` header, given its value; "" if it is unknown."""
-        holder = self.find_header(authorization)
-        return holder.name if holder is not None else ""
-
     def find_header(self, authorization: str) -> roles.Holder | None:
         """Return whose `authorization: Bearer <token>` header this is, given its value; None if it is unknown."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:

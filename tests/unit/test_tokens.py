@@ -132,9 +132,9 @@ def test_a_name_that_would_not_be_found_again_is_refused(settings, name):
 def test_a_header_is_bearer_and_nothing_else(settings):
     token = tokens.new(settings.tokens, "a")
     checked, _ = opened(settings)
-    assert checked.check_header(f"Bearer {token}") == checked.check_header(f"bearer  {token} ") == "a"
+    assert checked.find_header(f"Bearer {token}").name == checked.find_header(f"bearer  {token} ").name == "a"
     for bad in ("", token, f"Basic {token}", f"Bearer{token}", "Bearer", "Bearer "):
-        assert checked.check_header(bad) == "", bad
+        assert checked.find_header(bad) is None, bad
 
 
 def test_a_watch_sees_each_kind_of_change_and_no_other(tmp_path):
@@ -179,4 +179,4 @@ def test_a_header_that_is_no_text_is_a_token_of_nobody(settings, shown):
     """aiohttp hands over the bytes of a header that are not UTF-8 as lone surrogates."""
     tokens.new(settings.tokens, "orders")
     checked, _ = opened(settings)
-    assert checked.check_header(shown) == ""
+    assert checked.find_header(shown) is None

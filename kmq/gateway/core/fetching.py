@@ -49,7 +49,6 @@ _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
 _ONLYDIR, _ONESHOT = 0x0100_0000, 0x8000_0000
-_IGNORED = 0x8000
 _MASK = _MODIFY | _MOVED_TO | _CREATE | _DELETE_SELF | _MOVE_SELF | _ONLYDIR | _ONESHOT
 _ALL = -1  # the watch of an event that says that events were lost
 
