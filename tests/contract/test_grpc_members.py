@@ -24,13 +24,14 @@ from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.service import kmq_handler
-from kmq.gateway.ports import Doors, grpc_server, listen_grpc
+from kmq.gateway.ports import Doors, DoorServers, grpc_server, listen
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"
 Request = KMQ.request_of("Subscribe")
 RECORDS = 4000  # of 1 KB, in two partitions
+FREE_PORTS = {f"KMQ_{name}_PORT": "0" for name in ("GRPC", "HTTP", "EGRESS", "STATUS")}
 
 
 class Gateway:
@@ -81,7 +82,7 @@ class Gateway:
         server = grpc_server(self.settings, None, self.strangers, self.calls, [KMQ.service])
         incidents = Incidents(lambda *_, **__: None)
         server.add_generic_rpc_handlers((kmq_handler(self.kmq, self.calls, Requests(), incidents),))
-        self.port = listen_grpc(server, self.calls, doors, self.settings, None)["grpc"]
+        self.port = listen(DoorServers(server, None, None, None, None), self.calls, doors, self.settings, None)["grpc"]
         await server.start()
         beside = [asyncio.create_task(self.groups.run()), asyncio.create_task(self._sweep())]
         try:
@@ -182,7 +183,7 @@ def run(stored, monkeypatch):
 
     def go(work, streams=10, **settings):
         async def main():
-            with up(stored, RECORDS, **{"KMQ_GRPC_PORT": "0"} | settings) as broker:
+            with up(stored, RECORDS, **FREE_PORTS | settings) as broker:
                 broker.page.rows["router"].seq = RECORDS
                 async with (
                     asyncio.timeout(PATIENCE_S),
