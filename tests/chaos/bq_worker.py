@@ -93,19 +93,19 @@ class Steps:
             os.kill(os.getpid(), getattr(signal, f"SIG{self._by}"))
 
     def watch_requests(self) -> None:
-        """Stop before or after a request of the main thread. After: it was answered."""
-        send = httpx.Client.send
+        """Stop before or after a request that is no beat of the session. After: it was answered."""
+        send = httpx.AsyncClient.send
 
-        def stopping(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
-            if threading.current_thread() is not threading.main_thread():
-                return send(client, request, **options)
+        async def stopping(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
             name = step_of(request)
+            if name == "check":
+                return await send(client, request, **options)
             self.reach(f"before:{name}")
-            response = send(client, request, **options)
+            response = await send(client, request, **options)
             self.reach(f"after:{name}")
             return response
 
-        httpx.Client.send = stopping  # type: ignore[method-assign, assignment]
+        httpx.AsyncClient.send = stopping  # type: ignore[method-assign, assignment]
 
 
 def publish(facts: Facts, name: str, count: int, size: int) -> None:
