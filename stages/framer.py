@@ -43,6 +43,7 @@ from kmq.message import record
 _IDLE_MS = 100  # longest wait on the FIFO: how often to look for changes of topics
 _DRAIN_POLL_S = 0.01  # while draining: how often to look whether ingress is gone
 _TICK_S = 0.25  # how often to ask the clock by which ids are forgotten
+_HEAP_BYTES = 1 << 20  # twice this much free memory is kept between two turns
 _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
 
 
@@ -166,6 +167,10 @@ class Framer:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
+    # A turn frees some hundred kilobytes. Whether the C library gives them back to the kernel, to fault them in again in
+    # the next turn, depends on how the heap happens to lie. To free one large block, which nothing has touched, raises
+    # its limit for that to twice the size of the block (mallopt(3), M_MMAP_THRESHOLD).
+    bytes(_HEAP_BYTES)
     owner = stage.own(f"{settings.pipes}/raw.owner", f"FIFO {settings.pipes}/raw (reader)")
     if holder := other_pod(stage):
         stage.wait_for(f"the WAL, held by {holder}", lambda: not other_pod(stage) or None)
