@@ -354,7 +354,8 @@ def test_letters_never_go_to_a_broker_at_a_port_that_nobody_has_named():
             consumer.run(print)
 
 
-def test_a_broker_that_is_not_there_is_said_once_and_so_is_its_return(caplog):
+def test_a_broker_that_is_not_there_is_said_once_and_so_is_its_return(caplog, monkeypatch):
+    monkeypatch.setattr(consumer_protocol, "STALL_S", 0.3)
     server, ports = Server(Peer({EU: 1})), [1]
     with kmq.Consumer("orders", port=lambda: ports[-1], group_id="g") as consumer:
         until = time.monotonic() + 30
