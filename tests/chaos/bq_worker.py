@@ -90,7 +90,8 @@ class Steps:
             self._facts.write("at", self._wanted)
             if self._by == "LOSE":
                 raise httpx.ReadError("the answer was lost")
-            os.kill(os.getpid(), getattr(signal, f"SIG{self._by}"))
+            # To this thread: a signal to the process stops another one first, and this one goes on for a moment.
+            signal.pthread_kill(threading.get_ident(), getattr(signal, f"SIG{self._by}"))
 
     def watch_requests(self) -> None:
         """Stop before or after a request that is no beat of the session. After: it was answered."""
