@@ -113,9 +113,18 @@ def watch(prefix: str, position: int, wait_s: float) -> Steps[Watched]:
     From position 0 it returns at once. A position that went backwards is returned as 0: Consul was restored, so what
     was read before says nothing.
     """
+    return (yield from _watch(prefix, {"recurse": ""}, position, wait_s))
+
+
+def watch_key(key: str, position: int, wait_s: float) -> Steps[Watched]:
+    """As `watch`, of one key alone: other keys that begin with it wake nobody."""
+    return (yield from _watch(key, {}, position, wait_s))
+
+
+def _watch(key: str, params: Mapping[str, str], position: int, wait_s: float) -> Steps[Watched]:
     millis = max(1, int(wait_s * 1000))  # Consul takes 0 for its default, which is five minutes
-    params = {"recurse": "", "index": str(position), "wait": f"{millis}ms"}
-    response = yield Request("GET", f"/v1/kv/{prefix}", params, wait_s=wait_s)
+    params = {**params, "index": str(position), "wait": f"{millis}ms"}
+    response = yield Request("GET", f"/v1/kv/{key}", params, wait_s=wait_s)
     entries = _entries(response)
     now = int(response.headers.get("x-consul-index", "0"))
     return Watched(entries, now if now >= position else 0)
@@ -211,12 +220,15 @@ def beat(name: str) -> Steps[None]:
     yield from _put(f"/v1/agent/check/pass/{name}")
 
 
-def create_session(name: str) -> Steps[str]:
-    """Return a new session that ends when the check `name`, or the agent's node, fails; its locks are then deleted."""
+def create_session(name: str, keeps_keys: bool = False) -> Steps[str]:
+    """Return a new session that ends when the check `name`, or the agent's node, fails.
+
+    Its locks are then deleted; with `keeps_keys` they are given back, and the keys stay with their values.
+    """
     body = {
         "Name": name,
         "LockDelay": f"{LOCK_DELAY_S}s",
-        "Behavior": "delete",
+        "Behavior": "release" if keeps_keys else "delete",
         "NodeChecks": ["serfHealth"],
         "ServiceChecks": [{"ID": name}],
     }

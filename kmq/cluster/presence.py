@@ -22,7 +22,7 @@ from kmq.errors import BusyError, ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
 _EPOCH = re.compile(r"[0-9]{1,18}")  # 64 bits hold it
-STATES = ("shards/", "topics/", "tokens/", "settings/")  # what a message leads to, and a snapshot holds
+STATES = ("topics/", "tokens/", "settings/")  # what a message leads to, and a snapshot holds
 
 
 class Keys:
@@ -39,6 +39,7 @@ class Keys:
         self.subscribers = self.root + "bq-subscriber/"
         self.brokers = self.root + "brokers/"
         self.results = self.root + "results/"
+        self.replicas = self.root + "replicas/"
 
     def message(self, epoch: int) -> str:
         return f"{self.messages}{epoch}"
@@ -96,8 +97,9 @@ class SessionLost(ConsulError):
 class Presence:
     """One session. Call `beat` at least every third of `ttl_s`, from wherever there is time for it."""
 
-    def __init__(self, ttl_s: float) -> None:
-        self.ttl_s = ttl_s
+    def __init__(self, ttl_s: float, keeps_keys: bool = False) -> None:
+        """`keeps_keys`: what it has locked stays when it ends, without a lock."""
+        self.ttl_s, self._keeps_keys = ttl_s, keeps_keys
         self.session = ""  # "": none
         self._beaten = time.monotonic()  # when the last beat that was answered was sent
 
@@ -107,7 +109,7 @@ class Presence:
         yield from consul.register(self._name, self.ttl_s)
         for left in reversed(range(_SYNC_TRIES)):
             try:
-                self.session = yield from consul.create_session(self._name)
+                self.session = yield from consul.create_session(self._name, self._keeps_keys)
                 return
             except Unanswered as error:  # "Missing check …": the servers do not know it yet
                 if not left or "check" not in str(error):

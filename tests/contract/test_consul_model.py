@@ -53,11 +53,11 @@ class Both:
             except StopIteration:
                 return bodies
 
-    def session(self, name):
+    def session(self, name, keeps_keys=False):
         """A session on a check of its own, in both; its name in the model."""
         check = f"{self.root[:-1]}-{name}"
         self.run(steps.register(check, 30.0))
-        create = next(steps.create_session(check))
+        create = next(steps.create_session(check, keeps_keys))
         until = time.monotonic() + 20
         while True:
             real = self.client.put(create.path, content=create.body)
@@ -199,6 +199,20 @@ def test_a_lost_session_and_its_lock_delay_are_as_in_consul(both):
     both.model.delays.clear()
     both.model.answer(Request("PUT", "/v1/txn", body=_locking(key, two)))
     assert both.read(key)[0]["Session"] == two
+
+
+def test_a_session_that_keeps_its_keys_releases_them_as_in_consul(both):
+    key, one, two = both.root + "note", both.session("one", keeps_keys=True), both.session("two")
+    both.txn(KvOperation("lock", key, b"of one", session=one))
+    before = version(both, key)
+    both.client.put(f"/v1/session/destroy/{both.real_of[one]}").raise_for_status()
+    both.model.answer(Request("PUT", f"/v1/session/destroy/{one}"))
+    [entry] = both.read(key, consistent="")
+    assert base64.b64decode(entry["Value"]) == b"of one" and "Session" not in entry
+    assert both.txn(KvOperation("check-index", key, version=before)) == [0], "a release is a change"
+    assert both.txn(KvOperation("lock", key, b"", session=two)) == [0], "within the lock-delay"
+    both.txn(KvOperation("check-index", key, version=version(both, key)), KvOperation("set", key, b"by anybody"))
+    both.read(key, consistent="")
 
 
 def _locking(key, session):

@@ -42,10 +42,11 @@ class Pair(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Who may lock. It ends with its checks; the keys that it has locked are deleted then."""
+    """Who may lock. It ends with its checks; the keys that it has locked are deleted or released then."""
 
     delay_s: float
     checks: tuple[str, ...]
+    keeps_keys: bool
 
 
 class Write(NamedTuple):
@@ -94,14 +95,14 @@ class ConsulModel:
         self.delays.clear()
 
     def end_session(self, session: str) -> None:
-        """As if its check had failed, or somebody had destroyed it: its locks are deleted."""
+        """As if its check had failed, or somebody had destroyed it: its locks are deleted, or released."""
         ended = self.state.sessions.pop(session, None)
         if ended is None:
             return
         self.index += 1
         for key, pair in list(self.state.pairs.items()):
             if pair.session == session:
-                self._write(key, None)
+                self._write(key, pair._replace(session="", modified=self.index) if ended.keeps_keys else None)
                 if ended.delay_s:
                     self.delays[key] = self._clock() + ended.delay_s
 
@@ -148,7 +149,9 @@ class ConsulModel:
         self.index += 1
         self._named += 1
         name = f"{self._named:08x}-0000-4000-8000-000000000000"
-        self.state.sessions[name] = Session(float(body["LockDelay"].removesuffix("s")), checks)
+        self.state.sessions[name] = Session(
+            float(body["LockDelay"].removesuffix("s")), checks, body["Behavior"] == "release"
+        )
         return _json({"ID": name})
 
     # --- keys ---------------------------------------------------------------------------------------------------------
