@@ -49,7 +49,7 @@ def open_page(
     while True:
         known = known_id(settings, supervisor)
         try:
-            return StatsPage(settings.instance, open_data(settings.data, known), settings.data)
+            return StatsPage(settings.instance, open_data(settings.data, known, settings.shard), settings.data)
         except DataMissingError as err:
             if page is None:
                 log.error("data_missing", reason=err, effect="waits for it; nothing is made in its place")

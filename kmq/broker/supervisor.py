@@ -1,11 +1,12 @@
 """Starts the stages, the gateway and the agent of a broker on one machine, and restarts those that die.
 
-In a pod the kubelet does that. There is an agent only in a cluster (KMQ_CLUSTER, KMQ_CONSUL).
+In a pod the kubelet does that. There is an agent only in a cluster (KMQ_CLUSTER, KMQ_CONSUL), and a replica
+only in a shard (KMQ_SHARD).
 
 Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
             pause if it keeps dying young. An exit code that says that a restart cannot help (errors.py) stops the
-            broker with that code. A gateway or agent with such a code stays down alone: messages are accepted without.
+            broker with that code. A gateway, agent or replica with such a code stays down alone: messages are accepted without.
             A process that cannot be started (no memory, no free pid) is tried again after the same pauses. The
             supervisor never ends before its processes, whatever fails in it.
 Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
@@ -85,6 +86,8 @@ class Supervisor:
             modules["gateway"] = "kmq.gateway"
         if settings.in_cluster:
             modules[AGENT] = "kmq.cluster.agent"
+        if settings.shard:
+            modules["replica"] = "kmq.replica"
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
@@ -96,7 +99,7 @@ class Supervisor:
         """Supervise until the end; returns the exit code."""
         settings = self.settings
         os.makedirs(settings.pipes, exist_ok=True)
-        data_id = open_data(settings.data, known_id(settings))
+        data_id = open_data(settings.data, known_id(settings), settings.shard)
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
         # Signals are blocked here and received by sigtimedwait, so that no signal is lost between a check and a wait.
         # Children get an empty mask. This comes before the lock: a process that finds the lock may signal at once.
@@ -184,9 +187,9 @@ class Supervisor:
             if pid:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
-                row = page.rows[child.name]
-                if child.due == _NEVER and not is_process(
-                    row.pid, child.name
+                row = page.rows.get(child.name)  # `replica` has none
+                if (
+                    row is not None and child.due == _NEVER and not is_process(row.pid, child.name)
                 ):  # else one runs that others have started
                     row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
@@ -202,9 +205,12 @@ class Supervisor:
                 if child.name == "gateway":
                     effect = "no gRPC, no HTTP until the next start"
                     self.log.error("gateway_not_restarted", code=code, how=how, effect=effect)
-                else:
+                elif child.name == AGENT:
                     effect = "what the fleet says is not done here until the next start"
                     self.log.error("agent_not_restarted", code=code, how=how, effect=effect)
+                else:
+                    effect = "this broker is no member of its shard until the next start"
+                    self.log.error("replica_not_restarted", code=code, how=how, effect=effect)
                 child.due = _NEVER
                 return
             self.log.error("stage_not_restarted", name=child.name, code=code, how=how, effect="the broker stops")

@@ -13,6 +13,7 @@ from kmq import __version__
 from kmq.cli import (
     bq,
     bundle,
+    cluster,
     config,
     consume,
     deadletters,
@@ -51,6 +52,7 @@ FAMILIES = (
     logs.add_to,
     bq.add_to,
     fleet.add_to,
+    cluster.add_to,
     spark.add_to,
 )
 

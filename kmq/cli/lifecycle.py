@@ -61,7 +61,7 @@ def up(
     if settings.in_cluster:
         _check_cluster(settings)
     # Open both directories here: otherwise an error in one of them would appear only in the log file.
-    open_data(settings.data, known_id(settings))
+    open_data(settings.data, known_id(settings), settings.shard)
     os.close(open_fifo(settings.pipes, "raw"))
     _refuse_second_start(settings, foreground)
     if foreground:

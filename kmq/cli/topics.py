@@ -88,7 +88,7 @@ def create(
 ) -> None:
     """Declare a topic. It is in force from the next routed message on."""
     settings = load()
-    open_data(settings.data, known_id(settings))
+    open_data(settings.data, known_id(settings), settings.shard)
     limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S

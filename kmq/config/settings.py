@@ -251,6 +251,15 @@ class Settings:
         kind.duration,
         "time after which a process that Consul hears nothing of is taken for dead",
     )
+    shard: str = _setting(
+        "KMQ_SHARD", "", kind.instance, "name of the shard, within KMQ_CLUSTER, of which this broker is a replica"
+    )
+    replica_lag: float = _setting(
+        "KMQ_REPLICA_LAG",
+        "5s",
+        kind.duration,
+        "time after which the leader of a shard goes on without a replica that is away",
+    )
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
     given: set[str]  # attributes of the settings that were given, and do not just have their default
@@ -381,7 +390,23 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
             f"RB_BYTES={settings.ring_bytes}: must be at least 3 x KMQ_MAX_LINE ({3 * settings.max_line} bytes),"
             " so that the longest line fits beside another"
         )
+    if settings.shard:
+        _check_shard(settings)
     return settings
+
+
+def _check_shard(settings: Settings) -> None:
+    """Raise ConfigError for settings with which a replica could lose what it has confirmed, or has no Consul."""
+    where = f"KMQ_SHARD={settings.shard}"
+    for name, text in (("KMQ_CLUSTER", settings.cluster), ("KMQ_CONSUL", settings.consul)):
+        if not text:
+            raise ConfigError(f"{name} is not set; {where} needs it: Consul holds the register of a shard")
+    if settings.fsync:
+        raise ConfigError(f"KMQ_FSYNC={settings.texts['KMQ_FSYNC']}: must be always in a shard ({where})")
+    for name in ("policy", "policy_framed", "policy_durable"):
+        if getattr(settings, name) == "drop_oldest":
+            env = next(row.env for row in SETTINGS if row.attribute == name)
+            raise ConfigError(f"{env}=drop_oldest: must be block in a shard ({where})")
 
 
 def suggest(name: str) -> str:

@@ -30,7 +30,8 @@ from kmq.files import FULL, replace_file, sync_directory
 LABELLED = 2  # indexes have labels, and keys may have marks
 FORMAT = 3
 NEVER = 1 << 62  # a seq that no record has
-_LONGEST = 128  # bytes of `format`
+_LONGEST = 128  # bytes of `format`, and of `replica` up to its shard
+_SHARD = re.compile(r" shard=(\S+) ")
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18})(?: marks_from=(\d{1,18}))? crc32=\d{1,10}")
 
@@ -39,8 +40,10 @@ class DataMissingError(RetryError):
     """The data directory of a running broker is not where it was, or cannot be used."""
 
 
-def open_data(path: str, known: str = "") -> str:
+def open_data(path: str, known: str = "", shard: str = "") -> str:
     """Make `path` a data directory unless it is one, and return its id.
+
+    `shard`: KMQ_SHARD. A replica of another shard, or of any if there is none, would go its own way: ConfigError.
 
     `known`: the id of the directory that is in use there. Then nothing is made, and DataMissingError is raised while
     `path` is not that directory, or cannot be read and written.
@@ -48,6 +51,7 @@ def open_data(path: str, known: str = "") -> str:
     """
     if known:
         _check_known(path, known)
+    _check_shard(path, shard)
     try:
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
@@ -82,6 +86,19 @@ def _check_known(path: str, known: str) -> None:
         raise DataMissingError(
             f"KMQ_DATA={path!r}: the data directory of this broker, which runs, is not there: {why}; put it back"
         )
+
+
+def _check_shard(path: str, shard: str) -> None:
+    """Raise ConfigError if the directory is a replica (kmq/replica/files.py) of another shard than this one."""
+    try:
+        with open(f"{path}/replica", encoding="latin-1") as file:
+            found = _SHARD.search(file.read(_LONGEST))
+    except OSError:
+        return
+    name = found[1] if found else "one that its file `replica` does not name"
+    if name != shard:
+        given = f"KMQ_SHARD={shard}" if shard else "KMQ_SHARD is not set"
+        raise ConfigError(f"{given}: KMQ_DATA={path!r} is a replica of the shard {name}, and stays one")
 
 
 def read(path: str, name: str) -> str:

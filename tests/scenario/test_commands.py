@@ -513,7 +513,8 @@ def examples(path):
 
 EVERY_COMMAND = sorted(commands(typer.main.get_command(app)))
 ON_SPARK = ("sql", "audit", "pipeline")  # pasted in tests/spark: each starts a JVM
-ON_CONSUL = ("bq", "fleet")  # each needs a Consul: docs/cluster.md is pasted, test_fleet.py pastes those of kmq fleet
+# Each needs a Consul: docs/cluster.md is pasted, test_fleet.py and test_shard.py paste those of kmq fleet and kmq cluster.
+ON_CONSUL = ("bq", "fleet", "cluster")
 
 
 def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_broker):

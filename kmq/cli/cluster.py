@@ -1,0 +1,191 @@
+"""`kmq cluster …`: begin a shard, see who leads it, and hand the lead over."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kmq.cli.output import examples, open_queue, table
+from kmq.config import terminal
+from kmq.config.settings import load
+from kmq.errors import EXIT_FAILED, ConfigError
+
+if TYPE_CHECKING:
+    from kmq.cluster.consul import Steps
+    from kmq.replica.shard import ShardKeys, ShardView
+
+cluster_app = typer.Typer(
+    no_args_is_help=True,
+    help="A shard: three or five brokers that elect one leader. Nothing is replicated yet: docs/replication.md.",
+    epilog=examples(
+        "kmq cluster init --shard s --brokers a,b,c", "kmq cluster status --shard s", "kmq cluster resign --shard s"
+    ),
+)
+
+_SHARD = typer.Option("--shard", metavar="NAME", help="The shard; default: KMQ_SHARD.")
+
+
+def _run(shard: str, steps: "Callable[[ShardKeys, str], Steps[Any]]") -> Any:
+    """Carry out steps on the keys of the shard; they get the keys and the name of this broker."""
+    name = shard or load().shard
+    if not name:
+        raise ConfigError("--shard: name the shard, or set KMQ_SHARD")
+    with open_queue() as queue:
+        from kmq.replica.shard import ShardKeys
+
+        return queue.run(steps(ShardKeys(queue.keys, name), queue.place.broker))
+
+
+@cluster_app.command(
+    epilog=examples(
+        "kmq cluster init --shard s --brokers a,b,c --dry-run", "kmq cluster init --shard s --brokers a,b,c"
+    )
+)
+def init(
+    brokers: Annotated[
+        str,
+        typer.Option("--brokers", metavar="NAMES", help="Their KMQ_BROKER, with commas; 1, 3 or 5 of them, for good."),
+    ],
+    min_insync: Annotated[
+        int | None,
+        typer.Option("--min-insync", help="Replicas that must have a message; default: a majority of the brokers."),
+    ] = None,
+    shard: Annotated[str, _SHARD] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
+) -> None:
+    """Begin a shard, once all of its brokers are up and wait for it.
+
+    Exit code 75 while a broker is not there, 65 if more than one of them has
+    records, 78 if the shard was begun before.
+    """
+    from kmq.cluster.register import check_size
+
+    names = [name.strip() for name in brokers.split(",")]
+    try:
+        check_size(names, min_insync)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    def begin(keys: "ShardKeys", _: str) -> "Steps[Any]":
+        from kmq.replica.shard import init
+
+        return init(keys, names, min_insync, dry_run)
+
+    register, first = _run(shard, begin)
+    would = "would be begun" if dry_run else "is begun"
+    print(f"the shard {would}: {', '.join(register.brokers)}; min_insync={register.min_insync}; {first} leads first")
+
+
+@cluster_app.command(epilog=examples("kmq cluster status --shard s", "kmq cluster status --shard s --json"))
+def status(
+    shard: Annotated[str, _SHARD] = "",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help='{"shard", "broker", "role", "leader", "isr", "epoch", "version", "min_insync", "lineage", "problem",'
+            ' "brokers": {<broker>: {"replica", "alive", "role", "version", "end", "problem"}}}',
+        ),
+    ] = False,
+) -> None:
+    """Show who leads, the ISR, and each broker's replica. Exit code 1 if the shard has no living leader."""
+
+    def read(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str, ShardView]]":
+        from kmq.replica.shard import read_shard
+
+        view = yield from read_shard(keys)
+        return keys.shard, broker, view
+
+    found = _status(*_run(shard, read))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    if found["problem"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _status(shard: str, broker: str, view: "ShardView") -> dict[str, Any]:
+    """Return what --json prints."""
+    register = view.register
+    brokers: dict[str, Any] = dict.fromkeys(register.brokers) if register is not None else {}
+    for member in sorted(view.members.values(), key=lambda member: bool(member.session)):  # the living one is shown
+        promised, problem = member.note.version, ""
+        if member.session and promised is not None and (register is None or not register.descends_from(promised)):
+            problem = "register_went_back"
+        role = "waiting" if promised is None else "following"
+        if register is not None and register.leader == member.id:
+            role = "leading"
+        brokers[member.note.broker] = {
+            "replica": member.id,
+            "alive": bool(member.session),
+            "role": role if member.session else "",
+            "version": promised.number if promised is not None else None,
+            "end": member.note.end,
+            "problem": problem,
+        }
+    problem = next((each["problem"] for each in brokers.values() if each is not None and each["problem"]), "")
+    if view.unreadable:
+        problem = view.unreadable
+    elif register is None:
+        problem = problem or "not begun"
+    elif not view.is_alive(register.leader):
+        problem = problem or "no_leader"
+    ours = brokers.get(broker)
+    return {
+        "shard": shard,
+        "broker": broker,
+        "role": ours["role"] if ours is not None else "",
+        "leader": view.broker(register.leader) if register is not None and register.leader else None,
+        "isr": sorted(map(view.broker, register.isr)) if register is not None else [],
+        "epoch": register.epoch if register is not None else 0,
+        "version": register.version.number if register is not None else 0,
+        "min_insync": register.min_insync if register is not None else 0,
+        "lineage": register.lineage if register is not None else "",
+        "problem": problem,
+        "brokers": brokers,
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = terminal.console()
+    leader = f"led by {found['leader']} since epoch {found['epoch']}" if found["leader"] else "has no leader"
+    console.print(
+        f"shard {found['shard']} {leader}; ISR {','.join(found['isr']) or '-'} (at least {found['min_insync']});"
+        f" version {found['version']}",
+        markup=False,
+    )
+    rows = table("broker", "replica", "role", ">version", ">end", "problem")
+    for name, each in sorted(found["brokers"].items()):
+        if each is None:
+            rows.add_row(escape(name), "-", "never seen", "", "", "")
+            continue
+        version = "" if each["version"] is None else str(each["version"])
+        role = each["role"] if each["alive"] else "away"
+        rows.add_row(escape(name), escape(each["replica"]), role, version, str(each["end"]), each["problem"])
+    console.print(rows)
+    if found["problem"]:
+        console.print(f"problem: {found['problem']}", markup=False)
+
+
+@cluster_app.command(epilog=examples("kmq cluster resign", "kmq cluster resign --shard s"))
+def resign(shard: Annotated[str, _SHARD] = "") -> None:
+    """If this broker (KMQ_BROKER) leads, let another member of the ISR lead. Else change nothing.
+
+    Exit code 75 if no other member of the ISR is alive.
+    """
+
+    def hand_over(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str | None]]":
+        from kmq.replica.shard import resign
+
+        successor = yield from resign(keys, broker)
+        return broker, successor
+
+    broker, successor = _run(shard, hand_over)
+    print(f"{successor} leads now" if successor is not None else f"{broker} does not lead; nothing was changed")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(cluster_app, name="cluster")

@@ -1,0 +1,341 @@
+"""One replica of a shard: its session, its promise, and its part in elections. No data moves yet.
+
+    live          enter; then turn after turn, until it is told to stop
+    enter         a session, who we are (identity), the lock of our key
+    turn          beat; wait for a change of the register; promise; say so in our note; lead, or elect
+
+Owner       The process kmq/replica/__main__.py. All of it is Steps: the tests carry them out in any order they like.
+Invariant   A register is promised, on disk, before our note or any other write speaks of its version.
+            We promise only a register that descends from our promise. If it does not, and a second read that a majority
+            has confirmed says the same, the register went back: nothing is changed and nobody elected, until it descends
+            again.
+            An epoch that this replica led before its start is never led again: it resigns.
+Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id
+            unless the key has a mark that this directory has not written, or notes more than it has. Then this is a copy,
+            or an older state, and takes a new id, without a promise. Where the register went back this is not asked.
+Consul      A lost answer, a lost session, a write that another one overtook: each only costs time, because every
+            decision begins with a read, and every write is a cas of what was read.
+Waiting     Who has just entered, or has reached Consul again, elects nobody for one TTL: others come back meanwhile.
+"""
+
+import time
+from collections.abc import Callable
+
+from kmq.cluster import consul
+from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps
+from kmq.cluster.presence import Presence, SessionLost
+from kmq.cluster.register import Register, UnreadableRegister, decode
+from kmq.errors import BusyError, CorruptError
+from kmq.logfmt import Logger
+from kmq.replica.files import ReplicaFiles, new_identity
+from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, write
+
+WENT_BACK = "register_went_back"
+UNREADABLE = "register_unreadable"
+
+_TURNS = 4  # within the life of a session; each begins with a beat
+_AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
+_LOST_S = 0.5  # until Consul is asked again
+_NOTE_S = 10.0  # between two notes that only say that our end has moved
+
+
+class Replica:
+    """The replica of one data directory, while its process lives."""
+
+    def __init__(
+        self,
+        files: ReplicaFiles,
+        keys: ShardKeys,
+        broker: str,
+        lineage: str,
+        ttl_s: float,
+        lag_s: float,
+        read_stored: Callable[[], int],
+        read_synced: Callable[[], int],
+        is_stopping: Callable[[], bool],
+        log: Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read_stored`, `read_synced`: the seq of the last record in the WAL, and of the last that a power cut leaves.
+
+        `lag_s`: after it the ISR goes on without who is away.
+        """
+        self.files, self.keys, self.log = files, keys, log
+        self._broker, self._lineage, self._ttl_s, self._lag_s = broker, lineage, ttl_s, lag_s
+        self._read_stored, self._read_synced = read_stored, read_synced
+        self._is_stopping, self._clock = is_stopping, clock
+        self.problem = ""  # WENT_BACK, UNREADABLE, or ""
+        self._presence = Presence(ttl_s, keeps_keys=True)
+        self._position = 0  # of the watch of the register
+        self._start = ""  # the mark with which our session began
+        self._note: Note | None = None  # as Consul has it
+        self._noted_at = 0.0
+        self._reached: float | None = None  # since when Consul answers
+        self._heard: dict[str, float] = {}  # when members of the ISR were last there, under our version
+        promised = files.promised
+        self._spent = promised.epoch if promised is not None and promised.leader == files.identity.id else 0
+
+    @property
+    def role(self) -> str:
+        """waiting: without a promise; else following or leading, in the epoch of the promise."""
+        promised = self.files.promised
+        if promised is None:
+            return "waiting"
+        return "leading" if promised.leader == self.files.identity.id else "following"
+
+    def live(self) -> Steps[None]:
+        """Take part until told to stop. Raises BusyError if another process holds our id, CorruptError."""
+        has_entered = False
+        while not self._is_stopping():
+            try:
+                if not has_entered:
+                    yield from self._enter()
+                    has_entered = True
+                yield from self._turn()
+            except SessionLost as error:
+                self._lost(str(error))
+                has_entered = False
+                yield Pause(_AGAIN_S)
+            except ConsulError as error:
+                self._lost(str(error))
+                yield Pause(_LOST_S)
+        yield from self._leave()
+
+    def _lost(self, reason: str) -> None:
+        if self._reached is not None:
+            effect = "nobody is elected from here; what was promised holds"
+            self.log.warn("replica_consul_lost", reason=reason, effect=effect)
+        self._reached, self._position = None, 0
+        self._heard.clear()
+
+    def _leave(self) -> Steps[None]:
+        """Say where we stand, and give our key back."""
+        try:
+            if self._note is not None:
+                yield from self._say(self._new_note())
+            yield from self._presence.close()
+        except ConsulError as error:
+            self.log.warn("replica_not_signed_off", reason=error, effect="others notice after KMQ_SESSION_TTL")
+
+    # --- entering ----------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> Steps[None]:
+        """Begin a session, find out who we are, and lock our key."""
+        self._note = None
+        held_since: float | None = None
+        if not self.files.identity.coming:
+            self.files.save(self.files.identity.about_to_start())
+        yield from self._presence.open()
+        while not self._is_stopping():
+            yield from self._presence.beat()
+            identity, asked_at = self.files.identity, self._clock()  # what is read may be older than when we hear it
+            view = yield from read_shard(self.keys)
+            member = view.members.get(identity.id)
+            if member is not None and member.session not in ("", self._presence.session):
+                held_since = self._clock() if held_since is None else held_since
+                if asked_at - held_since > 2 * self._ttl_s:  # a session of our own that died is gone by now
+                    who = f"broker {member.note.broker}, session {member.session}"
+                    raise BusyError(
+                        f"replica {identity.id} is held by another process ({who}): this directory is a copy"
+                    )
+                yield Pause(_AGAIN_S)
+            elif not self._is_ours(view, member):
+                new = new_identity(identity.shard)
+                why = "another directory has started under the id" if member is not None else "Consul has no note of it"
+                if member is not None and identity.knows(member.note.start):
+                    why = f"version and end are less than noted: {self._noted(member)}"
+                self.log.warn(
+                    "replica_new_id", before=identity.id, id=new.id, reason=why, effect="it joins as a new one"
+                )
+                self.files.save(new)
+                self._spent, held_since = 0, None
+            elif (yield from self._take_key(member)):
+                self.log.info("replica_entered", id=identity.id, shard=identity.shard, role=self.role)
+                return
+            else:
+                yield Pause(_AGAIN_S)
+
+    def _is_ours(self, view: ShardView, member: Member | None) -> bool:
+        """Return True if we are the replica of our id, as far as Consul can tell."""
+        identity, promised = self.files.identity, self.files.promised
+        if promised is not None and not _descends(view.register, promised):
+            return True  # the register went back, and the notes with it: they say nothing
+        if member is None:
+            return not identity.starts
+        version = promised.version.number if promised is not None else 0
+        return identity.knows(member.note.start) and (version, self._read_stored()) >= self._noted(member)
+
+    def _noted(self, member: Member) -> tuple[int, int]:
+        return member.note.version.number if member.note.version is not None else 0, member.note.end
+
+    def _take_key(self, member: Member | None) -> Steps[bool]:
+        """Put the mark of this start into our key, and lock it. Return False if the key has changed, or is not given."""
+        identity = self.files.identity
+        key, note = self.keys.note(identity.id), self._new_note(identity.coming)
+        unchanged = KvOperation("check-not-exists", key)
+        if member is not None:
+            unchanged = KvOperation("check-index", key, version=member.modified)
+        try:
+            yield from consul.txn(
+                [unchanged, KvOperation("lock", key, encode_note(note), session=self._presence.session)]
+            )
+        except Conflict:
+            yield from self._presence.check()  # no lock is ever given to a session that has ended
+            return False
+        self.files.save(identity.started())
+        self._start, self._note, self._noted_at = identity.coming, note, self._clock()
+        return True
+
+    # --- a turn ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> Steps[None]:
+        yield from self._presence.beat()
+        watched = yield from consul.watch_key(self.keys.register, self._position, self._ttl_s / _TURNS)
+        self._position = watched.position
+        yield from self._presence.beat()
+        view = yield from read_shard(self.keys)
+        ours = view.members.get(self.files.identity.id)
+        if ours is None or ours.session != self._presence.session:  # a session also ends with its node
+            raise SessionLost("our key in Consul is not locked by us any more")
+        if self._reached is None:
+            self._reached = self._clock()
+        yield from self._promise(view)
+        note, noted = self._new_note(), self._note
+        is_due = noted is None or note.version != noted.version or self._clock() - self._noted_at >= _NOTE_S
+        if note != noted and is_due:
+            yield from self._say(note)
+        register = view.register
+        if not self.problem and register is not None and register == self.files.promised:
+            yield from self._decide(view, register)
+
+    def _promise(self, view: ShardView) -> Steps[None]:
+        """Promise the register if we may; else find out what is wrong with it."""
+        promised, register = self.files.promised, view.register
+        if view.unreadable:
+            self._has(UNREADABLE, view.unreadable)
+        elif register is None and promised is None:
+            self._has("")
+        elif not _descends(register, promised):
+            again = yield from self._read_again()
+            if not _descends(again, promised):
+                self._has(WENT_BACK, _difference(again, promised))
+        else:
+            self._has("")
+            if register is not None and register != promised:
+                self._check_lineage(register)
+                before = self.role, promised.epoch if promised is not None else 0
+                self.files.promise(register)
+                if before != (self.role, register.epoch):
+                    self._heard.clear()
+                    leader = view.broker(register.leader) if register.leader else "nobody"
+                    self.log.info("replica_role", role=self.role, epoch=register.epoch, leader=leader)
+
+    def _read_again(self) -> Steps[Register | None]:
+        """Return the register as a majority of Consul's servers has it."""
+        entry = yield from consul.read(self.keys.register)
+        try:
+            return decode(entry.value, entry.key) if entry is not None else None
+        except UnreadableRegister:
+            return None
+
+    def _has(self, problem: str, reason: str = "") -> None:
+        if problem == self.problem:
+            return
+        effect = "nothing is promised and nobody elected; the broker goes on under its promise"
+        if problem == WENT_BACK:
+            self.log.error("register_went_back", reason=reason, effect=effect)
+        elif problem == UNREADABLE:
+            self.log.error("register_unreadable", reason=reason, effect=effect)
+        else:
+            self.log.info("register_found_again", was=self.problem)
+        self.problem = problem
+
+    def _check_lineage(self, register: Register) -> None:
+        """Raise CorruptError if our records are of another lineage than the shard's."""
+        if register.lineage != self._lineage and self._read_stored():
+            raise CorruptError(
+                f"shard {self.keys.shard} has the lineage {register.lineage}, KMQ_DATA has records of {self._lineage}:"
+                " it is no replica of this shard; nothing was changed"
+            )
+
+    def _new_note(self, start: str = "") -> Note:
+        promised = self.files.promised
+        version = promised.version if promised is not None else None
+        return Note(self._broker, start or self._start, version, 0, self._read_synced(), lineage=self._lineage)
+
+    def _say(self, note: Note) -> Steps[None]:
+        """Write our note. Raises SessionLost if our key is not locked by us any more."""
+        key = self.keys.note(self.files.identity.id)
+        try:
+            yield from consul.txn([KvOperation("lock", key, encode_note(note), session=self._presence.session)])
+        except Conflict as error:
+            raise SessionLost(f"our key is not ours any more: {error}") from error
+        self._note, self._noted_at = note, self._clock()
+
+    # --- leading and electing ----------------------------------------------------------------------------------------
+
+    def _decide(self, view: ShardView, register: Register) -> Steps[None]:
+        """Do what our role asks for, under the register that we have promised."""
+        me = self.files.identity.id
+        if register.leader == me:
+            if register.epoch == self._spent:
+                alone = me if self._has_waited() else None
+                yield from self._elect(view, view.successor(without=me) or alone, "its leader was started anew")
+            else:
+                yield from self._change_isr(view, register)
+        elif register.leader and not view.is_alive(register.leader) and self._has_waited():
+            yield from self._elect(view, view.successor(), "its leader is gone")
+
+    def _has_waited(self) -> bool:
+        """Return True once Consul has answered for one TTL without a break."""
+        return self._reached is not None and self._clock() - self._reached >= self._ttl_s
+
+    def _elect(self, view: ShardView, leader: str | None, reason: str) -> Steps[None]:
+        """Elect `leader`, if there is one. Whoever writes first is obeyed by all."""
+        if leader is not None and view.register is not None and (yield from elect(self.keys, view, leader)):
+            epoch = view.register.epoch + 1
+            self.log.info("replica_elected", leader=view.broker(leader), epoch=epoch, reason=reason)
+
+    def _change_isr(self, view: ShardView, register: Register) -> Steps[None]:
+        """As the leader, take in who has what we have, and leave out who has been away for the lag. One at a time."""
+        now, me = self._clock(), self.files.identity.id
+        here = [m for m in view.members.values() if m.id == me or (m.session and m.note.version == register.version)]
+        self._heard.update({member.id: now for member in here})
+        for member in here:
+            if member.note.end == self._read_synced() and _may_join(view, register, member):
+                yield from self._write_isr(view, register, _joined(view, register.isr, member), "in", member.id)
+                return
+        for away in register.isr:
+            rest = [member for member in register.isr if member != away]
+            heard = [self._heard.get(member) for member in rest]
+            is_heard = all(at is not None and now - at < self._lag_s for at in heard)
+            if now - self._heard.setdefault(away, now) >= self._lag_s and is_heard and len(rest) >= register.min_insync:
+                yield from self._write_isr(view, register, rest, "out", away)
+                return
+
+    def _write_isr(self, view: ShardView, register: Register, isr: list[str], what: str, who: str) -> Steps[None]:
+        if (yield from write(self.keys, view, register.with_isr(isr))):
+            brokers = ",".join(map(view.broker, isr))
+            self.log.info("replica_isr", isr=brokers, broker=view.broker(who), change=what)
+
+
+def _descends(register: Register | None, promised: Register | None) -> bool:
+    """Return True if a replica with this promise may promise the register."""
+    return promised is None or (register is not None and register.descends_from(promised.version))
+
+
+def _difference(register: Register | None, promised: Register | None) -> str:
+    found = f"has version {register.version}" if register is not None else "is gone, or cannot be read"
+    return f"the register {found}; promised is {promised.version if promised is not None else 'nothing'}"
+
+
+def _may_join(view: ShardView, register: Register, member: Member) -> bool:
+    """Return True if it is of one of the shard's brokers, and no living member of the ISR is of the same one."""
+    is_taken = any(view.is_alive(each) and view.broker(each) == member.note.broker for each in register.isr)
+    return member.id not in register.isr and member.note.broker in register.brokers and not is_taken
+
+
+def _joined(view: ShardView, isr: tuple[str, ...], member: Member) -> list[str]:
+    """Return the ISR with a new member, which takes the place of its broker's former replica."""
+    others = [each for each in isr if each not in view.members or view.broker(each) != member.note.broker]
+    return [*others, member.id]

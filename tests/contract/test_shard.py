@@ -1,0 +1,390 @@
+"""Elections of a shard with a real Consul: three processes that are killed, paused, copied, and cut off from it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+
+import httpx
+import pytest
+from consuls import Consul
+from made_data import write_data
+
+from kmq.cluster.register import begin, decode
+from kmq.replica.files import ReplicaFiles
+
+TTL_S = 1.0
+PATIENCE_S = 40.0
+BROKERS = ("a", "b", "c")
+
+
+def wait_for(what, holds):
+    """Return what `holds` returns once it is true."""
+    until = time.monotonic() + PATIENCE_S
+    while not (found := holds()):
+        assert time.monotonic() < until, f"{what} never came"
+        time.sleep(0.05)
+    return found
+
+
+class Shard:
+    """Three replicas as processes. What they log is kept by broker, over all their starts."""
+
+    def __init__(self, address, root):
+        self.address, self.root, self.cluster = address, root, f"s{uuid.uuid4().hex[:8]}"
+        self.client = httpx.Client(base_url=f"http://{address}/v1/kv/kmq/{self.cluster}/replicas/s/", trust_env=False)
+        self.processes = {}
+
+    def environment(self, name, **more):
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("KMQ_", "RB_"))}
+        kept |= {"KMQ_DATA": f"{self.root}/{name}/data", "KMQ_PIPES": f"{self.root}/{name}/pipes"}
+        kept |= {"KMQ_INSTANCE": f"{self.cluster}-{name}", "KMQ_BROKER": name[0], "KMQ_SHARD": "s"}
+        kept |= {"KMQ_CONSUL": self.address, "KMQ_CLUSTER": self.cluster}
+        return kept | {"KMQ_SESSION_TTL": f"{TTL_S:g}s", "KMQ_REPLICA_LAG": "1s"} | more
+
+    def start(self, *names, **more):
+        """Start replicas. The first letter of a name is its broker."""
+        for name in names:
+            (self.root / name).mkdir(exist_ok=True)
+            with open(self.root / name / "log", "ab") as log:
+                argv = [sys.executable, "-m", "kmq.replica"]
+                environment = self.environment(name, **more)
+                self.processes[name] = subprocess.Popen(argv, stderr=log, cwd=self.root / name, env=environment)
+
+    def end(self, name, number=signal.SIGKILL):
+        self.processes[name].send_signal(number)
+        return self.processes[name].wait(timeout=PATIENCE_S)
+
+    def command(self, *arguments, broker="a", **more):
+        argv = [sys.executable, "-m", "kmq", "cluster", *arguments]
+        environment = self.environment(broker, **more)
+        return subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=self.root, timeout=60)
+
+    def begin(self):
+        """Start all three, and the shard."""
+        self.start(*BROKERS)
+        for name in BROKERS:
+            self.await_event(name, "replica_entered")
+        done = self.command("init", "--brokers", "a,b,c")
+        assert done.returncode == 0 and "a leads first" in done.stdout, done.stderr
+        self.await_whole()
+
+    def register(self):
+        response = self.client.get("register", params={"raw": ""})
+        return decode(response.content, "register") if response.status_code == 200 else None
+
+    def put(self, text):
+        self.client.put("register", content=text).raise_for_status()
+
+    def files(self, name):
+        return ReplicaFiles(f"{self.root}/{name}/data", "s")
+
+    def ids(self):
+        return {name: self.files(name).identity.id for name in BROKERS}
+
+    def events(self, name, event):
+        """The fields of each line with this event."""
+        lines = (self.root / name / "log").read_text().splitlines()
+        found = [line for line in lines if f"event={event} " in line + " "]
+        return [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', line)) for line in found]
+
+    def await_event(self, name, event, count=1):
+        return wait_for(
+            f"{event} of {name}", lambda: len(self.events(name, event)) >= count and self.events(name, event)
+        )
+
+    def await_whole(self):
+        """Wait until the leader is there, all are in the ISR, and all have promised that."""
+
+        def is_whole():
+            register = self.register()
+            return register is not None and {*register.isr} == {*self.ids().values()} and all(
+                self.files(name).promised == register for name in BROKERS
+            )  # fmt: skip
+
+        wait_for("a whole shard", is_whole)
+
+    def leader(self):
+        register = self.register()
+        return next(name for name, id in self.ids().items() if id == register.leader)
+
+    def check(self):
+        """Each epoch was led by one broker, and no replica ever promised a lower epoch than before."""
+        led = defaultdict(set)
+        for name in BROKERS:
+            epochs = [int(each["epoch"]) for each in self.events(name, "replica_role")]
+            assert epochs == sorted(epochs), (name, epochs)
+            for each in self.events(name, "replica_role"):
+                if each["role"] == "leading":
+                    led[each["epoch"]].add(name)
+        assert led and all(len(names) == 1 for names in led.values()), led
+
+    def close(self):
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+        self.client.close()
+
+
+@pytest.fixture
+def shard(consul, tmp_path):
+    made = Shard(consul.address, tmp_path)
+    yield made
+    made.close()
+
+
+def test_three_brokers_elect_and_a_killed_leader_is_followed_and_comes_back(shard):
+    shard.begin()
+    assert shard.leader() == "a" and shard.register().epoch == 1
+    began = time.monotonic()
+    shard.end("a")
+    wait_for("another leader", lambda: shard.register().epoch == 2)
+    assert time.monotonic() - began < TTL_S + 3.0 + 5.0  # the second number is for a busy machine
+    shard.start("a")
+    shard.await_whole()
+    assert shard.leader() in ("b", "c")
+    shard.check()
+
+
+def test_a_leader_that_is_started_again_at_once_hands_its_epoch_over(shard):
+    shard.begin()
+    shard.end("a")
+    shard.start("a")
+    wait_for("another epoch", lambda: shard.register().epoch >= 2)
+    shard.await_whole()
+    shard.check()
+
+
+def test_a_leader_paused_past_its_session_follows_when_it_goes_on(shard):
+    shard.begin()
+    ids = shard.ids()
+    shard.processes["a"].send_signal(signal.SIGSTOP)
+    wait_for("another leader", lambda: shard.register().epoch == 2)
+    assert shard.leader() != "a"
+    shard.processes["a"].send_signal(signal.SIGCONT)
+    shard.await_whole()
+    assert shard.ids() == ids and shard.files("a").promised.epoch == shard.register().epoch
+    shard.check()
+
+
+def test_where_consul_was_killed_and_is_empty_all_say_so_and_keep_id_and_promise(tmp_path):
+    consul = Consul(tmp_path / "consul.log")
+    shard = Shard(consul.address, tmp_path)
+    try:
+        shard.begin()
+        ids, register = shard.ids(), shard.register()
+        consul.close()
+        for name in BROKERS:
+            shard.await_event(name, "replica_consul_lost")
+        consul.start()
+        for name in BROKERS:
+            shard.await_event(name, "register_went_back")
+        assert shard.ids() == ids and all(shard.files(name).promised == register for name in BROKERS)
+        assert shard.register() is None
+        found = json.loads(shard.command("status", "--json").stdout)
+        assert found["problem"] == "register_went_back" and found["leader"] is None
+        refused = shard.command("init", "--brokers", "a,b,c")
+        assert refused.returncode == 78 and "Consul was emptied, or restored" in refused.stderr
+        shard.put(register.encode())
+        for name in BROKERS:
+            shard.await_event(name, "register_found_again")
+        shard.await_whole()
+        shard.check()
+    finally:
+        shard.close()
+        consul.close()
+
+
+def test_a_register_with_a_former_value_is_obeyed_by_nobody_until_it_is_the_last_again(shard):
+    shard.begin()
+    former = shard.register().encode()
+    shard.end("a")
+    wait_for("another leader", lambda: shard.register().epoch == 2)
+    shard.start("a")
+    shard.await_whole()
+    last, ids = shard.register(), shard.ids()
+    shard.put(former)
+    for name in BROKERS:
+        shard.await_event(name, "register_went_back")
+    assert shard.register().encode() == former and all(shard.files(name).promised == last for name in BROKERS)
+    shard.put(last.encode())
+    for name in BROKERS:
+        shard.await_event(name, "register_found_again")
+    shard.await_whole()
+    assert shard.ids() == ids
+    shard.check()
+
+
+def test_starts_without_consul_cost_nobody_its_id(shard):
+    shard.begin()
+    ids = shard.ids()
+    for name in BROKERS:
+        shard.end(name)
+    for _ in range(3):
+        shard.start(*BROKERS, KMQ_CONSUL="127.0.0.1:1")
+        for name in BROKERS:
+            wait_for("the mark of a start", lambda name=name: shard.files(name).identity.coming)
+            shard.end(name)
+    coming = {shard.files(name).identity.coming for name in BROKERS}
+    shard.start(*BROKERS)
+    for name in BROKERS:
+        shard.await_event(name, "replica_entered", 2)
+    shard.await_whole()
+    assert coming == {shard.files(name).identity.starts[-1] for name in BROKERS}, "a start goes on with the mark"
+    assert shard.ids() == ids
+    shard.check()
+
+
+def test_a_copy_of_a_running_replica_ends_with_69_and_names_the_holder(shard):
+    shard.begin()
+    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data")
+    shard.start("b2")
+    assert shard.processes["b2"].wait(timeout=PATIENCE_S) == 69
+    [failed] = shard.events("b2", "failed")
+    assert "is held by another process (broker b, session" in failed["reason"]
+    assert shard.processes["b"].poll() is None
+
+
+def test_a_copy_that_starts_when_its_original_has_gone_on_is_a_new_replica(shard):
+    shard.begin()
+    ids = shard.ids()
+    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data")
+    shard.end("b", signal.SIGTERM)
+    shard.start("b")
+    shard.await_event("b", "replica_entered", 2)
+    assert shard.end("b", signal.SIGTERM) == 0
+    shard.start("b2")
+    [new] = shard.await_event("b2", "replica_new_id")
+    assert new["before"] == ids["b"] != new["id"]
+    wait_for("the new replica in the ISR", lambda: new["id"] in shard.register().isr)
+    assert ids["b"] not in shard.register().isr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"leader=me", "is no register of a shard; KMQ did not write it"),
+        (b"lineage=" + b"0" * 32 + b" level=2 brokers=x\n", "level 2; this release understands 1"),
+    ],
+)
+def test_a_register_that_kmq_did_not_write_stops_all_decisions_and_is_named(shard, text, said):
+    shard.begin()
+    promised = shard.register()
+    shard.put(text)
+    for name in BROKERS:
+        [found] = shard.await_event(name, "register_unreadable")
+        assert (
+            said in found["reason"]
+            and "replicas/s/register" in found["reason"]
+            and repr(text[:40])[2:-1] in found["reason"]
+        )
+    shown = shard.command("status")
+    assert shown.returncode == 1 and said.split(";")[0] in " ".join(shown.stdout.split())
+    assert all(shard.files(name).promised == promised for name in BROKERS)
+    shard.put(promised.encode())
+    shard.await_whole()
+
+
+def test_records_of_another_lineage_are_never_made_a_replica(shard):
+    shard.begin()
+    shard.end("c")
+    data = f"{shard.root}/c2/data"
+    write_data(data, [b"t|0||x"])
+    before = sorted(os.listdir(data))
+    shard.start("c2")
+    code = shard.processes["c2"].wait(timeout=PATIENCE_S)
+    [failed] = shard.events("c2", "failed")
+    assert code == 65 and "is no replica of this shard; nothing was changed" in failed["reason"]
+    assert {*os.listdir(data)} == {*before, "replica"}
+
+
+def test_a_directory_of_another_shard_and_a_shard_without_consul_end_with_78(shard):
+    shard.start("a")
+    shard.await_event("a", "replica_entered")
+    shard.end("a", signal.SIGTERM)
+    for more, said in (
+        ({"KMQ_SHARD": "t"}, "is a replica of the shard s"),
+        ({"KMQ_CONSUL": ""}, "KMQ_CONSUL is not set; KMQ_SHARD=s needs it"),
+        ({"KMQ_SHARD": ""}, "KMQ_SHARD is not set"),
+    ):
+        before = len(shard.events("a", "failed"))
+        shard.start("a", **more)
+        assert shard.processes["a"].wait(timeout=PATIENCE_S) == 78
+        assert said in shard.events("a", "failed")[before]["reason"]
+
+
+def test_resign_hands_the_lead_over_and_does_nothing_elsewhere(shard):
+    shard.begin()
+    elsewhere = shard.command("resign", broker="b")
+    assert elsewhere.returncode == 0 and "b does not lead; nothing was changed" in elsewhere.stdout
+    done = shard.command("resign", broker="a")
+    successor = done.stdout.split()[0]
+    assert done.returncode == 0 and successor in ("b", "c"), done.stderr
+    shard.await_whole()
+    assert shard.leader() == successor
+    shard.check()
+
+
+def test_init_names_who_is_missing_and_refuses_two_brokers_and_two_full_directories(shard):
+    for arguments, said in (
+        (["--brokers", "a,b"], "1, 3 or 5 brokers, not 2"),
+        (["--brokers", "a,b,c,d"], "1, 3 or 5 brokers, not 4"),
+        (["--brokers", "a,b,c", "--min-insync", "1"], "must be between 2 and 3 of 3"),
+        (["--brokers", "a,b,c", "--min-insync", "4"], "must be between 2 and 3 of 3"),
+    ):
+        refused = shard.command("init", *arguments)
+        assert refused.returncode == 2 and said in " ".join(refused.stderr.replace("│", "").split()), refused.stderr
+    shard.start("a", "b")
+    for name in ("a", "b"):
+        shard.await_event(name, "replica_entered")
+    missing = shard.command("init", "--brokers", "a,b,c")
+    assert missing.returncode == 75 and "not there: c;" in missing.stderr
+    dry = shard.command("init", "--brokers", "a", "--dry-run")
+    assert dry.returncode == 0 and "would be begun" in dry.stdout and shard.register() is None
+
+
+def test_init_refuses_where_more_than_one_directory_has_records(shard):
+    for name in ("a", "b"):
+        write_data(f"{shard.root}/{name}/data", [b"t|0||x"])
+    shard.start(*BROKERS)
+    for name in BROKERS:
+        shard.await_event(name, "replica_entered")
+    refused = shard.command("init", "--brokers", "a,b,c")
+    assert refused.returncode == 65 and "the directories of a and b have records" in refused.stderr
+
+
+def test_every_example_in_the_help_works_when_pasted(shard):
+    shard.start(*BROKERS)
+    for name in BROKERS:
+        shard.await_event(name, "replica_entered")
+    helps = [shard.command(*path, "--help", COLUMNS="80").stdout for path in ([], ["init"], ["status"], ["resign"])]
+    found = [line.strip() for text in helps for line in text.partition("Examples:")[2].splitlines() if line.strip()]
+    lines = sorted(dict.fromkeys(found), key=lambda line: ("init" not in line, "--dry-run" not in line))
+    assert len(lines) >= 6 and all(line.startswith("kmq cluster ") for line in lines)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    for line in lines:
+        environment = shard.environment("a", PATH=path)
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, cwd=shard.root)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout, f"{line}: {done.stdout}{done.stderr}"
+        if "init" in line and "--dry-run" not in line:
+            shard.await_whole()
+
+
+def test_status_shows_each_replica_and_a_shard_that_was_not_begun(shard):
+    shown = shard.command("status")
+    assert shown.returncode == 1 and "problem: not begun" in shown.stdout
+    shard.begin()
+    shown = shard.command("status")
+    assert shown.returncode == 0 and "led by a since epoch 1; ISR" in shown.stdout, shown.stdout
+    found = json.loads(shard.command("status", "--json", broker="b").stdout)
+    assert (found["leader"], found["role"], sorted(found["isr"])) == ("a", "following", ["a", "b", "c"])
+    assert found["brokers"]["a"]["role"] == "leading" and found["lineage"] == shard.register().lineage
+    assert begin(found["lineage"], ["a"], None, "0" * 16).min_insync == 1

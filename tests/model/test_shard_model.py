@@ -1,0 +1,136 @@
+"""Elections of a shard, its promises and identities: the real code on a simulated Consul, in any order."""
+
+import pytest
+from shard_mutants import MUTANTS, find, walk
+from shard_world import BROKERS, World, load
+
+KINDS = ["", "volume", "consul", "emptied"]
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A shard that works."""
+    world = World(load(), tmp_path, 0)
+    world.begin()
+    world.heal()
+    return world
+
+
+def lose(world, broker):
+    """Kill a process, and let its session end."""
+    process = world.running[broker]
+    world.kill(broker)
+    world.expire(process)
+    return process.replica.files.identity.id
+
+
+def test_three_brokers_elect_promise_and_grow_the_isr(world):
+    assert world.register.epoch == 1 and world.running["a"].replica.role == "leading"
+    assert [world.running[broker].replica.role for broker in ("b", "c")] == ["following", "following"]
+
+
+def test_a_lost_leader_is_followed_by_one_of_the_isr(world):
+    lost = lose(world, "a")
+    world.until("another leader", lambda: world.register.epoch == 2, ["b", "c"])
+    assert world.register.leader != lost and lost not in world.register.isr
+    world.heal()
+
+
+def test_with_one_broker_left_the_isr_keeps_min_insync_members(world):
+    lost = {lose(world, "a"), lose(world, "b")}
+    world.until("another leader", lambda: world.register.epoch == 2, ["c"])
+    assert len(world.register.isr) == 2 and len(lost & {*world.register.isr}) == 1
+
+
+def test_a_leader_that_was_started_anew_hands_its_epoch_over(world):
+    world.kill("a")
+    world.start("a")
+    world.until("another epoch", lambda: world.register.epoch == 2)
+    world.until("a shard that works", world.works)
+
+
+def test_a_broker_that_is_away_leaves_the_isr_and_comes_back(world):
+    lost = lose(world, "c")
+    world.until("an ISR of two", lambda: len(world.register.isr) == 2, ["a", "b"])
+    assert lost not in world.register.isr and world.register.epoch == 1
+    world.heal()
+    assert lost in world.register.isr
+
+
+def test_where_consul_is_emptied_all_keep_their_promise_and_their_id(world):
+    ids, register = dict(world.ids), world.register
+    empty = world.consul.snapshot()
+    empty.pairs.clear()
+    world.restore_consul(empty)
+    world.calm()
+    replicas = {broker: process.replica for broker, process in world.running.items()}
+    assert {one.problem for one in replicas.values()} == {world.code.replica.WENT_BACK}
+    assert {broker: one.files.identity.id for broker, one in replicas.items()} == ids
+    assert all(one.files.promised == register for one in replicas.values()) and world.register is None
+
+
+def test_a_register_that_is_there_again_ends_the_trouble_by_itself(world):
+    full, empty = world.consul.snapshot(), world.consul.snapshot()
+    empty.pairs.clear()
+    world.restore_consul(empty)
+    world.calm()
+    world.restore_consul(full)
+    world.until("a shard that works", world.works)
+
+
+def test_resign_lets_another_member_lead(world):
+    assert world.run(world.code.shard.resign(world.keys, "b")) is None
+    successor = world.run(world.code.shard.resign(world.keys, "a"))
+    assert successor in ("b", "c")
+    world.until("a shard that works", world.works)
+    assert world.running[successor].replica.role == "leading"
+
+
+def test_resign_of_the_last_living_member_is_refused(world):
+    lose(world, "b"), lose(world, "c")
+    with pytest.raises(world.code.shard.RetryError, match="no other member of the ISR is alive; a goes on leading"):
+        world.run(world.code.shard.resign(world.keys, "a"))
+
+
+def test_init_refuses_a_shard_that_is_there_and_one_whose_brokers_are_not(world, tmp_path):
+    init = world.code.shard.init
+    with pytest.raises(world.code.shard.ConfigError, match="is there already; see: kmq cluster status"):
+        world.run(init(world.keys, [*BROKERS], None, False))
+    del world.consul.state.pairs[world.keys.register]
+    with pytest.raises(world.code.shard.ConfigError, match="has promised version 3 of a register that is not there"):
+        world.run(init(world.keys, [*BROKERS], None, False))
+    new = World(load(), tmp_path / "new", 1)
+    new.root.mkdir()
+    new.start("a")
+    with pytest.raises(new.code.shard.RetryError, match="not there: a, b, c"):
+        new.run(init(new.keys, [*BROKERS], None, False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_walks_keep_every_promise(tmp_path, kind):
+    epochs = sum(walk((), tmp_path / str(seed), seed, kind).judge.registers[-1].epoch for seed in range(60))
+    assert epochs > 60, "the walks elect nobody"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", range(1000, 5000, 500))
+def test_thousands_of_random_walks_keep_every_promise(tmp_path, kind, first):
+    for seed in range(first, first + 500):
+        walk((), tmp_path / str(seed), seed, kind)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_without_one_of_its_guards_a_promise_is_broken(tmp_path, mutant):
+    assert find(mutant, lambda seed: tmp_path / str(seed), 60) is not None
+
+
+@pytest.mark.parametrize("kind", ["older", "copy"])
+def test_a_volume_that_was_restored_joins_as_a_new_replica(tmp_path, kind):
+    walk((), tmp_path / "w", 0, kind)
+
+
+def test_a_mutant_that_the_code_has_outgrown_is_refused():
+    with pytest.raises(ValueError, match="the mutant must follow"):
+        load([("shard", "no such line", "")])
