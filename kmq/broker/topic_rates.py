@@ -107,7 +107,10 @@ class TopicRates:
         return [_row(name, visit) for name, visit in visited[:most]]
 
     def _list(self) -> None:
-        names = self._bounds.names()
+        try:
+            names = self._bounds.names()
+        except OSError:  # whoever looks need not be whoever runs the broker: without its topics the rest is shown
+            names = []
         if names is not self._names:
             self._names = names
             self._topics = {name: self._topics.get(name) for name in names if not name.startswith("__")}
@@ -115,9 +118,8 @@ class TopicRates:
 
     def _recent(self) -> Iterable[str]:
         """Return the topics that the last routing keys of the WAL may mean."""
-        segments = reader.wal(self._data).segments()
         found: dict[str, None] = {}
-        with suppress(FileNotFoundError, IndexError), open(segments[-1][1], "rb", buffering=0) as wal:
+        with suppress(OSError, IndexError), open(reader.wal(self._data).segments()[-1][1], "rb", buffering=0) as wal:
             size = wal.seek(0, os.SEEK_END)
             lines = os.pread(wal.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).split(b"\n")[1:-1]
             keys = {record.routing_key_of(line) for line in lines if line.count(b"|", 0, 400) >= 3}

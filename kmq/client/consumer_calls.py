@@ -60,6 +60,10 @@ def at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
     except StopIteration as end:
         result: Result = end.value
         return result
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # of a callback: no coroutine may raise it
+            raise error.__cause__ from None
+        raise
     raise AssertionError("a blocking consumer has suspended")
 
 

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -272,34 +272,45 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may come here in between
+        self._has_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what the coroutine returns. If this thread is interrupted, it is cancelled, and has ended."""
-        if self._is_gone:
-            coroutine.close()
-            raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
+    def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
+        """Return what the coroutine returns. If this thread is interrupted, it is cancelled, and has ended.
+
+        `undo` takes back what it had done by then, if it was too late to cancel it.
+        """
         has_ended = threading.Event()
+        done: list[T] = []
 
         async def work() -> T:
             try:
-                return await coroutine
+                done.append(await coroutine)
+                return done[0]
             finally:
                 has_ended.set()
 
-        future = self._begin(work())
+        with self._lock:  # what was begun before the end is cancelled by it
+            if self._is_gone:
+                coroutine.close()
+                raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
+            future = self._begin(work())
         try:
             return future.result()
+        except CancelledError:  # by `end`, in another thread
+            raise RuntimeError("this queue is closed") from None
         except BaseException:
             if future.cancel():
                 has_ended.wait()
+            if done and undo is not None:
+                self.run(undo(done[0]))
             raise
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop = _Loop()
                 self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="kmq-session", daemon=True)
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -308,22 +319,19 @@ class LoopThread:
     def _is_gone(self) -> bool:
         """Return True after the end, and in a process that was forked from the one with the thread."""
         with self._lock:
-            return self._thread is not None and not self._thread.is_alive()
+            return self._has_ended or (self._thread is not None and not self._thread.is_alive())
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Run what ends something. The garbage collector may ask for that in the loop's own thread, which cannot wait."""
-        if threading.current_thread() is self._thread:
-            self._begin(last)
-        elif self._is_gone:
+        if self._is_gone:
             last.close()
+        elif threading.current_thread() is self._thread:
+            self._begin(last)
         else:
             self.run(last)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run what ends everything, if anything was begun, and then end the thread."""
-        if self._thread is None or self._is_gone:
-            last.close()
-            return
+        """Run what ends everything, if anything was begun, and then end the thread. What others wait for is cancelled."""
 
         async def work() -> None:
             try:
@@ -332,13 +340,42 @@ class LoopThread:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(loop.stop)  # after what reports the end of this task
 
-        self.finish(work())
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        with self._lock:
+            thread, is_gone = self._thread, self._is_gone
+            self._has_ended = True
+            if thread is None or is_gone:
+                last.close()
+                return
+            future = self._begin(work())
+        if threading.current_thread() is not thread:
+            try:
+                future.result()
+            except BaseException:
+                future.cancel()
+                raise
+            finally:
+                thread.join()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks names up also while the program ends, when no other thread may begin."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **more: Any) -> Any:
+        try:
+            return await super().getaddrinfo(host, port, **more)
+        except RuntimeError:
+            return socket.getaddrinfo(host, port, **more)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    async def end_others() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     loop.run_forever()
+    loop.run_until_complete(end_others())  # else a thread that waits for one of them would wait for ever
     loop.close()
 
 
@@ -365,7 +402,10 @@ class BroadcastQueue:
 
     def as_publisher(self, work: Callable[[Publisher], Steps[T]], timeout: float = 10.0) -> T:
         """Carry out steps while we hold the publisher's lock: nobody else decides anything meanwhile."""
-        publisher, has_failed = self._thread.run(self._queue._take_lock(timeout)), False
+        has_failed = False
+        publisher = self._thread.run(
+            self._queue._take_lock(timeout), lambda publisher: self._queue._give_lock(publisher, has_failed=True)
+        )
         try:
             return self.run(work(publisher))
         except ConsulError:
@@ -422,7 +462,9 @@ class BroadcastQueue:
 
         Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before it is ours.
         """
-        subscriber, heart = self._thread.run(self._queue._subscribe(start, stop))
+        subscriber, heart = self._thread.run(
+            self._queue._subscribe(start, stop), lambda found: self._queue._unsubscribe(found[0])
+        )
         try:
             yield subscriber, heart
         finally:

@@ -258,11 +258,12 @@ def _send(
             return producers[attempt].send_lines(block, callback=lambda delivery: None)  # _older looks at its errors
 
         def end(delivery: "Delivery") -> None:
-            for attempt in range(1, _MOST_NAMES):
+            for attempt in range(1, _MOST_NAMES + 1):
                 producers[attempt - 1].flush()
-                if not (block := _older(delivery)):
+                if not (older := _older(delivery)):
                     return
-                delivery = begin(block, attempt)
+                if attempt < _MOST_NAMES:
+                    delivery = begin(older, attempt)
             where = f"{partition.log}/{partition.partition}"
             raise KmqError(
                 f"{where}: {_MOST_NAMES} replays have left out older letters; no further one can be told apart"

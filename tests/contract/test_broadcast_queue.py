@@ -769,3 +769,77 @@ with kmq.BroadcastQueue(Place(ConsulAddress.of(sys.argv[1]), sys.argv[2], "a", 3
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n")
     assert done.stderr == "this queue is closed, or belongs to the process that this one was forked from\n"
+
+
+@pytest.mark.parametrize("when", ["threading.Thread(target=use).start()", "atexit.register(use)"])
+def test_a_queue_is_used_when_the_main_thread_has_ended_and_consul_has_a_name(cluster, when):
+    """asyncio looks a name up in a thread of a pool, which Python closes before other threads and before atexit."""
+    program = f"""
+import atexit, sys, threading, kmq
+from kmq.cluster.queue import Place
+from kmq.cluster.consul import ConsulAddress
+queue = kmq.BroadcastQueue(Place(ConsulAddress.of(sys.argv[1]), sys.argv[2], "a", 30.0))
+def use():
+    if threading.current_thread() is not threading.main_thread():
+        threading.main_thread().join()
+    with queue:
+        print(queue.publish("a"))
+{when}
+"""
+    address = cluster.agent.address.replace("127.0.0.1", "localhost")
+    done = subprocess.run(
+        [sys.executable, "-c", program, address, cluster.name], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_a_thread_that_waits_is_ended_when_another_closes_the_queue(cluster):
+    ends = []
+
+    def read():
+        try:
+            list(queue.receive())
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    queue = cluster.queue()
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: is_in(Future.result, sys._current_frames().get(thread.ident)) and node(queue).holder, "it waits")
+    queue.close()
+    thread.join(30)
+    assert len(ends) == 1 and ends[0].startswith("this queue is closed") and not thread.is_alive()
+    with pytest.raises(RuntimeError, match="this queue is closed"):
+        queue.publish("a")
+
+
+def test_a_queue_that_was_closed_before_its_first_use_begins_nothing(cluster):
+    before, queue = len(threads()), cluster.queue()
+    queue.close()
+    with pytest.raises(RuntimeError, match="this queue is closed"):
+        queue.publish("a")
+    assert len(threads()) == before
+
+
+@pytest.mark.parametrize("taken", ["_take_lock", "_subscribe"])
+def test_ctrl_c_when_something_was_just_taken_gives_it_back(cluster, taken):
+    def as_publisher(queue):
+        queue.as_publisher(lambda publisher: publisher.publish(Message.new("a", b"")))
+
+    def as_subscriber(queue):
+        next(queue.receive())
+
+    use = as_publisher if taken == "_take_lock" else as_subscriber
+    with cluster.queue() as queue:
+        take = getattr(queue._queue, taken)
+
+        async def interrupted(*arguments):
+            result = await take(*arguments)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            return result
+
+        setattr(queue._queue, taken, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            use(queue)
+        setattr(queue._queue, taken, take)
+        use(queue)

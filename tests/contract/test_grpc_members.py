@@ -470,3 +470,28 @@ def test_a_batch_of_a_partition_that_is_revoked_while_it_is_read_is_not_sent(run
             assert {*gone.partitions, batch.partition} == {0, 1}
 
     run(work)
+
+
+def test_a_fetch_that_waits_without_a_watch_of_its_directory_hears_of_a_seek(run):
+    async def work(gateway):
+        waking, waits = gateway.core.waking, []
+        waking._most, moved = 0, waking._moved
+
+        async def noted(seconds):
+            waits.append(seconds)
+            await moved(seconds)
+
+        waking._moved = noted
+        async with gateway.client() as one:
+            member = await one.member("m")
+            got = 0
+            while got < RECORDS:
+                await member.send("fetch", max_records=RECORDS, max_bytes=8 * MIB)
+                got += len((await member.next("batch")).records)
+            await member.send("fetch", max_records=10, wait_ms=60_000)
+            await until(lambda: waits, "it waits")
+            await member.send("seek", topic="t", partition=0, to={"offset": 5})
+            assert (await member.next("batch")).records
+            assert max(waits) <= 0.5  # or it would hear of the seek that late
+
+    run(work)

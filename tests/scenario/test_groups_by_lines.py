@@ -280,6 +280,19 @@ def test_what_was_given_back_and_not_committed_does_not_come_in_its_turn(broker,
         assert b.take() == (1, 0, [1, 2, 3]) and b.take() == (6, 0, [6, 7, 8, 9])
 
 
+def test_who_leaves_while_a_fetch_waits_takes_no_message_along(broker, letters):
+    with Giver(broker, "leavers", letters) as a:
+        while a.take(wait_ms=0)[2]:
+            pass
+        a.commit(10)
+        a.nack(3)
+        assert a.take() == (3, 2, [3])
+        a.send("!fetch 1000 wait=60000", "!leave")
+        assert a.reply() == replies.Batch(None) and a.rest() == b""  # at once: nobody is there to be given anything
+    with Giver(broker, "leavers", letters, "b") as b:
+        assert b.take() == (3, 3, [3])
+
+
 def test_a_fetch_that_waits_is_answered_when_a_message_is_due(broker, letters):
     with Giver(broker, "waiting", letters) as a:
         a.take()

@@ -223,6 +223,16 @@ def test_callbacks_tell_of_partitions_and_may_commit(server):
     assert told == [("assign", [EU, US]), ("revoke", [US]), ("revoke", [EU])]
 
 
+def test_what_a_callback_raises_is_raised_by_poll_as_it_is(server):
+    with (
+        kmq.Consumer(
+            "orders", group_id="billing", port=server.port, on_assign=lambda which: next(iter(()))
+        ) as consumer,
+        pytest.raises(StopIteration),
+    ):
+        read(consumer, 8)
+
+
 def test_a_revocation_ends_the_batch_that_is_being_given_out(server):
     server.peer.records = {EU: [b"x"] * 5000}
     given_up = []

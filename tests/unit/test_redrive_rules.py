@@ -1,10 +1,12 @@
 """Redrive: which records, under which key, as which line; and at which pace."""
 
+from types import SimpleNamespace
+
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq.deadletters import redrive, selection
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, KmqError
 from kmq.log import dropped, identity, topics
 from kmq.message import record
 
@@ -176,3 +178,42 @@ def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
     flow.wait(5)
     assert slept[-1] == pytest.approx(0.1)
     assert redrive.Pace(0.5).block_limit == 1
+
+
+class FakeProducer:
+    """A producer whose name has passed all ids, unless it is the last of `names`."""
+
+    duplicates = 0
+
+    def __init__(self, names, most, name):
+        self.takes_it = len(names) == most - 1
+        names.append(name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def flush(self):
+        pass
+
+    def send_lines(self, block, callback):
+        refusal = SimpleNamespace(code="id_too_old", line=block[:-1])
+        return SimpleNamespace(refused={} if self.takes_it else {0: refusal})
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_a_record_is_sent_under_the_first_name_that_takes_it_up_to_the_last(most):
+    names = []
+    partition = redrive.RedrivenPartition("b", "t", 0, ("x",))
+    again = redrive.send([(partition, 3, LINE, b"t")], connect=lambda name: FakeProducer(names, most, name))
+    assert again == 0 and len(set(names)) == most
+
+
+def test_a_record_that_no_name_takes_is_an_error():
+    names = []
+    partition = redrive.RedrivenPartition("b", "t", 0, ("x",))
+    with pytest.raises(KmqError, match="64 replays have left out older letters"):
+        redrive.send([(partition, 3, LINE, b"t")], connect=lambda name: FakeProducer(names, 65, name))
+    assert len(names) == 64

@@ -177,3 +177,12 @@ def test_no_data_directory_has_no_topics(tmp_path):
     found = TopicRates(str(tmp_path / "none"))
     found.look(1.0)
     assert found.rows(9) == [] and found.total == 0
+
+
+@pytest.mark.parametrize("name", ["topics", "append"])
+def test_what_may_not_be_looked_into_has_no_topics_and_no_error(tmp_path, name):
+    """`kmq top` as another user, or before the broker's first start. Root may look into all, so a file stands there."""
+    tmp_path.joinpath(name).write_text("")
+    rates = TopicRates(str(tmp_path))
+    rates.look(1.0)
+    assert rates.rows(10) == []

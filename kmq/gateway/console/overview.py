@@ -196,7 +196,7 @@ class GroupLags:
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
         self._received = {place: at for place, at in self._received.items() if place in shown}
         for topic, number, offset in shown - self._received.keys():
-            with suppress(RequestRefused, DamageError, OSError):
+            with suppress(RequestRefused, DamageError, OSError, ValueError):
                 received = self._partitions.open(topic, number).received_at(offset)
                 if received is not None:
                     self._received[topic, number, offset] = received

@@ -126,7 +126,7 @@ class Waking:
                 return False
             left = min(until, waiter.look_at) - now
             if len(watched) < len(fresh):
-                await self._moved(left)
+                await self._moved(min(left, _LOOK_S))  # who follows the watermark is not woken by its event
             elif await waiter.woken(left):
                 return True
 

@@ -111,7 +111,8 @@ class Fetches:
         self._is_ending |= at_once
         self._waiting.append((None, False))
         self._has_fetch.set()
-        self._reader.changed.set()
+        if at_once:
+            self._reader.changed.set()
 
     async def serve(self) -> None:
         """Answer the fetches that wait, until the last one is answered."""
@@ -274,6 +275,7 @@ class Rebalances:
         """End the member: nothing more is passed on."""
         self._has_left = True
         self._groups.leave(self._reader.group, self._reader.member)
+        self._reader.revoke([*self._reader.cursors])  # what a turn takes from now on is given back
 
 
 async def serve_until_one_ends(served: Iterable[Awaitable[Any]], *others: Awaitable[Any]) -> None:
