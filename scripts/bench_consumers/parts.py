@@ -20,16 +20,11 @@ COMMAND = [sys.executable, str(Path(__file__).resolve().parent)]
 SMALL, LARGE = ("small", 100), ("large", 1024)  # topics: name, bytes of a value
 
 
-class _PodWithGateway(Pod):
-    def _kmq(self, *command: str) -> None:
-        super()._kmq(*(word for word in command if word != "--no-gateway"))
-
-
 @contextmanager
 def pod_with_gateway(directory: Path) -> Iterator[Pod]:
     """A pod in a new directory; nothing of it is left behind."""
     home = Path(tempfile.mkdtemp(prefix="consumers-", dir=directory))
-    running = _PodWithGateway(home)
+    running = Pod(home, gateway=True)
     try:
         running.up()
         yield running
