@@ -195,7 +195,7 @@ def test_every_command_is_on_a_page():
 
 def test_a_page_can_be_read_at_night():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (ROOT / "docs").rglob("*.md")}
-    assert {page for page, lines in long.items() if lines > 300} <= {"docs/consuming.md"}
+    assert [page for page, lines in long.items() if lines > 300] == []
 
 
 def test_the_readme_is_short():
