@@ -139,7 +139,10 @@ class Gate:
         return True
 
 
+_COUNTERS = {row.code.encode(): f"errs_{row.counted}" for row in refusals.table()}
+
+
 def count_err(row: Row, refusal: bytes, n: int = 1) -> None:
     """Count `n` messages or connections that were refused, by class. `refusal`: the code, perhaps with its text."""
-    word = f"errs_{refusals.find(refusal.partition(b' ')[0].decode(errors='replace')).counted}"
-    setattr(row, word, getattr(row, word) + n)
+    counter = _COUNTERS.get(refusal.partition(b" ")[0], "errs_format")  # what a later release sends counts as that
+    setattr(row, counter, getattr(row, counter) + n)

@@ -132,7 +132,9 @@ class Sender:
 # <reply> goes to the producer as it is, for the messages from <first n> on. An empty line, from the framer: the ring
 # `received` has room again.
 
-KEEP_BYTES = 8 * MIB
+# A flood of empty lines gets 26 times its bytes as refusals, and the framer makes them faster than ingress reads them.
+# If they did not fit, others would lose their replies.
+KEEP_BYTES = 32 * MIB
 _READ_BYTES = 1 << 16
 
 
