@@ -188,9 +188,8 @@ class Supervisor:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
                 row = page.rows.get(child.name)  # `replica` has none
-                if (
-                    row is not None and child.due == _NEVER and not is_process(row.pid, child.name)
-                ):  # else one runs that others have started
+                # If its process lives, others have started that one.
+                if row is not None and child.due == _NEVER and not is_process(row.pid, child.name):
                     row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:
@@ -362,7 +361,7 @@ def end_with(pid: int) -> None:
 
 
 def run_beside(name: str, module: str, work: Callable[[Logger, int], None], description: str, example: str) -> int:
-    """Run the gateway or the agent to its end and return its exit code. A log line always says why it has ended.
+    """Run a process beside the stages to its end and return its exit code. A log line always says why it has ended.
 
     `work` gets its logger, and the supervisor's pid or 0.
     """

@@ -4,7 +4,6 @@ Links       in, out: Consul   Owns: pipes/replica.owner, KMQ_DATA/replica, KMQ_D
 Invariant   The stages never wait for it, nor for Consul.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -12,28 +11,14 @@ import sys
 
 from kmq.broker.data_directory import known_id
 from kmq.broker.stats import peek
-from kmq.broker.supervisor import end_with
+from kmq.broker.supervisor import run_beside
 from kmq.config.settings import Settings, load
-from kmq.errors import EXIT_OK, ConfigError, KmqError, Stopped, of_os_error, pip_install
-from kmq.files import keep_others_out
+from kmq.errors import ConfigError, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.log import identity, wal
 from kmq.logfmt import Logger
 
 REPLICA = "replica"
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m kmq.replica",
-        description="Takes part in the elections of this broker's shard (KMQ_SHARD). `kmq up` starts it by itself where"
-        " KMQ_SHARD is set.",
-        epilog="example: KMQ_SHARD=s KMQ_CLUSTER=dev KMQ_CONSUL=127.0.0.1:8500 python -m kmq.replica",
-    )
-    parser.add_argument(
-        "--with", dest="supervisor", type=int, default=0, metavar="PID", help="the process that started it"
-    )
-    return parser.parse_args()
 
 
 def _run(settings: Settings, log: Logger) -> None:
@@ -91,23 +76,15 @@ def _synced(settings: Settings) -> int:
 
 
 def main() -> int:
-    """Run the replica to its end and return its exit code. A log line always says why it has ended."""
-    supervisor = _arguments().supervisor
-    keep_others_out()
-    log = Logger(REPLICA)
-    try:
-        if supervisor:
-            end_with(supervisor)  # else it would go on alone
-        _run(load(), log)
-        code, reason = EXIT_OK, "drained"
-    except Stopped as err:
-        code, reason = err.exit_code, str(err)
-    except (KmqError, OSError) as err:
-        failure = of_os_error(err) if isinstance(err, OSError) else err
-        code, reason = failure.exit_code, str(failure)
-        log.error("failed", exit_code=code, reason=reason)
-    log.info("stopped", exit_code=code, reason=reason)
-    return code
+    """Run the replica to its end and return its exit code."""
+    return run_beside(
+        REPLICA,
+        "kmq.replica",
+        lambda log, supervisor: _run(load(), log),
+        "Takes part in the elections of this broker's shard (KMQ_SHARD). `kmq up` starts it by itself where KMQ_SHARD is"
+        " set.",
+        "KMQ_SHARD=s KMQ_CLUSTER=dev KMQ_CONSUL=127.0.0.1:8500 python -m kmq.replica",
+    )
 
 
 if __name__ == "__main__":
