@@ -51,8 +51,8 @@ def open_data(path: str, known: str = "", shard: str = "") -> str:
     """
     if known:
         _check_known(path, known)
-    _check_shard(path, shard)
     try:
+        _check_shard(path, shard)
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "id", os.urandom(16).hex())
@@ -93,7 +93,7 @@ def _check_shard(path: str, shard: str) -> None:
     try:
         with open(f"{path}/replica", encoding="latin-1") as file:
             found = _SHARD.search(file.read(_LONGEST))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):  # of another error nobody knows whether it is one
         return
     name = found[1] if found else "one that its file `replica` does not name"
     if name != shard:

@@ -122,6 +122,12 @@ def test_a_directory_of_a_shard_is_refused_on_its_own_and_to_another_shard(data)
     assert alone.value.exit_code == 78
 
 
+def test_a_directory_of_which_nobody_knows_whether_it_is_a_replica_is_refused(data):
+    os.mkdir(f"{data}/replica")
+    with pytest.raises(ConfigError, match=r"Is a directory \(.*/replica\); move it away"):
+        identity.open_data(data)
+
+
 SHARD = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500"}
 
 
