@@ -9,8 +9,10 @@ Pull        Nothing is sent that was not asked for: each fetch is answered by on
 Again       A message that comes again is a batch of its own. A fetch that waits, or follows an empty answer, says that
             the client has come back from all it was given.
 Doors       differ in what is sent and what it may cost (Wire), in whether a fetch is tried at once (lines: `begin`) or
-            beside its stream's other requests (gRPC, whose reads wait for memory: `put`), in what becomes of a fetch
-            whose partition is revoked (`refuses_revoked`), and of those that wait when the client leaves (`finish`).
+            beside its stream's other requests (gRPC, whose reads wait for memory: `put`), and in what becomes of a
+            fetch whose partition is revoked (`refuses_revoked`).
+Leaving     A fetch that waits when its member leaves is answered at once, with nothing: what it took then nobody would
+            be given again. If the client has only ended its sending half, it is answered as always.
 Invariant   `pass_turn` is asked by who has the turn to write, so nothing is written of a partition after its revoke,
             or from before a seek. A revoke is passed on before the assignment of the same generation. Requests before
             the client's answer to it are served before it counts, so a commit in front of it is always allowed.
@@ -226,7 +228,7 @@ class Rebalances:
         self._has_event = asyncio.Event()
         self._unanswered: deque[int] = deque()  # generations of the revokes that the client has not answered
         self._told = 0  # generation of the last assignment
-        self._has_left = False
+        self.has_left = False
         self.has_assigned = asyncio.Event()
 
     def hear(self, event: Event) -> None:
@@ -241,7 +243,7 @@ class Rebalances:
         while True:
             await self._has_event.wait()
             self._has_event.clear()
-            while self._events and not self._has_left:
+            while self._events and not self.has_left:
                 event = self._events.popleft()
                 if isinstance(event, Ended):
                     return event
@@ -257,7 +259,7 @@ class Rebalances:
         await self._wire.say_assigned(event.generation)
         self._told = event.generation
         self.has_assigned.set()
-        if not self._unanswered and not self._has_left:
+        if not self._unanswered and not self.has_left:
             self._groups.sync(self._reader.group, self._reader.member, event.generation)
 
     def revoked(self) -> None:
@@ -273,7 +275,7 @@ class Rebalances:
 
     def leave(self) -> None:
         """End the member: nothing more is passed on."""
-        self._has_left = True
+        self.has_left = True
         self._groups.leave(self._reader.group, self._reader.member)
         self._reader.revoke([*self._reader.cursors])  # what a turn takes from now on is given back
 

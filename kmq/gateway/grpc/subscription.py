@@ -138,20 +138,19 @@ class Subscription:
 
     async def _listen(self, requests: AsyncIterator[bytes]) -> None:
         """Serve requests until the client leaves or has sent its last."""
-        group, member, has_left = self._reader.group, self._reader.member, False
+        group, member = self._reader.group, self._reader.member
         async for data in requests:
             request = _parsed(data)
             kind = request.WhichOneof("request")
             self._groups.beat(group, member, polled=kind == "fetch")
             if kind == "leave":
-                has_left = True
                 self._rebalances.leave()
                 break
             try:
                 await self._serve(kind, request)
             except RequestRefused as err:
                 await self._say(request.request_id, error=values.error(err))
-        self._fetches.finish(at_once=has_left)
+        self._fetches.finish(at_once=self._rebalances.has_left)
 
     async def _serve(self, kind: str | None, request: Any) -> None:
         if kind == "fetch":

@@ -96,7 +96,6 @@ class Session:
 
     async def _serve_lines(self) -> None:
         """Serve requests until the client has sent its last."""
-        has_left = False
         if self._member is not None:
             await self._rebalances.has_assigned.wait()
         while (line := await self.connection.read_line()) is not None:
@@ -112,11 +111,10 @@ class Session:
                 continue
             if request == requests.LEAVE:
                 if self._member is not None:
-                    has_left = True
                     self._rebalances.leave()
                 break
             await self._serve(request)
-        self.fetches.finish(at_once=has_left)
+        self.fetches.finish(at_once=self._rebalances.has_left)
 
     async def _serve(self, request: requests.Request) -> None:
         name = type(request).__name__.lower()
