@@ -103,6 +103,21 @@ def test_what_nobody_reads_is_lost_beyond_a_bound_and_counted(fd, monkeypatch):
     assert take_all(reader) == replies(301, 200) and writer.lost == len(falls_out)
 
 
+def test_what_a_flood_of_empty_lines_is_answered_waits_for_a_slow_ingress(fd):
+    """Six connections had 18 MiB of refusals on their way. What does not fit is lost, whoever waits for it."""
+    writer, reader = AckWriter(fd), AckReader(fd)
+    filled = fill(fd)
+    refused = [b"1795276288490144000.1 %d !err %d empty_line" % (n, n) for n in range(1, 400_001)]
+    for at in range(0, len(refused), 8192):
+        writer.put(text(refused[at : at + 8192]))
+    assert writer.lost == 0
+    got = take_all(reader)
+    while writer.waiting:
+        writer.flush()
+        got += take_all(reader)
+    assert got[filled:] == refused
+
+
 def test_a_line_that_is_read_in_two_parts_is_one(fd):
     reader = AckReader(fd)
     os.write(fd, b"17.1 1 !ack 1 5\n17.1 2 !a")
