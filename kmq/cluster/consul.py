@@ -28,7 +28,6 @@ from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped
 T = TypeVar("T")
 
 MAX_OPERATIONS = 64  # of a Txn
-MAX_TXN_BYTES = 512 * 1024  # of a Txn's body
 LOCK_DELAY_S = 1  # after a session was lost nobody gets its locks for so long: what it has sent has arrived by then
 
 
