@@ -71,6 +71,7 @@ class Replica:
         self._note: Note | None = None  # as Consul has it
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
+        self._is_lost = False  # it does not, and the log has that
         self._heard: dict[str, float] = {}  # when members of the ISR were last there, under our version
         promised = files.promised
         self._spent = promised.epoch if promised is not None and promised.leader == files.identity.id else 0
@@ -102,9 +103,10 @@ class Replica:
         yield from self._leave()
 
     def _lost(self, reason: str) -> None:
-        if self._reached is not None:
+        if not self._is_lost:
             effect = "nobody is elected from here; what was promised holds"
             self.log.warn("replica_consul_lost", reason=reason, effect=effect)
+            self._is_lost = True
         self._reached, self._position = None, 0
         self._heard.clear()
 
@@ -198,7 +200,7 @@ class Replica:
         if ours is None or ours.session != self._presence.session:  # a session also ends with its node
             raise SessionLost("our key in Consul is not locked by us any more")
         if self._reached is None:
-            self._reached = self._clock()
+            self._reached, self._is_lost = self._clock(), False
         yield from self._promise(view)
         note, noted = self._new_note(), self._note
         is_due = noted is None or note.version != noted.version or self._clock() - self._noted_at >= _NOTE_S

@@ -228,10 +228,12 @@ def test_starts_without_consul_cost_nobody_its_id(shard):
     ids = shard.ids()
     for name in BROKERS:
         shard.end(name)
-    for _ in range(3):
+    for start in (1, 2, 3):
         shard.start(*BROKERS, KMQ_CONSUL="127.0.0.1:1")
         for name in BROKERS:
             wait_for("the mark of a start", lambda name=name: shard.files(name).identity.coming)
+            lost = shard.await_event(name, "replica_consul_lost", start)  # once a start, or nobody would know
+            assert len(lost) == start
             shard.end(name)
     coming = {shard.files(name).identity.coming for name in BROKERS}
     shard.start(*BROKERS)
