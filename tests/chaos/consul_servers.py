@@ -1,10 +1,6 @@
-"""Three Consul servers, and their clients, in network namespaces of their own on one bridge. Needs root.
+"""Three Consul servers, and their clients, in network namespaces of their own (network.py). Needs root.
 
-Every server and every client has an address 10.77.0.<number>. Nothing of it can be reached from the host's network, and
-nothing of the host's network is changed. Tests ask a server by its Unix socket, which no cut of the network reaches.
-
-A cut is one way: the sender is given a wrong hardware address of the receiver, so what it sends arrives nowhere, and
-nobody tells it. That is how a broken network looks from both sides.
+Tests ask a server by its Unix socket, which no cut of the network reaches.
 """
 
 import base64
@@ -16,17 +12,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from consuls import PATIENCE_S, program
 
-PREFIX = "kmqt"  # of the names of namespaces: kmqt<pid>-<name>
-NET = "10.77.0"
+from chaos.network import NET, Network, run
+
 CLIENT = 101  # number of the first client
-NOWHERE = "02:00:00:00:00:01"  # no interface has this address
 HTTP_PORT = 8500
 _ANSWER_S = 5.0
 
@@ -42,82 +37,6 @@ _SETTINGS = {
     "ports": {"http": HTTP_PORT, "dns": -1, "grpc": -1, "serf_wan": -1},
     "log_level": "warn",
 }
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert not done.returncode, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
-
-
-def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.startswith(PREFIX)]
-
-
-def _remove_left_over() -> None:
-    """Remove namespaces of tests that were killed."""
-    for name in _namespaces():
-        pid = name.removeprefix(PREFIX).partition("-")[0]
-        if not Path(f"/proc/{pid}").exists():
-            with suppress(AssertionError):  # another test run has just removed it
-                _run("ip", "netns", "del", name)
-
-
-class Network:
-    """A bridge in a namespace of its own; each number has a namespace with one interface on it."""
-
-    def __init__(self) -> None:
-        self._prefix = f"{PREFIX}{os.getpid()}-"
-        self._numbers: set[int] = set()
-        self._cuts: set[tuple[int, int]] = set()
-        _remove_left_over()
-        self._bridge = self._prefix + "bridge"
-        _run("ip", "netns", "add", self._bridge)
-        _run("ip", "-n", self._bridge, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self._bridge, "link", "set", "br0", "up")
-
-    def namespace(self, number: int) -> str:
-        return f"{self._prefix}{number}"
-
-    def add(self, number: int) -> None:
-        """Give this number its namespace, unless it has it."""
-        if number in self._numbers:
-            return
-        name, port = self.namespace(number), f"p{number}"
-        _run("ip", "netns", "add", name)
-        self._numbers.add(number)
-        link = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name]
-        _run("ip", "-n", self._bridge, *link)
-        _run("ip", "-n", self._bridge, "link", "set", port, "master", "br0", "up")
-        _run("ip", "-n", name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
-        _run("ip", "-n", name, "link", "set", "eth0", "up")
-        _run("ip", "-n", name, "link", "set", "lo", "up")
-
-    def inside(self, number: int) -> list[str]:
-        """What to write before a command so that it runs there, and ends with this process. The pid stays the same."""
-        return ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.namespace(number)]
-
-    def cut(self, sender: int, receiver: int) -> None:
-        """From now on nothing that `sender` sends arrives at `receiver`. The way back stays open."""
-        where = [f"{NET}.{receiver}", "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
-        _run("ip", "-n", self.namespace(sender), "neigh", "replace", *where)
-        self._cuts.add((sender, receiver))
-
-    def cut_off(self, number: int) -> None:
-        """Nothing arrives there, and nothing leaves."""
-        for other in self._numbers - {number}:
-            self.cut(number, other)
-            self.cut(other, number)
-
-    def heal(self) -> None:
-        """Take all cuts away."""
-        while self._cuts:
-            sender, receiver = self._cuts.pop()
-            _run("ip", "-n", self.namespace(sender), "neigh", "del", f"{NET}.{receiver}", "dev", "eth0")
-
-    def close(self) -> None:
-        for name in [*map(self.namespace, self._numbers), self._bridge]:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -300,7 +219,7 @@ class ConsulServers:
 def consul_servers(root: Path) -> Iterator[ConsulServers]:
     """The servers for a with block. Where there are no network namespaces the test is skipped; in CI it fails."""
     try:
-        _run("ip", "netns", "list")
+        run("ip", "netns", "list")
         assert os.geteuid() == 0, "not root"
         made = ConsulServers(root)
     except (OSError, AssertionError) as error:
