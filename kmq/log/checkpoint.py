@@ -294,7 +294,7 @@ def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
         deletions.NAME: deletions.last_seq(data),
     }
     if ask_queues:
-        others |= _queue_end(data)
+        others |= queue_end(data)
     name, later = max(others.items(), key=lambda item: item[1])
     if later > seq:
         raise CorruptError(
@@ -304,7 +304,7 @@ def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
     return seq, recv_ts
 
 
-def _queue_end(data: str) -> dict[str, int]:
+def queue_end(data: str) -> dict[str, int]:
     """Return the queue with the latest seq, and that seq, of the queues whose sizes do not match router.ckpt."""
     try:
         rows = load(data)[1]

@@ -54,8 +54,8 @@ KEY = b"__kmq.topic"
 CREATE, SET, GROW, DELETE = "create", "set", "grow", "delete"
 VERBS = (CREATE, SET, GROW, DELETE)
 
-_MARK = b"|" + KEY + b"|"
-_LINE = re.compile(rb"(?m)^\d+\|[^|\n]*" + re.escape(_MARK) + rb"[^\n]*\n")
+_OWN = b"|__kmq."
+_LINE = re.compile(rb"(?m)^\d+\|[^|\n]*\|(__kmq\.[^|\n]*)\|[^\n]*\n")
 _PLAIN = re.compile(r"[A-Za-z0-9._:+-]*")
 _ENCODED = re.compile(rb"%([0-9A-F]{2})")
 
@@ -97,22 +97,25 @@ def decode(line: bytes) -> TopicChange:
     return TopicChange(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
 
 
-def parts(lines: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Cut whole stored lines into (lines, False) and (the record of a change, True), in order."""
+def parts(lines: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Cut whole stored lines into (lines, b"") and (a record of the framer's own, its routing key), in order.
+
+    Such a record, a change or an epoch (committed.py), is a block of its own in every ring.
+    """
     at = 0
-    for match in _LINE.finditer(lines) if _MARK in lines else ():
+    for match in _LINE.finditer(lines) if _OWN in lines else ():
         if match.start() > at:
-            yield lines[at : match.start()], False
-        yield match[0], True
+            yield lines[at : match.start()], b""
+        yield match[0], match[1]
         at = match.end()
     if at < len(lines):
-        yield lines[at:], False
+        yield lines[at:], b""
 
 
 def changes(lines: bytes) -> Iterator[TopicChange]:
     """Yield the changes in whole stored lines; records that cannot be read are passed over."""
-    for text, is_change in parts(lines):
-        if is_change:
+    for text, key in parts(lines):
+        if key == KEY:
             try:
                 yield decode(text)
             except ValueError:

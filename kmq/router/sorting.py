@@ -109,8 +109,8 @@ class Sorter:
         for first, last in self._logs.wal_ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
-                for part, is_change in topic_changes.parts(lines):
-                    if is_change:
+                for part, key in topic_changes.parts(lines):
+                    if key == topic_changes.KEY:
                         self.make_topics()  # of lines before this replay: they are older than the change
                         change(part)
                     self.routed_bytes += self._route_lines([part])

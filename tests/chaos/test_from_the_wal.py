@@ -236,4 +236,8 @@ def test_a_change_of_another_kind_of_text_is_read_as_it_was_written() -> None:
     assert line.count(b"|") == 5 and line.count(b"\n") == 1
     assert topic_records.decode(line) == change._replace(seq=21, ts="1732190000.000001")
     other = b"20|1.000000|a|0|1|x|__kmq.topic|\n"
-    assert list(topic_records.parts(other + line + other)) == [(other, False), (line, True), (other, False)]
+    assert list(topic_records.parts(other + line + other)) == [
+        (other, b""),
+        (line, topic_records.KEY),
+        (other, b""),
+    ]

@@ -61,7 +61,7 @@ def test_a_plain_line_and_a_line_in_the_fifo_become_dead_letters():
     "key",
     [
         *(b"append", b"append.k", b"dropped", b"__append", b"__append.@.k", b"__", b"__.k", b"__/x"),
-        *(b"__kmq", b"__kmq.topic", b"__kmq.@.topic", b"__kmq.@"),
+        *(b"__kmq", b"__kmq.topic", b"__kmq.epoch", b"__kmq.@.topic", b"__kmq.@"),
     ],
 )
 def test_the_pod_itself_may_not_write_to_what_is_no_topic(key):

@@ -1,0 +1,181 @@
+"""What of the WAL is committed: where each epoch begins, what may be shown, and the cut of what a leader does not have.
+
+    __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=1      the first record of an epoch; `mark`: of its register
+    committed           `<seq> crc32=…`: up to this seq all replicas that can be elected have the records
+    cut/<first seq>-<epoch>.log     records that were cut, as they were stored
+
+A record is of the epoch of the last such line before it, of epoch 0 before the first. Epochs are in the queue `__kmq`,
+which retention never touches, and in the end of the WAL that is not routed yet.
+
+Owner       the process `replica`. It cuts while no stage has the WAL open; the framer alone writes records of epochs.
+Invariant   `committed` never says more than was committed. A record is never cut before it is on disk in cut/. Nothing
+            that a queue, router.ckpt, producers.ckpt or `committed` covers is ever cut.
+Crash       `committed` is replaced, and not synced: after a power cut it may say less, or cannot be read and says 0.
+            At any point of a cut the WAL is as it was, or ends earlier, after a whole record. The same cut, made again,
+            finishes it, and takes what the first one has put into cut/ for its own.
+Memory      An epoch takes some hundred bytes. A cut reads a MiB at once.
+"""
+
+import os
+import re
+import zlib
+from bisect import bisect_right
+from collections import namedtuple
+from collections.abc import Iterator
+
+from kmq.errors import CorruptError
+from kmq.log import checkpoint, reader, topic_changes, wal
+from kmq.log.damage import DamageError
+from kmq.message import record
+
+# --- records of epochs -----------------------------------------------------------------------------------------------
+
+EPOCH_KEY = b"__kmq.epoch"
+_PAYLOAD = re.compile(rb"epoch=(\d{1,18}) mark=([0-9a-f]{16}) broker=([^ ]+) level=(\d{1,9})(?: .*)?")
+
+
+class EpochRecord(namedtuple("EpochRecord", ("epoch", "mark", "broker", "level", "seq"))):
+    """The first record of an epoch. `mark`: of the register by which its leader was elected, 64 bits."""
+
+    __slots__ = ()
+
+
+def encode_epoch(epoch: int, mark: int, broker: str, level: int, now: bytes) -> bytes:
+    """Return the record as sent, without newline. `now`: its producer_ts."""
+    return b"%b|%b||epoch=%d mark=%016x broker=%b level=%d" % (EPOCH_KEY, now, epoch, mark, broker.encode(), level)
+
+
+def decode_epoch(line: bytes) -> EpochRecord:
+    """Return what a stored record says. Raises ValueError if it begins no epoch."""
+    stored = record.fields(line.rstrip(b"\n"))
+    match = _PAYLOAD.fullmatch(stored.payload)
+    if stored.routing_key != EPOCH_KEY or match is None:
+        raise ValueError(f"{line[:80]!r}: begins no epoch")
+    return EpochRecord(int(match[1]), int(match[2], 16), match[3].decode(), int(match[4]), int(stored.seq))
+
+
+# --- epochs of a log -------------------------------------------------------------------------------------------------
+
+
+class Epochs:
+    """Where each epoch of a log begins."""
+
+    def __init__(self) -> None:
+        self._epochs: list[int] = []  # both rise
+        self._firsts: list[int] = []
+
+    @classmethod
+    def load(cls, data: str, routed_seq: int = 0) -> "Epochs":
+        """Return the epochs of a data directory, from the queue `__kmq` and from the WAL after `routed_seq`.
+
+        `routed_seq`: of router.ckpt. Where the queue is damaged, or has less than router.ckpt says, the WAL is read from
+        there. Raises CorruptError if both lack a record.
+        """
+        epochs, log, last = cls(), reader.partition(data, topic_changes.TOPIC, 0), 0
+        try:
+            for _, lines in log.chunks(log.first_offset):
+                epochs.absorb(lines)
+                last = record.seq_of(wal.last_line(lines))
+            is_whole = last >= _noted_seq(data)
+        except DamageError:  # at its end that may be of a power cut
+            is_whole = False
+        begin = max(routed_seq if is_whole else 0, last) + 1
+        if not is_whole and begin < wal.first_seq(data):
+            raise CorruptError(
+                f"{log.directory}: its records after seq {last} are lost, and the WAL no longer has them: nobody knows"
+                " where the epochs begin; run kmq verify --repair, or kmq cluster reset"
+            )
+        for lines in wal.read(data, begin, wal.last_stored(data)[0]):
+            epochs.absorb(lines)
+        return epochs
+
+    def absorb(self, lines: bytes) -> None:
+        """Note the epochs that begin in whole stored lines. Raises CorruptError if an epoch's record is damaged."""
+        for line, key in topic_changes.parts(lines):
+            if key == EPOCH_KEY:
+                try:
+                    found = decode_epoch(line)
+                    self.add(found.epoch, found.seq)
+                except ValueError as err:
+                    raise CorruptError(f"record {record.seq_of(line)} of {EPOCH_KEY.decode()}: {err}") from err
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, seq of its first record), in order."""
+        return zip(self._epochs, self._firsts, strict=True)
+
+    @property
+    def last(self) -> int:
+        """Return the epoch of the end of the log; 0 if no epoch has begun."""
+        return self._epochs[-1] if self._epochs else 0
+
+    def epoch_at(self, seq: int) -> int:
+        """Return the epoch of record `seq`; 0 before the first epoch."""
+        at = bisect_right(self._firsts, seq)
+        return self._epochs[at - 1] if at else 0
+
+    def end_of(self, epoch: int, end: int) -> int:
+        """Return the last seq whose record is of `epoch` or of an earlier one. `end`: the last seq of the log."""
+        at = bisect_right(self._epochs, epoch)
+        return self._firsts[at] - 1 if at < len(self._epochs) else end
+
+    def add(self, epoch: int, seq: int) -> None:
+        """Note that `epoch` begins with record `seq`; again is no error. Raises ValueError if it is not a later one."""
+        at = bisect_right(self._epochs, epoch)
+        if at and (self._epochs[at - 1], self._firsts[at - 1]) == (epoch, seq):
+            return
+        if epoch <= self.last or (self._firsts and seq <= self._firsts[-1]):
+            raise ValueError(
+                f"epoch {epoch} from seq {seq} on is not after epoch {self.last}, from {self._firsts[-1:]}"
+            )
+        self._epochs.append(epoch)
+        self._firsts.append(seq)
+
+    def cut(self, seq: int) -> None:
+        """Forget the epochs that begin after `seq`."""
+        at = bisect_right(self._firsts, seq)
+        del self._epochs[at:], self._firsts[at:]
+
+
+def _noted_seq(data: str) -> int:
+    """Return the last seq that the queue `__kmq` has, as router.ckpt says; 0 if it does not say."""
+    try:
+        row = checkpoint.load(data)[1].get((topic_changes.TOPIC, 0))
+    except (ValueError, LookupError):
+        return 0
+    return row.last_seq if row else 0
+
+
+# --- what is committed -----------------------------------------------------------------------------------------------
+
+_COMMITTED = re.compile(rb"(\d{1,19}) crc32=(\d{1,10})\n")
+
+
+def read_committed(data: str) -> int:
+    """Return up to which seq the log is known to be committed; 0 if the file is missing or not whole."""
+    try:
+        with open(f"{data}/committed", "rb") as file:
+            match = _COMMITTED.fullmatch(file.read(64))
+    except FileNotFoundError:
+        return 0
+    return int(match[1]) if match and int(match[2]) == zlib.crc32(match[1]) else 0
+
+
+def write_committed(data: str, seq: int) -> None:
+    """Note up to which seq the log is committed. A kill leaves the old file or the new one; nothing is synced."""
+    text = b"%d" % seq
+    with open(f"{data}/committed.new", "wb") as file:
+        file.write(b"%b crc32=%d\n" % (text, zlib.crc32(text)))
+    os.rename(f"{data}/committed.new", f"{data}/committed")
+
+
+def shown_seq(data: str) -> int:
+    """Return the last seq that a queue, router.ckpt or `committed` has: readers may have seen it, so it is committed.
+
+    Never more than the WAL has: whoever owns a file that says more refuses it (`checkpoint.agreed_end`).
+    """
+    return min(wal.last_stored(data)[0], max(_shown(data).values()))
+
+
+def _shown(data: str) -> dict[str, int]:
+    others = {"committed": read_committed(data), "router.ckpt": checkpoint.routed_seq(data)}
+    return others | checkpoint.queue_end(data)
