@@ -9,7 +9,7 @@ not write was not acted upon.
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 OK, FAIL, UNKNOWN = "ok", "fail", "unknown"
 
@@ -21,7 +21,7 @@ class Produce(NamedTuple):
     """One message, its value unlike all others. `place` and `offset`: where the broker said that it lies; None: not said.
 
     `once`: it must not be stored twice, and the messages of one process stay in order. Without it the process sends again
-    whatever was not answered. `began`: when it was sent, or later.
+    whatever was not answered. `began`: when it was sent, or later. `size`: of its payload, if that is known.
     """
 
     process: str
@@ -31,6 +31,34 @@ class Produce(NamedTuple):
     offset: int | None = None
     once: bool = True
     began: float = 0.0
+    size: int | None = None
+
+
+class Answer(NamedTuple):
+    """The broker said that the message lies in the WAL as `seq`: `began`: when the message was sent last."""
+
+    process: str
+    value: str
+    seq: int
+    began: float
+    ended: float
+
+
+class Ends(NamedTuple):
+    """The broker said where a partition ends."""
+
+    process: str
+    place: Place
+    end: int
+    began: float
+    ended: float
+
+
+class Healed(NamedTuple):
+    """Since `ended` nothing is broken any more: `what` was."""
+
+    what: str
+    ended: float
 
 
 class Assigned(NamedTuple):
@@ -132,8 +160,8 @@ class Owners(NamedTuple):
     owners: tuple[tuple[str, Place], ...]
 
 
-Operation = Produce | Assigned | Poll | Again | Nacked | Lost | Commit | Committed | Owners
-_TYPES = {each.__name__: each for each in (Produce, Assigned, Poll, Again, Nacked, Lost, Commit, Committed, Owners)}
+Operation = Produce | Answer | Ends | Healed | Assigned | Poll | Again | Nacked | Lost | Commit | Committed | Owners
+_TYPES = {each.__name__: each for each in get_args(Operation)}
 
 
 def encode(operation: Operation) -> str:
