@@ -2,6 +2,8 @@
 
 Ready       A message sent now is accepted, and on disk in a moment: every stage is in its loop and no stage waits for
             space. The gateway counts if this broker has one, unless it has ended in order: with exit code 0.
+            In a shard the replica counts, too. A follower is ready while its replica is in the ISR: what is sent to it
+            is stored by its leader.
 Source      The stats page alone, so that all readers of one moment get the same verdict. Each process writes there what
             it knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
             A reader that comes once has no history, so each process also notes how it is restarted, how long its syncs
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator
 from kmq.access import certificate
 from kmq.access.certificate import Validity
 from kmq.broker import clock
-from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, RESTARTED_S, Row, StatsPage
+from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, REPLICA, RESTARTED_S, Row, StatsPage
 from kmq.config.settings import STAGES, Settings
 from kmq.config.values import GIB
 from kmq.errors import EXIT_NAMES, NO_RESTART
@@ -104,11 +106,14 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "group_stalled",
     "agent_ended",
     "consul_lost",
+    "hw_stands",
+    "isr_small",
 )
 RESTARTS = 3  # so many restarts in a row, none after a life of RESTARTED_S
 OOM_S = 3600  # an OOM kill is a concern for so long
 SLOW_SYNCS, SLOW_S = 4, 60  # so many of the last 16 syncs were slow, the last of them within this time
 STUCK_S, FULL_S, PAUSE_S = 10, 60, 2  # a ring without room: at once, on the whole, and what ends "on the whole"
+SMALL_S = 60  # an ISR without a broker of the shard: a restart takes less
 BEHIND_S = 60  # less is a clock that is corrected
 _FREE_SHARE, _FREE_BYTES, _FREE_INODES = 5, 2 * GIB, 20_000  # low: less than this part, but never more than this
 _QUOTA_PERCENT = 95
@@ -281,6 +286,30 @@ def _fleet(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("consul_lost", AGENT, why, advice, AGENT)
 
 
+def _shard(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    row = page.rows[REPLICA]
+    if row.silence() or row.state_name == "stopped":
+        return
+    log = log_of(REPLICA, row.supervisor)
+    if row.waits_since and (lost_s := _age_s(row.waits_since)) >= STUCK_S:
+        why = f"the replica has had no place in Consul for {_duration(lost_s)}: it takes no part in elections"
+        advice = f"look at Consul (KMQ_CONSUL, KMQ_CONSUL_TOKEN); the reason is in event=replica_consul_lost ({log})"
+        yield _warning("consul_lost", REPLICA, why, f"{advice}; what was promised holds meanwhile", REPLICA)
+    if row.role_name != "leading":
+        return
+    if row.behind_since and (stands_s := _age_s(row.behind_since)) >= STUCK_S:
+        why = f"nothing was committed for {_duration(stands_s)}, although {row.last - row.hw:,} records wait for it"
+        advice = "kmq cluster status shows which replica of the ISR is behind, or away: look at that broker"
+        yield _warning("hw_stands", REPLICA, why, advice, REPLICA)
+    if row.small_since and (small_s := _age_s(row.small_since)) >= SMALL_S:
+        why = (
+            f"{row.isr} of {row.brokers} replicas have been in the ISR for {_duration(small_s)}; with fewer than"
+            f" {row.min_insync} nothing is committed"
+        )
+        advice = "kmq cluster status shows which one is away: start that broker, or look at its disk and network"
+        yield _warning("isr_small", REPLICA, why, f"{advice}; it catches up by itself", REPLICA)
+
+
 _JUDGES: tuple[Judge, ...] = (
     _damage,
     _tokens,
@@ -293,6 +322,7 @@ _JUDGES: tuple[Judge, ...] = (
     _links,
     _groups,
     _fleet,
+    _shard,
 )
 
 
@@ -314,6 +344,14 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "dead": _AGAIN,
     "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing,"
     " it is started again",
+    "register_went_back": "bring Consul's data back, or rebuild the register (docs/replication.md); nothing"
+    " acknowledged is lost",
+    "register_unreadable": "if a later release wrote it, install that here; else put the register back"
+    " (docs/replication.md); nothing acknowledged is lost",
+    "no_leader": "wait: another one is elected within seconds while a member of the ISR lives; kmq cluster status shows"
+    " who is away",
+    "replica_behind": "wait: it catches up by itself; if not, look at this broker's disk and its network to the leader"
+    " (kmq cluster status)",
     "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
     " it succeeds",
     "offsets_unreadable": "heal them from the WAL {heal}; until then no group is served, because to begin again would"
@@ -324,15 +362,26 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "starting": "wait; if it lasts, its log says why",
 }
 # No reasons of their own: lack of space, or of the data directory, is one reason for all processes together.
-_FINE = ("ready", "data_missing", *NO_SPACE)
+_SHARED = ("following", "unled")  # only in a shard; unled: no leader is one reason for all processes, too
+_FINE = ("ready", "data_missing", *_SHARED, *NO_SPACE)
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
 }
 _RESTART = "start it with: kmq down && kmq up"
-_MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"}
+_MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"}
 _RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
+_PROBLEMS = {
+    "register_went_back": "is older than this broker's promise, or of another history",
+    "register_unreadable": "cannot be read",
+}
 REASONS = tuple(_ADVICE)
+OF_SHARD = (
+    "register_went_back",
+    "register_unreadable",
+    "no_leader",
+    "replica_behind",
+)  # reasons outside of this broker
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
 ALL_WARNINGS = (*CONCERNS[:2], *WARNINGS, *CONCERNS[2:])  # in the order of importance
 
@@ -389,8 +438,9 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     if states["gateway"] in ("down", "stopped") and not page.rows["gateway"].exit_code:
         del states["gateway"]  # messages are accepted and routed without it
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
+    reasons = _of_replica(states, page.rows[REPLICA], settings)
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
-    reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
+    reasons += [_no_room(code, names, settings) for code, names in lacking.items() if names]
     if waiting := tuple(name for name in states if states[name] == "data_missing"):
         reasons.append(_data_missing(waiting, settings))
     if states.get("gateway") == "recovering" and page.rows["gateway"].failing:
@@ -411,7 +461,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
 
 
 def state_of(name: str, row: Row) -> str:
-    """Return the state of a process in one word: one of REASONS, or ready."""
+    """Return the state of a process in one word: one of REASONS, ready, following or unled."""
     if not row.pid:
         return "down"
     if row.state_name == "stopped":
@@ -420,11 +470,11 @@ def state_of(name: str, row: Row) -> str:
         return "silent" if is_process(row.pid, name) else "dead"
     if row.state_name in ("ready", "disk_full"):
         return row.admission_name or row.state_name
-    return row.state_name if row.state_name in _ADVICE else "starting"
+    return row.state_name if row.state_name in (*_ADVICE, *_SHARED) else "starting"
 
 
 def is_process(pid: int, name: str) -> bool:
-    """Return True if the process `pid` is still that stage, gateway or agent: the system reuses pids."""
+    """Return True if the process `pid` is still that stage, gateway, agent or replica: the system reuses pids."""
     module = _MODULES.get(name, f"stages.{name}")
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -455,6 +505,27 @@ def _data_missing(names: tuple[str, ...], settings: Settings) -> Finding:
         f" cannot be read and written (waiting for it: {', '.join(names)})"
     )
     return Finding(code, settings.data, why, _ADVICE[code], names)
+
+
+def _of_replica(states: dict[str, str], row: Row, settings: Settings) -> list[Finding]:
+    """Return why a broker of a shard is not ready. Leaves the replica's state in `states` only if it is a reason."""
+    unled = tuple(name for name, state in states.items() if state == "unled")
+    state, code, why, advice = states.pop(REPLICA), "", "", ""
+    if settings.shard and state in LIFELESS:
+        states[REPLICA] = state
+    elif settings.shard and state != "waiting" and "starting" in (state, row.role_name):  # waiting: for Consul
+        states[REPLICA] = "starting"
+    if row.problem and state not in LIFELESS:
+        code = row.problem_name
+        why = f"the register of the shard {settings.shard} {_PROBLEMS[code]}: nobody is elected from here"
+    elif unled and not row.version:
+        code, why = "no_leader", f"the shard {settings.shard} is not begun, as far as this broker knows"
+        advice = "once all of its brokers are up: kmq cluster init (docs/replication.md)"
+    elif unled:
+        code, why = "no_leader", f"no living leader of the shard {settings.shard} is known here"
+    elif row.role_name == "following" and not row.in_isr and state not in LIFELESS:
+        code, why = "replica_behind", f"this broker is not in the ISR of the shard {settings.shard}"
+    return [Finding(code, REPLICA, why, advice or _ADVICE[code], (*unled, REPLICA))] if code else []
 
 
 def _of_process(name: str, state: str, row: Row) -> Finding:

@@ -3,12 +3,13 @@
 Layout      2: a line of text that names the data directory, then one row of 64 words of 8 bytes per process, then one
             histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
             is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
+            Behind the histograms lies the row of the replica, which came later: nothing before it has moved.
             A histogram has 21 counts, one per bucket; then the sum of all times in microseconds, their number, and a
             spare word. Bucket i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all
             longer times.
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
-            `kmq up` resets, the words of damage, which `kmq verify` writes too, and the row of a gateway or agent that
-            has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the probes, and
+            `kmq up` resets, the words of damage, which `kmq verify` writes too, and the row of a gateway, agent or
+            replica that has ended for good, which the supervisor completes. Readers: `kmq status`, the gateway, the probes, and
             ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
             wiped before it is used. All other values are hints for people.
@@ -132,16 +133,23 @@ _TEXT = 1024  # bytes of the identity line
 _ROW = 64  # words of a row
 _FILE_BYTES = 8192
 _ROW_1, _FILE_BYTES_1 = 32, 4096  # of layout 1
-AGENT = "agent"
-PROCESSES = (*STAGES, "gateway", AGENT)
+AGENT, REPLICA = "agent", "replica"
+_FRONT = (*STAGES, "gateway", AGENT)  # whose rows lie before the histograms
+PROCESSES = (*_FRONT, REPLICA)
 TIMED = {"ingress": "ack", "durability": "sync", "router": "routed"}  # process → what its histogram measures
 _POLL_S = 0.1
 RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
 
-STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped", "data_missing")
+STATES = (
+    *("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped", "data_missing"),
+    "following",  # in a shard: another broker leads, and this process has nothing to do
+    "unled",  # in a shard: it waits for the replica, which knows no leader
+)
 ENDED = ("", "stopped", "data_missing")  # a predecessor's last state, if it was not killed while it had the row
 ADMISSIONS = ("", "disk_full", "quota")
+ROLES = ("", "waiting", "following", "starting", "leading")  # of a replica
+PROBLEMS = ("", "register_went_back", "register_unreadable")  # of a replica
 _FIELDS = (
     "pid",  # as its own container sees it
     "started",  # CLOCK_MONOTONIC, ns
@@ -195,7 +203,7 @@ _FIELDS = (
     "last_record",  # durability: unix ns at which the newest record was received that was there when it started
     "unclean_ends",  # how often the process, since the page was made, did not report its end
     "restart_streak",  # restarts in a row, each within RESTARTED_S of the start before; `kmq up` begins at 0 again
-    "waits_since",  # CLOCK_MONOTONIC, ns: since when a block waits for room in the ring behind; agent: Consul is gone
+    "waits_since",  # CLOCK_MONOTONIC, ns: since when a block waits for room; agent, replica: since when Consul is gone
     "waited_at",  # CLOCK_MONOTONIC, ns: when the last of these waits ended
     "full_since",  # CLOCK_MONOTONIC, ns: the first of the waits that followed each other closely
     "slow_syncs",  # durability: how many of its last 16 syncs were slow (stage.py)
@@ -208,6 +216,22 @@ _FIELDS = (
     "oom_seen",  # durability: the kernel's count at the last look, plus 1
     "exit_code",  # with what code the process has ended; 0: it runs, or has ended in order
 )
+_REPLICA_FIELDS = {  # the replica's own names for words; most of them have a meaning in the rows of others only
+    "hw": "seq",  # last seq that is committed
+    "last": "newest",  # last seq in its WAL
+    "followers": "connections",  # replicas that are connected to it
+    "problem": "failing",  # index into PROBLEMS
+    "role": "askers",  # index into ROLES; `epoch` and `version` are of the register that it has promised
+    "version": "duplicates",
+    "isr": "producers",  # how many replicas are in the ISR
+    "in_isr": "remembered",  # 1: it is one of them
+    "min_insync": "groups",
+    "brokers": "groups_stalled",  # of the shard
+    "elections": "turned_away",  # that it has carried out
+    "cut_records": "cut_off",  # that it has cut from the end of its WAL
+    "small_since": "waited_at",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
+    "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: following, it lacks what its leader has; leading, hw stands
+}
 _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),
     *("unclean", "unclean_ends", "damage", "damage_at"),
@@ -254,6 +278,14 @@ class Row:
     @property
     def state_name(self) -> str:
         return STATES[self.state] if self.state < len(STATES) else "?"
+
+    @property
+    def role_name(self) -> str:
+        return ROLES[self.role] if self.role < len(ROLES) else ""
+
+    @property
+    def problem_name(self) -> str:
+        return PROBLEMS[self.problem] if self.problem < len(PROBLEMS) else "?"
 
     @property
     def admission_name(self) -> str:
@@ -332,6 +364,8 @@ def _word(at: int) -> property:
 # Properties: every stage reads and writes some words in each turn, and __getattr__ would take seven times as long.
 for _at, _name in enumerate(_FIELDS):
     setattr(Row, _name, _word(_at))
+for _name, _same in _REPLICA_FIELDS.items():
+    setattr(Row, _name, _word(_FIELDS.index(_same)))
 
 
 class StatsPage:
@@ -403,12 +437,14 @@ class StatsPage:
     def _lie_in(self, memory: mmap.mmap | bytearray) -> None:
         self._mm = memory
         words = memoryview(memory).cast("Q")
-        for at, row in enumerate(self.rows.values()):
-            start = _TEXT // 8 + at * _ROW
-            row.lie_in(words[start : start + _ROW])
-        for at, what in enumerate(TIMED.values()):
-            start = _TEXT // 8 + len(PROCESSES) * _ROW + at * WORDS
+        start = _TEXT // 8
+        for name in _FRONT:
+            self.rows[name].lie_in(words[start : start + _ROW])
+            start += _ROW
+        for what in TIMED.values():
             self.histogram(what).lie_in(words[start : start + WORDS])
+            start += WORDS
+        self.rows[REPLICA].lie_in(words[start : start + _ROW])
 
     def histogram(self, what: str) -> Histogram:
         """Return the histogram of one of the values of TIMED. As a row, it stays when the page moves to another file."""
@@ -470,7 +506,7 @@ def _converted(page: bytes | bytearray) -> bytearray | None:
         return None
     text = text.replace(_NAME_1.encode(), _NAME.encode(), 1).replace(_DIRECTORY_1.encode(), _DIRECTORY.encode(), 1)
     made = bytearray(text[:_TEXT].ljust(_FILE_BYTES, b"\0"))
-    for at in range(len(PROCESSES)):
+    for at in range(len(_FRONT)):
         old, new = _TEXT + at * 8 * _ROW_1, _TEXT + at * 8 * _ROW
         made[new : new + 8 * _ROW_1] = page[old : old + 8 * _ROW_1]
     return made

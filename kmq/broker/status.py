@@ -13,7 +13,7 @@ import kmq
 from kmq.access.certificate import utc
 from kmq.broker import clock, stats
 from kmq.broker.health import Finding, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
+from kmq.broker.stats import AGENT, REPLICA, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.settings import STAGES, Settings
 from kmq.links import fifo, layout, received
@@ -158,6 +158,8 @@ class BrokerStatus:
         self.stages: list[StageStatus] = []
         self.gateway: StageStatus | None = None
         self.agent: StageStatus | None = None
+        self.replica: StageStatus | None = None
+        self.role = ""  # of the replica, with what goes with it
         self.backlog: dict[str, int] = {}
         self.links: list[LinkStatus] = []
         self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
@@ -165,7 +167,7 @@ class BrokerStatus:
 
     @property
     def processes(self) -> list[StageStatus]:
-        return [*self.stages, *filter(None, (self.gateway, self.agent))]
+        return [*self.stages, *filter(None, (self.gateway, self.agent, self.replica))]
 
     @property
     def ready(self) -> bool:
@@ -187,9 +189,10 @@ def collect(settings: Settings) -> BrokerStatus:
         return BrokerStatus(settings.instance, _verdict(None, settings), supervisor)
     status = BrokerStatus(settings.instance, _verdict(page, settings), supervisor)
     status.stages = [StageStatus(name, page.rows[name]) for name in STAGES]
-    status.gateway, status.agent = (
-        StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT)
+    status.gateway, status.agent, status.replica = (
+        StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT, REPLICA)
     )
+    status.role = _role(page.rows[REPLICA])
     status.links = look(settings)
     status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
     status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
@@ -206,6 +209,12 @@ def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
         return verdict
     processes = tuple(dict.fromkeys(name for reason in verdict.reasons for name in reason.processes))
     return Verdict([Finding("down", "broker", *found, processes)], [], [])
+
+
+def _role(row: Row) -> str:
+    if not row.version:
+        return row.role_name
+    return f"{row.role_name}, epoch {row.epoch}, ISR {row.isr}/{row.brokers}"
 
 
 def _clock(page: StatsPage) -> str:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from kmq.broker.data_directory import known_id
 from kmq.broker.health import is_in_pod, is_process
-from kmq.broker.stats import AGENT, StatsPage, peek
+from kmq.broker.stats import AGENT, REPLICA, StatsPage, peek
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
 from kmq.errors import (
     EXIT_FAILED,
@@ -87,7 +87,7 @@ class Supervisor:
         if settings.in_cluster:
             modules[AGENT] = "kmq.cluster.agent"
         if settings.shard:
-            modules["replica"] = "kmq.replica"
+            modules[REPLICA] = "kmq.replica"
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
@@ -111,7 +111,7 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.starts = row.exit_code = 0  # and with the starts the streak of restarts
-        for name in {"gateway", AGENT} - {child.name for child in self.children}:
+        for name in {"gateway", AGENT, REPLICA} - {child.name for child in self.children}:
             if not is_process(page.rows[name].pid, name):
                 page.rows[name].wipe()  # of one that was killed: nothing comes that would take over its row
         self._remove_drained_rings()
@@ -187,9 +187,9 @@ class Supervisor:
             if pid:
                 child.pid = 0
                 self._ended(child, os.waitstatus_to_exitcode(status))
-                row = page.rows.get(child.name)  # `replica` has none
+                row = page.rows[child.name]
                 # If its process lives, others have started that one.
-                if row is not None and child.due == _NEVER and not is_process(row.pid, child.name):
+                if child.due == _NEVER and not is_process(row.pid, child.name):
                     row.end_of(pid, os.getpid(), os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:

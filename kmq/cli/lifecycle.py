@@ -18,8 +18,8 @@ from kmq import cluster, gateway
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
 from kmq.broker.data_directory import known_id
-from kmq.broker.health import LASTING, is_process
-from kmq.broker.stats import AGENT
+from kmq.broker.health import LASTING, OF_SHARD, Finding, is_process
+from kmq.broker.stats import AGENT, REPLICA
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples
 from kmq.client.lines import read_port
@@ -35,7 +35,11 @@ _FULL_S = 1.0  # how long space must be lacking until a start is given up: a sma
 _POLL_S = 0.02
 _LOG_MODE = 0o640  # the user and the group of the broker, as for its FIFOs
 _DOWN_S = GRACE_S + 5.0
-_MISSING = {"gateway": "no gRPC, no HTTP, no consumers", AGENT: "nothing that the fleet says is done here"}
+_MISSING = {
+    "gateway": "no gRPC, no HTTP, no consumers",
+    AGENT: "nothing that the fleet says is done here",
+    REPLICA: "this broker is no member of its shard",
+}
 
 
 # --- up --------------------------------------------------------------------------------------------------------------
@@ -116,8 +120,10 @@ def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus)
     if status.gateway and status.gateway.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
         print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
-    for warning in status.verdict.warnings:
-        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
+    if status.replica and status.role:
+        print(f"kmq: shard {settings.shard}: {status.role}")
+    for finding in (*_of_shard(status), *status.verdict.warnings):
+        print(f"kmq: {finding}; {finding.advice}", file=sys.stderr)
     if ended := startup.ended(status):
         without = ", ".join(f"the {each.name} could not start: {_MISSING[each.name]}" for each in ended)
         startup.print_errors(f"kmq: {without}; the stages run; correct that, then: kmq down && kmq up")
@@ -132,7 +138,7 @@ class Startup:
         self.log_path = Path(settings.pipes) / "kmq.log"
         self._settings = settings
         self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._expected = len(STAGES) + with_gateway + settings.in_cluster
+        self._expected = len(STAGES) + with_gateway + settings.in_cluster + bool(settings.shard)
         self._full_since = 0.0
         self._launched = time.monotonic_ns()
         with _open_log(self.log_path) as log:
@@ -204,9 +210,14 @@ class Startup:
 
 
 def _is_ready_but_for(status: BrokerStatus, ended: list[StageStatus]) -> bool:
-    """Return True if nothing but the end of these processes keeps the broker from being ready."""
-    names = {each.name for each in ended}
-    return all(names.issuperset(reason.processes) for reason in status.verdict.reasons)
+    """Return True if nothing but the end of these processes, or other brokers, keeps the broker from being ready."""
+    names, elsewhere = {each.name for each in ended}, _of_shard(status)
+    return all(names.issuperset(reason.processes) or reason in elsewhere for reason in status.verdict.reasons)
+
+
+def _of_shard(status: BrokerStatus) -> list[Finding]:
+    """Return the reasons that a start here does not end."""
+    return [reason for reason in status.verdict.reasons if reason.code in OF_SHARD]
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -9,13 +9,17 @@ from rich.table import Table
 
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
+from kmq.broker.stats import REPLICA
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples, table
 from kmq.config import terminal
 from kmq.config.settings import STAGES, Settings, load
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
 
-_COLOURS = {"ready": "green", "draining": "yellow", "recovering": "yellow"}  # by state; every other state is red
+_COLOURS = {  # by state; every other state is red
+    **dict.fromkeys(("ready", "following"), "green"),
+    **dict.fromkeys(("draining", "recovering", "unled"), "yellow"),
+}
 _COLUMNS = ("stage", ">pid", "state", ">restarts", ">msg/s", ">messages", ">last seq", "waits before it")
 
 
@@ -67,6 +71,7 @@ def _as_table(found: BrokerStatus) -> Table:
         "framer": f"raw {found.backlog['raw_bytes']:,} B",
         "durability": f"framed {found.backlog['framed_messages']:,} msg",
         "router": f"durable {found.backlog['durable_messages']:,} msg",
+        REPLICA: found.role,
     }
     for stage in found.processes:
         shown.add_row(*_cells(stage), waiting.get(stage.name, ""))

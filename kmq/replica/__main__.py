@@ -1,6 +1,7 @@
 """`python -m kmq.replica [--with <pid>]`: this broker's replica of its shard, in the foreground.
 
-Links       in, out: Consul   Owns: pipes/replica.owner, KMQ_DATA/replica, KMQ_DATA/register
+Links       in, out: Consul
+Owns        pipes/replica.owner, KMQ_DATA/replica, KMQ_DATA/register, its row of the stats page
 Invariant   The stages never wait for it, nor for Consul.
 """
 
@@ -8,20 +9,22 @@ import asyncio
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 
-from kmq.broker.data_directory import known_id
-from kmq.broker.stats import peek
+from kmq.broker.data_directory import open_page
+from kmq.broker.stats import REPLICA, Row, StatsPage, peek
 from kmq.broker.supervisor import run_beside
 from kmq.config.settings import Settings, load
-from kmq.errors import ConfigError, pip_install
+from kmq.errors import EXIT_OK, ConfigError, KmqError, RetryError, exit_code_of, pip_install
 from kmq.links.ownership import FileLock, describe
 from kmq.log import identity, wal
 from kmq.logfmt import Logger
 
-REPLICA = "replica"
+_BEAT_S = 0.5
 
 
-def _run(settings: Settings, log: Logger) -> None:
+def _run(settings: Settings, log: Logger, supervisor: int) -> None:
     try:
         from kmq.cluster.consul import Transport
         from kmq.cluster.presence import Keys
@@ -34,13 +37,13 @@ def _run(settings: Settings, log: Logger) -> None:
     if not settings.shard:
         raise ConfigError("KMQ_SHARD is not set: this broker is no replica of a shard")
     place = Place.of(settings)
-    identity.open_data(settings.data, known_id(settings), settings.shard)
-    os.makedirs(settings.pipes, exist_ok=True)
-    owner = FileLock(f"{settings.pipes}/replica.owner")
-    owner.acquire("the replica of this broker", describe(REPLICA, settings.data))
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: told.append(number))
+    page = open_page(REPLICA, settings, supervisor, log, lambda: bool(told))
+    os.makedirs(settings.pipes, exist_ok=True)
+    owner = FileLock(f"{settings.pipes}/replica.owner")
+    owner.acquire("the replica of this broker", describe(REPLICA, settings.data))
     replica = Replica(
         ReplicaFiles(settings.data, settings.shard),
         ShardKeys(Keys(place.cluster), settings.shard),
@@ -56,15 +59,42 @@ def _run(settings: Settings, log: Logger) -> None:
 
     async def live() -> None:
         transport = Transport(place.address)
+        tasks = [
+            asyncio.ensure_future(transport.run(replica.live())),
+            asyncio.ensure_future(_beat(page, owner, replica.publish)),
+        ]
         try:
-            await transport.run(replica.live())
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await transport.close()
 
+    row = page.rows[REPLICA]
+    row.begin(supervisor)
     try:
         asyncio.run(live())
+        row.end(EXIT_OK)
+    except (KmqError, OSError) as error:
+        row.end(exit_code_of(error))
+        raise
     finally:
         owner.release()
+
+
+async def _beat(page: StatsPage, owner: FileLock, publish: Callable[[Row], None]) -> None:
+    """Keep the row of the replica up to date. Raises RetryError once nobody can find the lock any more."""
+    row = page.rows[REPLICA]
+    while True:
+        row.heartbeat = time.monotonic_ns()
+        publish(row)
+        await asyncio.sleep(_BEAT_S)
+        page.keep_in_place(REPLICA)
+        if not owner.is_in_place():
+            raise RetryError(f"{owner.path}: was removed, or replaced, while the replica used it")
 
 
 def _synced(settings: Settings) -> int:
@@ -80,7 +110,7 @@ def main() -> int:
     return run_beside(
         REPLICA,
         "kmq.replica",
-        lambda log, supervisor: _run(load(), log),
+        lambda log, supervisor: _run(load(), log, supervisor),
         "Takes part in the elections of this broker's shard (KMQ_SHARD). `kmq up` starts it by itself where KMQ_SHARD is"
         " set.",
         "KMQ_SHARD=s KMQ_CLUSTER=dev KMQ_CONSUL=127.0.0.1:8500 python -m kmq.replica",

@@ -21,6 +21,7 @@ Waiting     Who has just entered, or has reached Consul again, elects nobody for
 import time
 from collections.abc import Callable
 
+from kmq.broker.stats import PROBLEMS, ROLES, STATES, Row
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps
 from kmq.cluster.presence import Presence, SessionLost
@@ -30,8 +31,7 @@ from kmq.logfmt import Logger
 from kmq.replica.files import ReplicaFiles, new_identity
 from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, write
 
-WENT_BACK = "register_went_back"
-UNREADABLE = "register_unreadable"
+WENT_BACK, UNREADABLE = PROBLEMS[1:]
 
 _TURNS = 4  # within the life of a session; each begins with a beat
 _AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
@@ -72,6 +72,7 @@ class Replica:
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
         self._is_lost = False  # it does not, and the log has that
+        self._elections = 0
         self._heard: dict[str, float] = {}  # when members of the ISR were last there, under our version
         promised = files.promised
         self._spent = promised.epoch if promised is not None and promised.leader == files.identity.id else 0
@@ -83,6 +84,21 @@ class Replica:
         if promised is None:
             return "waiting"
         return "leading" if promised.leader == self.files.identity.id else "following"
+
+    def publish(self, row: Row) -> None:
+        """Say in the row of the stats page where this replica stands."""
+        promised, is_waiting = self.files.promised, self._reached is None and self._is_lost
+        row.state = STATES.index("ready" if self._reached is not None else "waiting" if is_waiting else "starting")
+        row.role, row.problem = ROLES.index(self.role), PROBLEMS.index(self.problem)
+        row.last, row.elections = self._read_synced(), self._elections
+        if promised is not None:
+            row.epoch, row.version = promised.epoch, promised.version.number
+            row.isr, row.in_isr = len(promised.isr), int(self.files.identity.id in promised.isr)
+            row.min_insync, row.brokers = promised.min_insync, len(promised.brokers)
+        is_small = self.role == "leading" and row.isr < row.brokers
+        now = time.monotonic_ns()
+        row.small_since = (row.small_since or now) if is_small else 0
+        row.waits_since = (row.waits_since or now) if is_waiting else 0
 
     def live(self) -> Steps[None]:
         """Take part until told to stop. Raises BusyError if another process holds our id, CorruptError."""
@@ -296,6 +312,7 @@ class Replica:
         """Elect `leader`, if there is one. Whoever writes first is obeyed by all."""
         if leader is not None and view.register is not None and (yield from elect(self.keys, view, leader)):
             epoch = view.register.epoch + 1
+            self._elections += 1
             self.log.info("replica_elected", leader=view.broker(leader), epoch=epoch, reason=reason)
 
     def _change_isr(self, view: ShardView, register: Register) -> Steps[None]:

@@ -12,7 +12,7 @@ from test_docs import anchors
 
 from kmq.broker import damage, health, stage, stats
 from kmq.broker.clock import STEADY_S
-from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
+from kmq.broker.stats import ADMISSIONS, PROBLEMS, ROLES, STATES, StatsPage
 from kmq.cli import app
 from kmq.config.settings import STAGES, load, table
 from kmq.config.values import GIB, MIB
@@ -96,7 +96,12 @@ TIMED = {  # the same with words that hold a moment: (process, seconds ago that 
         {"pid": 1, "state": STATES.index("waiting"), "exit_code": 0, "heartbeat": time.monotonic_ns},
     ),
     "clock_suspect": ("router", {"clock_suspect": 1}, {}, {"clock_offset": 1 << 62}),
+    "hw_stands": ("replica", {"behind_since": 11}, {"behind_since": 5}, {}),
+    "isr_small": ("replica", {"small_since": 61}, {"small_since": 50}, {}),
 }
+LEADING = {"pid": 1, "state": STATES.index("ready"), "role": ROLES.index("leading"), "version": 3, "in_isr": 1}
+for code in ("hw_stands", "isr_small"):
+    TIMED[code][3].update(LEADING | {"isr": 2, "brokers": 3, "min_insync": 2, "heartbeat": time.monotonic_ns})
 
 
 def test_an_ordinary_broker_has_no_finding(page):
@@ -327,3 +332,74 @@ def test_a_wait_for_room_is_in_the_page_while_it_lasts_and_close_waits_are_one(p
     row.waited_at -= 3 * S
     stage.wait_for_ring(row, check, ring, 100, 1)
     assert row.full_since > second, "three seconds with room in between"
+
+
+# --- a shard ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shard(page, monkeypatch):
+    """The page of a broker of a shard, whose stages and gateway are ready."""
+    consul = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500", "KMQ_BROKER": "a"}
+    for name, value in consul.items():
+        monkeypatch.setenv(name, value)
+    begin(page.rows["replica"])
+    return page
+
+
+def set_role(page, role, stages="ready", **words):
+    set_words(page.rows["replica"], role=ROLES.index(role), epoch=2, **words)
+    for name in ("ingress", "framer"):
+        page.rows[name].state = STATES.index(stages)
+
+
+def test_a_leader_is_ready_when_its_doors_are_open_and_not_before(shard):
+    set_role(shard, "starting", "following", version=3, in_isr=1)
+    assert [*found(shard)] == ["starting"] and found(shard)["starting"].about == "replica"
+    set_role(shard, "leading")
+    assert found(shard) == {}
+
+
+def test_a_follower_is_ready_in_the_isr_only(shard):
+    set_role(shard, "following", "following", version=3, in_isr=1)
+    assert found(shard) == {} and health.state_of("framer", shard.rows["framer"]) == "following"
+    shard.rows["replica"].in_isr = 0
+    assert [*found(shard)] == ["replica_behind"]
+    verdict = health.judge(shard, load())
+    assert verdict.against("replica") is not None and verdict.against("router") is None and verdict.lifeless is None
+
+
+def test_without_a_leader_each_stage_that_waits_is_unready_for_one_reason_and_alive(shard):
+    set_role(shard, "waiting", "unled")
+    assert [*found(shard)] == ["no_leader"] and "is not begun" in found(shard)["no_leader"].why
+    set_role(shard, "following", "unled", version=3)
+    verdict = health.judge(shard, load())
+    assert [reason.code for reason in verdict.reasons] == ["no_leader"] and verdict.lifeless is None
+    assert "no living leader of the shard s" in verdict.reasons[0].why
+    assert {*verdict.reasons[0].processes} == {"ingress", "framer", "replica"}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[1:])
+def test_a_wrong_register_is_the_reason_whatever_follows_from_it(shard, problem):
+    set_role(shard, "following", "unled", version=3, problem=PROBLEMS.index(problem))
+    assert [*found(shard)] == [problem]
+
+
+def test_a_replica_that_has_ended_or_does_not_begin_is_a_reason_and_consul_s_absence_is_none(shard):
+    set_role(shard, "following", version=3, in_isr=1)
+    row = shard.rows["replica"]
+    row.state = STATES.index("waiting")
+    assert found(shard) == {}
+    row.waits_since = ago(11)
+    assert [*found(shard)] == ["consul_lost"] and found(shard)["consul_lost"].about == "replica"
+    row.waits_since, row.state = 0, STATES.index("starting")
+    assert [*found(shard)] == ["starting"]
+    row.end(65)
+    assert [*found(shard)] == ["stopped"] and "replica has ended with exit code 65" in found(shard)["stopped"].why
+    row.wipe()
+    assert [*found(shard)] == ["down"]
+
+
+def test_without_a_shard_nothing_is_said_of_a_replica(page):
+    page.rows["replica"].end(65)
+    assert found(page) == {}

@@ -80,11 +80,18 @@ def test_each_process_answers_for_itself_alone(settings, page, readyz, name):
     assert probe.reason("live", name, settings) == f"{name} has not been started"
 
 
-@pytest.mark.parametrize("state", sorted(set(STATES) - {"ready"}))
+@pytest.mark.parametrize("state", sorted(set(STATES) - {"ready", "following"}))
 def test_what_starts_recovers_waits_or_drains_is_alive_and_not_ready(settings, page, state):
     page.rows["router"].state = STATES.index(state)
     assert probe.reason("live", "router", settings) == ""
-    assert probe.reason("ready", "router", settings).startswith(f"{state or 'starting'}: ")
+    assert probe.reason("ready", "router", settings).startswith(
+        {"": "starting: ", "unled": "no_leader: "}.get(state, f"{state}: ")
+    )
+
+
+def test_who_has_no_work_because_another_broker_leads_is_ready(settings, page):
+    page.rows["framer"].state = STATES.index("following")
+    assert probe.reason("live", "framer", settings) == probe.reason("ready", "framer", settings) == ""
 
 
 @pytest.mark.parametrize("lacks", ["disk_full", "quota"])
@@ -146,7 +153,9 @@ def test_the_exit_code_is_the_answer_and_the_reason_is_printed(environ, page):
 def test_a_question_that_is_none_is_answered_with_the_usage(environ, argv):
     done = ask(environ, *argv)
     assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
-    assert done.stderr == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway|agent\n"
+    assert (
+        done.stderr == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway|agent|replica\n"
+    )
 
 
 def test_a_wrong_setting_is_the_answer(environ):

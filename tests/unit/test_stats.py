@@ -40,7 +40,7 @@ def write_page_of_layout_1(instance, data, state, heartbeat):
     text = f"kmq-stats data_id=abc data={data}\n".encode()
     page[: len(text)] = text
     words = memoryview(page).cast("Q")
-    for at in range(len(PROCESSES)):
+    for at in range(6):  # it has no row of a replica
         row = words[128 + 32 * at : 128 + 32 * (at + 1)]
         row[0], row[2], row[3], row[6], row[7], row[17] = 4_000_000 + at, heartbeat, STATES.index(state), 90 + at, 5, 77
     with open(f"/dev/shm/{instance}.stats", "wb") as file:
@@ -96,6 +96,28 @@ def test_rows_and_histograms_never_overlap(instance, tmp_path):
     assert len(stats._FIELDS) <= stats._ROW and os.path.getsize(page.path) == 8192
 
 
+def test_the_row_of_the_replica_moves_nothing_of_an_older_page(instance, tmp_path):
+    page = StatsPage(instance, "abc", str(tmp_path))
+    places = [page.rows[name] for name in PROCESSES[:6]] + [page.histogram(what) for what in TIMED.values()]
+    for at, place in enumerate([*places, page.rows["replica"]]):
+        place.take([1 + at])
+    with open(page.path, "rb") as file:
+        words = memoryview(file.read()).cast("Q")
+    assert [words[128 + 64 * at] for at in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert [words[512 + 24 * at] for at in range(3)] == [7, 8, 9] and words[512 + 72] == 10
+
+
+def test_each_name_of_the_replica_is_a_word_of_its_own_that_ends_with_the_process(instance, tmp_path):
+    row = StatsPage(instance, "abc", str(tmp_path)).rows["replica"]
+    for at, name in enumerate(stats._REPLICA_FIELDS):
+        setattr(row, name, 1 + at)
+    assert [getattr(row, name) for name in stats._REPLICA_FIELDS] == [*range(1, 1 + len(stats._REPLICA_FIELDS))]
+    row.role, row.problem = stats.ROLES.index("leading"), stats.PROBLEMS.index("register_unreadable")
+    assert (row.role_name, row.problem_name) == ("leading", "register_unreadable")
+    row.wipe()
+    assert (row.role_name, row.problem_name, row.brokers) == ("", "", 0)
+
+
 def test_a_start_forgets_all_but_what_lasts_and_says_how_the_last_end_was(instance, tmp_path):
     row = StatsPage(instance, "abc", str(tmp_path)).rows["router"]
     row.begin(0)
@@ -116,7 +138,8 @@ def test_a_start_forgets_all_but_what_lasts_and_says_how_the_last_end_was(instan
 def test_a_page_of_layout_1_is_carried_over(instance, tmp_path, state, heartbeat):
     write_page_of_layout_1(instance, tmp_path, state, heartbeat)
     page = StatsPage(instance, "abc", str(tmp_path))
-    for at, name in enumerate(PROCESSES):
+    assert not any(page.rows["replica"].words()), "layout 1 has none"
+    for at, name in enumerate(PROCESSES[:6]):
         row = page.rows[name]
         assert (row.pid, row.seq, row.starts, row.clock_offset) == (4_000_000 + at, 90 + at, 5, 77)
         assert row.damage == row.unclean == 0
