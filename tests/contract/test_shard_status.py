@@ -1,0 +1,87 @@
+"""What `kmq up`, `kmq status`, `kmq doctor` and /readyz say of a broker's replica, with a real Consul."""
+
+import json
+import subprocess
+import sys
+
+import httpx
+import pytest
+from test_shard import BROKERS, Shard, wait_for
+
+PORTS = {f"KMQ_{name}PORT": "0" for name in ("", "ACK_", "HTTP_", "GRPC_", "EGRESS_", "STATUS_", "METRICS_")}
+
+
+class Brokers(Shard):
+    """Whole brokers, by `kmq up`."""
+
+    def kmq(self, name, *arguments):
+        (self.root / name).mkdir(exist_ok=True)
+        argv = [sys.executable, "-m", "kmq", *arguments]
+        environment = self.environment(name, **PORTS)
+        return subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=self.root / name, timeout=120)
+
+    def status(self, name):
+        return json.loads(self.kmq(name, "status", "--json").stdout)
+
+    def reasons(self, name):
+        return [reason["code"] for reason in self.status(name)["reasons"]]
+
+    def readyz(self, name):
+        port = (self.root / name / "pipes" / "http.port").read_text().strip()
+        response = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False)
+        return response.status_code, response.json()
+
+    def close(self):
+        for name in BROKERS:
+            self.kmq(name, "down")
+        super().close()
+
+
+@pytest.fixture
+def brokers(consul, tmp_path):
+    made = Brokers(consul.address, tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_too(brokers):
+    started = [brokers.kmq(name, "up", *(["--no-gateway"] if name != "a" else [])) for name in BROKERS]
+    assert [each.returncode for each in started] == [0, 0, 0], [each.stderr for each in started]
+    assert all("kmq: shard s: waiting" in each.stdout for each in started), started[0].stdout
+    begun = brokers.command("init", "--brokers", "a,b,c")
+    assert begun.returncode == 0, begun.stderr
+    brokers.await_whole()
+    for name in BROKERS:
+        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+    shown = brokers.kmq("a", "status")
+    assert shown.returncode == 0 and "leading, epoch 1, ISR 3/3" in shown.stdout, shown.stdout
+    wait_for("200", lambda: brokers.readyz("a")[0] == 200)
+
+    register = brokers.register()
+    brokers.client.delete("register").raise_for_status()
+    for name in BROKERS:
+        wait_for(f"a reason of {name}", lambda name=name: "register_went_back" in brokers.reasons(name))
+    body = wait_for("503", lambda: (found := brokers.readyz("a"))[0] == 503 and found[1])
+    assert "register_went_back" in body["reason"] and "bring Consul's data back" in body["advice"], body
+    assert "error   broker: register_went_back" in brokers.kmq("a", "doctor").stdout
+    assert brokers.kmq("a", "down").returncode == 0
+    again = brokers.kmq("a", "up")
+    assert again.returncode == 0 and "kmq: register_went_back: the register of the shard s is" in again.stderr, again
+
+    brokers.put(register.encode())
+    for name in BROKERS:
+        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+
+
+def test_up_prints_why_a_replica_has_ended_and_ends_with_its_code(brokers):
+    assert brokers.kmq("a", "up", "--no-gateway").returncode == 0
+    assert brokers.kmq("a", "down").returncode == 0
+    register = brokers.root / "a" / "data" / "register"
+    register.write_text("nothing\n")
+    ended = brokers.kmq("a", "up", "--no-gateway")
+    assert ended.returncode == 65, ended
+    assert str(register) in ended.stderr and "is no promise, or damaged" in ended.stderr
+    assert "the replica could not start: this broker is no member of its shard; the stages run" in ended.stderr
+    assert brokers.reasons("a") == ["stopped"]
+    [row] = [each for each in brokers.status("a")["stages"] if each["name"] == "replica"]
+    assert (row["state"], row["exit_code"]) == ("stopped", 65)
