@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 
 from kmq.errors import ConfigError
 
@@ -9,6 +10,27 @@ _HOSTS = {  # setting of a port → setting of its address; every other port has
     "KMQ_METRICS_PORT": "KMQ_METRICS_HOST",
     **dict.fromkeys(("KMQ_TLS_PORT", "KMQ_EGRESS_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), "KMQ_TLS_HOST"),
 }
+BACKLOG = 1024
+
+
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen there, one for each address of the host. Raises OSError."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    opened: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(infos):
+            opened.append(sock := socket.socket(family, kind, protocol))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+    except OSError:
+        for sock in opened:
+            sock.close()
+        raise
+    return opened
 
 
 def wrong_host(setting: str, err: OSError) -> str:

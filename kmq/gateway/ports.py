@@ -33,7 +33,7 @@ from aiohttp import web
 
 from kmq import files
 from kmq.access.tokens import Tokens
-from kmq.broker.ports import cannot_listen
+from kmq.broker.ports import cannot_listen, listening
 from kmq.broker.stats import Strangers
 from kmq.broker.tls import Certificates
 from kmq.config.settings import Settings
@@ -57,26 +57,6 @@ _CONSUMERS_S = 1.0
 _BATCH = 64  # connections accepted in a row before the event loop continues
 _PAUSE_S = 0.2  # after running out of descriptors, before the next accept
 _LONGEST_HANDSHAKE_S = 60.0
-
-
-def listening(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen there, one for each address of the host. Raises OSError."""
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    opened: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(infos):
-            opened.append(sock := socket.socket(family, kind, protocol))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
-            sock.setblocking(False)
-    except OSError:
-        for sock in opened:
-            sock.close()
-        raise
-    return opened
 
 
 def _most_connections(settings: Settings, most: int) -> int:
