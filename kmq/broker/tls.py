@@ -170,6 +170,24 @@ def make_context(settings: Settings) -> ssl.SSLContext:
     return context
 
 
+def client_context(settings: Settings) -> ssl.SSLContext:
+    """Return the context of this broker as a client of another broker of its shard, from the files as they are now.
+
+    It shows KMQ_TLS_CERT. It trusts KMQ_TLS_CLIENT_CA; without it the certificates in KMQ_TLS_CERT, which may be the one
+    that all brokers share, and the authorities of the system. The certificate of the other one must have the name by
+    which it is called. Raises ConfigError, which names the file.
+    """
+    make_context(settings)  # says which file is wrong
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
+    context.load_verify_locations(settings.tls_client_ca or settings.tls_cert)
+    if not settings.tls_client_ca:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_default_certs()
+    return context
+
+
 def _no_password() -> str:
     """Raise ConfigError. Without this function OpenSSL would ask the terminal, and a broker would wait for ever."""
     raise ConfigError("KMQ_TLS_KEY must not be encrypted: a broker has no terminal to ask for the password")

@@ -260,6 +260,25 @@ class Settings:
         kind.duration,
         "time after which the leader of a shard goes on without a replica that is away",
     )
+    replica_secret: str = _setting(
+        "KMQ_REPLICA_SECRET",
+        "",
+        kind.path,
+        "file of the secret by which the brokers of a shard know each other: the same for all, at least 16 bytes",
+    )
+    replica_port: int = _setting(
+        "KMQ_REPLICA_PORT",
+        "5677",
+        kind.PORT,
+        "port for the other brokers of the shard, over TLS with KMQ_TLS_CERT; 0: any free port",
+    )
+    advertise: str = _setting(
+        "KMQ_ADVERTISE",
+        "",
+        kind.non_empty,
+        "host by which the other brokers of the shard reach this one; default: KMQ_HOST (with TLS KMQ_TLS_HOST), and the"
+        " host name where that is 0.0.0.0, as in a pod",
+    )
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
     given: set[str]  # attributes of the settings that were given, and do not just have their default
@@ -401,6 +420,8 @@ def _check_shard(settings: Settings) -> None:
     for name, text in (("KMQ_CLUSTER", settings.cluster), ("KMQ_CONSUL", settings.consul)):
         if not text:
             raise ConfigError(f"{name} is not set; {where} needs it: Consul holds the register of a shard")
+    if not settings.replica_secret:
+        raise ConfigError(f"KMQ_REPLICA_SECRET is not set; {where} needs it: a file, the same for all of its brokers")
     if settings.fsync:
         raise ConfigError(f"KMQ_FSYNC={settings.texts['KMQ_FSYNC']}: must be always in a shard ({where})")
     for name in ("policy", "policy_framed", "policy_durable"):

@@ -38,6 +38,7 @@ class Shard:
 
     def __init__(self, address, root):
         self.address, self.root, self.cluster = address, root, f"s{uuid.uuid4().hex[:8]}"
+        (root / "secret").write_text(uuid.uuid4().hex)
         self.client = httpx.Client(base_url=f"http://{address}/v1/kv/kmq/{self.cluster}/replicas/s/", trust_env=False)
         self.processes = {}
 
@@ -45,7 +46,8 @@ class Shard:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("KMQ_", "RB_"))}
         kept |= {"KMQ_DATA": f"{self.root}/{name}/data", "KMQ_PIPES": f"{self.root}/{name}/pipes"}
         kept |= {"KMQ_INSTANCE": f"{self.cluster}-{name}", "KMQ_BROKER": name[0], "KMQ_SHARD": "s"}
-        kept |= {"KMQ_CONSUL": self.address, "KMQ_CLUSTER": self.cluster}
+        kept |= {"KMQ_CONSUL": self.address, "KMQ_CLUSTER": self.cluster, "KMQ_REPLICA_SECRET": f"{self.root}/secret"}
+        kept |= {"KMQ_REPLICA_PORT": "0"}
         return kept | {"KMQ_SESSION_TTL": f"{TTL_S:g}s", "KMQ_REPLICA_LAG": "1s"} | more
 
     def start(self, *names, **more):
@@ -315,6 +317,7 @@ def test_a_directory_of_another_shard_and_a_shard_without_consul_end_with_78(sha
     for more, said in (
         ({"KMQ_SHARD": "t"}, "is a replica of the shard s"),
         ({"KMQ_CONSUL": ""}, "KMQ_CONSUL is not set; KMQ_SHARD=s needs it"),
+        ({"KMQ_REPLICA_SECRET": ""}, "KMQ_REPLICA_SECRET is not set; KMQ_SHARD=s needs it"),
         ({"KMQ_SHARD": ""}, "KMQ_SHARD is not set"),
     ):
         before = len(shard.events("a", "failed"))

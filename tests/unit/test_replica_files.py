@@ -128,7 +128,7 @@ def test_a_directory_of_which_nobody_knows_whether_it_is_a_replica_is_refused(da
         identity.open_data(data)
 
 
-SHARD = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500"}
+SHARD = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500", "KMQ_REPLICA_SECRET": "secret"}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ SHARD = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500"}
     [
         ({"KMQ_CLUSTER": ""}, "KMQ_CLUSTER is not set; KMQ_SHARD=s needs it"),
         ({"KMQ_CONSUL": ""}, "KMQ_CONSUL is not set; KMQ_SHARD=s needs it"),
+        ({"KMQ_REPLICA_SECRET": ""}, "KMQ_REPLICA_SECRET is not set; KMQ_SHARD=s needs it"),
         ({"KMQ_FSYNC": "never"}, "KMQ_FSYNC=never: must be always in a shard"),
         ({"KMQ_FSYNC": "interval:5"}, "KMQ_FSYNC=interval:5: must be always in a shard"),
         ({"RB_OVERFLOW_POLICY": "drop_oldest"}, "RB_OVERFLOW_POLICY=drop_oldest: must be block in a shard"),

@@ -1,0 +1,632 @@
+"""The replica protocol (port 5677): texts between the leader of a shard and its followers, after a proof on both sides.
+
+    → !replica lineage=… broker=b replica=… level=1 max_line=… nonce=…
+    ← !challenge broker=a replica=… level=1 max_line=… nonce=… mac=…
+    → !proof mac=…                                                            ← !refused reason=not_leader
+    → !fetch version=31:0c1d… epoch=8 next=1024723 last=8 room=4194304        ← !data epoch=8 first=… … bytes=…, its bytes
+
+Text        A line of ASCII, at most LINE_BYTES: a word, then each field by its name, in the order of the classes below.
+            After `!data`, `!register` and `!file` come as many bytes as `bytes` says.
+Proof       HMAC-SHA256 with the shard's secret over the direction, the shard, the lineage, and of both sides broker,
+            replica, level, max_line and nonce. So no proof is good in another session, for another replica, or for the
+            other side. The server proves itself first: a follower shows its proof to nobody who does not know the secret.
+Memory      Before the proof: STRANGERS connections of BUFFER_BYTES each, HANDSHAKE_S long; the oldest has to go. After
+            it: one connection a replica, with one message at a time. Its peer is trusted to leave unread no more than
+            it has `room` for, and for DEAD_S at most.
+Faults      What the protocol does not allow raises WireError; it ends that connection and touches nothing else.
+Not covered Texts after the proof have no mac of their own: TLS protects them on a network that others can write to.
+"""
+
+import asyncio
+import hmac
+import re
+import secrets
+import socket
+import ssl
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kmq.broker.stats import Incidents
+from kmq.cluster.presence import NAME
+from kmq.cluster.register import Version
+from kmq.config.settings import Settings
+from kmq.errors import ConfigError, KmqError
+from kmq.logfmt import Logger
+
+LINE_BYTES = 1024
+BUFFER_BYTES = 4096  # for texts, and the first bytes of what follows one: the rest goes straight to its place
+REGISTER_BYTES = 64 << 10  # a register has at most 25 KB
+FILE_BYTES = 64 << 20  # a file is held in memory, on both sides
+HANDSHAKE_S = 5.0  # TLS and proof together
+STRANGERS = 32  # connections without a proof
+REPORT_S = 60.0  # between two log lines about refused peers
+DEAD_S = 10  # without a sign of life, or with data that the peer does not take
+SECRET_BYTES = 16  # the least
+MOST_LINE = 256 << 20  # the most that KMQ_MAX_LINE can be
+FILES = ("producers.ckpt",)
+
+
+class WireError(KmqError):
+    """The peer has broken the protocol, or has no valid proof."""
+
+
+class Me(NamedTuple):
+    """What this side says of itself."""
+
+    shard: str
+    lineage: str
+    broker: str
+    replica: str
+    level: int
+    max_line: int
+
+    @property
+    def peer(self) -> "Peer":
+        """What the other side will call us."""
+        return Peer(self.broker, self.replica, self.level, self.max_line)
+
+
+class Peer(NamedTuple):
+    """Who has proved to be at the other end."""
+
+    broker: str
+    replica: str
+    level: int
+    max_line: int
+
+    def encode(self) -> str:
+        return f"broker={self.broker} replica={self.replica} level={self.level} max_line={self.max_line}"
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+class FetchText(NamedTuple):
+    """A follower's state. `next`: the first seq that it has not on disk; `last`: the epoch of the record before it."""
+
+    version: Version
+    epoch: int
+    next: int
+    last: int
+    room: int
+
+
+class Have(NamedTuple):
+    """What a follower has on disk, under the version that it has promised (its number)."""
+
+    version: int
+    next: int
+    room: int
+
+
+class Data(NamedTuple):
+    """Whole records of the WAL. `key`: how long the routing key is that all of them share; 0: unknown, or they do not."""
+
+    epoch: int
+    first: int
+    last: int
+    key: int
+    crc: int
+    hw: int
+    lines: bytes | bytearray
+
+
+class Hw(NamedTuple):
+    """The leader's high watermark."""
+
+    seq: int
+
+
+class Diverged(NamedTuple):
+    """The leader has records of epochs up to `last` before `end` only; its last one there is of `epoch`."""
+
+    epoch: int
+    end: int
+    next: int
+    last: int
+
+
+class Gone(NamedTuple):
+    """The leader has no records before `first` any more."""
+
+    first: int
+
+
+class RefusedText(NamedTuple):
+    """Why the leader does not serve this peer: a word. The connection ends after it."""
+
+    reason: str
+
+
+class AskPromise(NamedTuple):
+    """Asks for the register that the peer has promised."""
+
+
+class RegisterText(NamedTuple):
+    """A register, as Consul holds it."""
+
+    text: bytes | bytearray
+
+
+class FileText(NamedTuple):
+    """A file of FILES, as of `seq`."""
+
+    name: str
+    seq: int
+    crc: int
+    content: bytes | bytearray
+
+
+Message = FetchText | Have | Data | Hw | Diverged | Gone | RefusedText | AskPromise | RegisterText | FileText
+
+_TYPES: dict[str, type[Message]] = {
+    "!fetch": FetchText,
+    "!have": Have,
+    "!data": Data,
+    "!hw": Hw,
+    "!diverged": Diverged,
+    "!gone": Gone,
+    "!refused": RefusedText,
+    "!promise": AskPromise,
+    "!register": RegisterText,
+    "!file": FileText,
+}
+_WORDS = {each: word for word, each in _TYPES.items()}
+_BODIES: dict[type, str] = {Data: "lines", RegisterText: "text", FileText: "content"}  # what follows the text as bytes
+_NAMES = {each: ["bytes" if name == _BODIES.get(each) else name for name in each._fields] for each in _WORDS}
+_N = "(0|[1-9][0-9]{0,17})"
+_NUMBER, _REASON = re.compile(_N), re.compile("[!-~]{1,200}")
+
+
+def encode(message: Message) -> str:
+    """Return the text of a message, without its end and the bytes that follow it."""
+    pairs: Iterable[tuple[str, Any]] = zip(_NAMES[type(message)], message, strict=True)
+    words = [f"{name}={len(value) if name == 'bytes' else value}" for name, value in pairs]
+    return " ".join([_WORDS[type(message)], *words])
+
+
+def decode(text: str) -> tuple[Message, int]:
+    """Return the message of a text, and how many bytes follow it: it has none of them yet. Raises WireError."""
+    word, *parts = text.split(" ")
+    form = _TYPES.get(word)
+    pairs = [part.partition("=") for part in parts]
+    if form is None or [name for name, _, _ in pairs] != _NAMES[form]:
+        raise WireError(f"{text[:40]!r} is no text of the replica protocol")
+    size, values = 0, []
+    for name, _, value in pairs:
+        found = _value(form, name, value)
+        if found is None:
+            raise WireError(f"{text[:40]!r}: wrong {name}")
+        if name == "bytes":
+            size, found = int(value), b""
+        values.append(found)
+    return form(*values), size  # type: ignore[arg-type]
+
+
+def _value(form: type[Message], name: str, value: str) -> Version | int | str | bytes | None:
+    """Return what a field says; None if it may not say that."""
+    if name == "version" and form is FetchText:
+        return Version.parse(value)
+    if name == "name":
+        return value if value in FILES else None
+    if name == "reason":
+        return value if _REASON.fullmatch(value) else None
+    return int(value) if _NUMBER.fullmatch(value) else None
+
+
+def _with_body(message: Message, body: bytearray) -> Message:
+    """Return the message with the bytes that followed it. Raises WireError if they are not what it says."""
+    if isinstance(message, RegisterText):
+        return RegisterText(body)
+    assert isinstance(message, (Data, FileText))
+    if (crc := zlib.crc32(body)) != message.crc:
+        raise WireError(f"{encode(message)}: the crc of what came is {crc}")
+    if isinstance(message, FileText):
+        return message._replace(content=body)
+    count = body.count(b"\n")
+    if not message.first or message.last - message.first + 1 != count or not body.endswith(b"\n"):
+        raise WireError(f"{encode(message)}: {count} lines came")
+    return message._replace(lines=body)
+
+
+# --- a connection ----------------------------------------------------------------------------------------------------
+
+
+class Link(asyncio.BufferedProtocol):
+    """One connection. Bytes go from the socket straight into the message that they belong to.
+
+    One task reads. A read that was cancelled is resumed by the next one.
+    """
+
+    peer: Peer  # after the proof
+
+    def __init__(self) -> None:
+        self.max_data = 0  # bytes of a block; known after the proof
+        self.address = ""
+        self._transport: asyncio.Transport | None = None
+        self._texts = bytearray(BUFFER_BYTES)
+        self._begin = self._end = 0  # what of _texts was not taken yet
+        self._message: Message | None = None  # whose bytes are awaited
+        self._body = bytearray()
+        self._missing = 0  # bytes of _body
+        self._is_paused = False
+        self._lost: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- reading
+
+    async def read(self) -> Message:
+        """Return the next message. Raises WireError for what the protocol does not allow, ConnectionError at the end."""
+        if self._message is None:
+            message, size = decode(await self.text())
+            if not isinstance(message, (Data, RegisterText, FileText)):
+                return message
+            most = {Data: self.max_data, RegisterText: REGISTER_BYTES, FileText: FILE_BYTES}[type(message)]
+            if size > most:
+                raise WireError(f"bytes={size}: a {type(message).__name__} has at most {most}")
+            self._message = message
+            self._begin_body(size)
+        while self._missing:
+            await self._more()
+        message, self._message = self._message, None
+        body, self._body = self._body, bytearray()
+        return _with_body(message, body)
+
+    async def text(self) -> str:
+        """Return the next line, without its end."""
+        while (at := self._texts.find(b"\n", self._begin, self._end)) < 0 and self._end - self._begin < LINE_BYTES:
+            await self._more()
+        if not 0 <= at - self._begin < LINE_BYTES:
+            raise WireError(f"a text of more than {LINE_BYTES} bytes")
+        text = self._texts[self._begin : at].decode("latin-1")
+        self._begin = at + 1
+        return text
+
+    def _begin_body(self, size: int) -> None:
+        """Let the next bytes be those of a body; those that are here already are its first."""
+        self._body = bytearray(size)
+        here = min(size, self._end - self._begin)
+        self._body[:here] = self._texts[self._begin : self._begin + here]
+        self._begin += here
+        self._missing = size - here
+
+    async def _more(self) -> None:
+        """Wait until more has arrived."""
+        if self._lost is not None:
+            raise ConnectionError(f"{self.address}: {self._lost or 'the peer has closed the connection'}")
+        if not self._missing and self._begin:
+            self._texts[: self._end - self._begin] = self._texts[self._begin : self._end]
+            self._begin, self._end = 0, self._end - self._begin
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._missing:
+            return memoryview(self._body)[len(self._body) - self._missing :]
+        return memoryview(self._texts)[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._missing:
+            self._missing -= nbytes
+            if self._missing:
+                return
+        else:
+            self._end += nbytes
+            if self._end == BUFFER_BYTES and self._transport is not None:
+                self._is_paused = True  # the reader has to take some of it first
+                self._transport.pause_reading()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- writing
+
+    def send(self, message: Message) -> None:
+        """Write a message. The caller bounds what is on its way by the peer's `room`.
+
+        What the kernel does not take at once is copied, so the bytes of the message may change afterwards.
+        """
+        self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
+
+    def send_data(
+        self, epoch: int, first: int, last: int, key: int, crc: int, hw: int, lines: bytes | bytearray | memoryview
+    ) -> None:
+        """Write `!data`."""
+        self.write(encode(Data(epoch, first, last, key, crc, hw, lines)), lines)  # type: ignore[arg-type]
+
+    def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:
+        """Write a text, and the bytes that follow it."""
+        if self._transport is None or self._transport.is_closing():
+            return  # the reader is told
+        head = f"{text}\n".encode("ascii")
+        if len(data) < BUFFER_BYTES:
+            self._transport.write(head + data)
+        else:
+            self._transport.write(head)
+            self._transport.write(data)
+
+    @property
+    def unsent(self) -> int:
+        """Return how many bytes wait here because the peer does not take them."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    # --- begin and end
+
+    def proved(self, peer: Peer, me: Me) -> None:
+        """Let this be a connection to `peer`. The longer lines of the two sides bound a block."""
+        self.peer = peer
+        self.max_data = max(8 << 20, min(max(peer.max_line, me.max_line), MOST_LINE) + (64 << 10))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
+        self.address = f"{name[0]}:{name[1]}" if name else ""
+        with suppress(OSError):  # the peer may be gone already
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 7)):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
+
+    def eof_received(self) -> None:
+        self._lost = self._lost or EOFError()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = self._lost or exc or EOFError()
+        self._transport = None
+        self._wake()
+
+    def close(self) -> None:
+        """End the connection, after what was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+# --- the proof -------------------------------------------------------------------------------------------------------
+
+_PEER = f"broker=({NAME.pattern}) replica=([0-9a-f]{{16}}) level={_N} max_line={_N}"
+_HELLO = re.compile(f"!replica lineage=([0-9a-f]{{32}}) {_PEER} nonce=([0-9a-f]{{32}})")
+_CHALLENGE = re.compile(f"!challenge {_PEER} nonce=([0-9a-f]{{32}}) mac=([0-9a-f]{{64}})")
+_PROOF = re.compile("!proof mac=([0-9a-f]{64})")
+
+
+def _mac(secret: bytes, direction: str, me: Me, follower: tuple[Peer, str], leader: tuple[Peer, str]) -> str:
+    """Return what only who knows the secret can say in this session. `follower`, `leader`: who, and its nonce."""
+    fields = ("kmq replica 1", direction, me.shard, me.lineage, *follower[0], follower[1], *leader[0], leader[1])
+    return hmac.new(secret, "\n".join(map(str, fields)).encode(), "sha256").hexdigest()
+
+
+def _peer_of(groups: Sequence[str]) -> Peer:
+    return Peer(groups[0], groups[1], int(groups[2]), int(groups[3]))
+
+
+async def call(address: str, me: Me, secret: bytes, tls: ssl.SSLContext | None, timeout_s: float) -> Link:
+    """Return a connection to the leader at host:port, which has proved itself. Raises WireError and OSError.
+
+    Whether the leader serves us is what the first read says.
+    """
+    host, _, port = address.rpartition(":")
+    host, link = host.strip("[]"), Link()
+    try:
+        async with asyncio.timeout(timeout_s):
+            name = host if tls is not None else None
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: link, host, int(port), ssl=tls, server_hostname=name)
+            link.proved(await _prove_to_leader(link, me, secret), me)
+    except BaseException:
+        link.abort()
+        raise
+    return link
+
+
+async def _prove_to_leader(link: Link, me: Me, secret: bytes) -> Peer:
+    nonce = secrets.token_hex(16)
+    link.write(f"!replica lineage={me.lineage} {me.peer.encode()} nonce={nonce}")
+    match = _CHALLENGE.fullmatch(text := await link.text())
+    if match is None:
+        raise WireError(f"{link.address}: {text[:100]!r} in place of a challenge")
+    leader = _peer_of(match.groups())
+    both = (me.peer, nonce), (leader, match[5])
+    if not hmac.compare_digest(_mac(secret, "leader", me, *both), match[6]):
+        raise WireError(f"{link.address}: knows another secret than ours (KMQ_REPLICA_SECRET), or is of another shard")
+    link.write(f"!proof mac={_mac(secret, 'follower', me, *both)}")
+    return leader
+
+
+async def _take_proof(link: Link, me: Me, secret: bytes) -> Peer:
+    """Return who the other side is. Raises WireError if it cannot prove that."""
+    match = _HELLO.fullmatch(text := await link.text())
+    if match is None:
+        raise WireError(f"{text[:40]!r} in place of !replica")
+    if match[1] != me.lineage:
+        link.send(RefusedText("lineage"))
+        raise WireError(f"lineage {match[1]} is not {me.lineage}, the lineage of shard {me.shard}")
+    follower, nonce = _peer_of(match.groups()[1:]), secrets.token_hex(16)
+    both = (follower, match[6]), (me.peer, nonce)
+    link.write(f"!challenge {me.peer.encode()} nonce={nonce} mac={_mac(secret, 'leader', me, *both)}")
+    proof = _PROOF.fullmatch(await link.text())
+    if proof is None or not hmac.compare_digest(_mac(secret, "follower", me, *both), proof[1]):
+        link.send(RefusedText("proof"))
+        raise WireError("no proof of the secret")
+    return follower
+
+
+# --- the port --------------------------------------------------------------------------------------------------------
+
+
+class ReplicaPort:
+    """Takes in followers that prove themselves. `me` may be replaced: that counts for new connections."""
+
+    def __init__(
+        self,
+        me: Me,
+        secret: bytes,
+        tls: ssl.SSLContext | None,
+        admit: Callable[[Peer], str],
+        serve: Callable[[Link], Awaitable[None]],
+        log: Logger,
+    ) -> None:
+        """`admit` returns why a peer with a proof is not served; "": it is.
+
+        `serve` has a connection until it returns or raises. It is cancelled when its replica connects anew.
+        """
+        self.me, self.port = me, 0
+        self._secret, self._tls, self._admit, self._serve = secret, tls, admit, serve
+        self._incidents, self._has_refused = Incidents(log.warn), False
+        self._timer: asyncio.TimerHandle | None = None
+        self._strangers: dict[asyncio.Task[None], str] = {}  # without a proof, the oldest first, with its address
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[str, tuple[Link, asyncio.Task[None]]] = {}  # by replica id
+        self._replacing = asyncio.Lock()
+
+    async def open(self, host: str, port: int) -> "ReplicaPort":
+        """Listen. Raises ConfigError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family)
+        except OSError as err:
+            raise ConfigError(f"KMQ_REPLICA_PORT={port} on {host!r}: {err.strerror or err}") from err
+        self._socket.setblocking(False)
+        self.port = self._socket.getsockname()[1]
+        self._accepting = asyncio.create_task(self._accept())
+        return self
+
+    async def close(self) -> None:
+        """Close the port and all of its connections."""
+        tasks = [self._accepting, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+        self._report()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, name = await loop.sock_accept(self._socket)
+            except OSError as err:  # no file descriptor is free, say
+                self._refuse("", err.strerror or str(err))
+                await asyncio.sleep(1)
+                continue
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                self._refuse(self._strangers.pop(oldest), f"the oldest of {STRANGERS} connections without a proof")
+                oldest.cancel()
+            address = f"{name[0]}:{name[1]}"
+            task = asyncio.create_task(self._take(sock, address))
+            self._strangers[task] = address
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+            await asyncio.sleep(0)  # a flood of connections does not stop the loop, and this one begins
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            context = {"message": "a replica could not be served", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    async def _take(self, sock: socket.socket, address: str) -> None:
+        """Let one connection prove itself, and serve it."""
+        link, peer, task = Link(), None, asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(HANDSHAKE_S) as deadline:
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: link, sock, ssl=self._tls)
+                peer = await _take_proof(link, self.me, self._secret)
+                deadline.reschedule(None)
+                self._strangers.pop(task, None)
+                link.proved(peer, self.me)
+                await self._serve_proved(link, task)
+        except WireError as err:
+            self._refuse(address, str(err))
+        except OSError as err:
+            if peer is None:
+                late = f"not within {HANDSHAKE_S:g} s"
+                self._refuse(address, f"no proof: {late if isinstance(err, TimeoutError) else err}")
+        finally:
+            link.close()
+
+    async def _serve_proved(self, link: Link, task: asyncio.Task[None]) -> None:
+        """Let a connection be the one of its replica: the one before it ends first."""
+        peer = link.peer
+        if reason := self._admit(peer):
+            link.send(RefusedText(reason))
+            raise WireError(f"broker {peer.broker}, replica {peer.replica}: {reason}")
+        async with self._replacing:
+            if before := self._serving.get(peer.replica):
+                before[0].abort()
+                before[1].cancel()
+                await asyncio.wait([before[1]])
+            self._serving[peer.replica] = link, task
+        try:
+            await self._serve(link)
+        finally:
+            if self._serving.get(peer.replica) == (link, task):
+                del self._serving[peer.replica]
+
+    # --- the log
+
+    def _refuse(self, peer: str, reason: str) -> None:
+        """Note that a peer was refused. The first is logged at once, the others in one line a minute."""
+        self._incidents.note("replica_refused", peer, reason)
+        self._has_refused = True
+        if self._timer is None:
+            self._report()
+
+    def _report(self) -> None:
+        self._timer = None
+        if self._has_refused:
+            self._has_refused = False
+            self._incidents.say()
+            self._timer = asyncio.get_running_loop().call_later(REPORT_S, self._report)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def read_secret(path: str) -> bytes:
+    """Return the secret of the shard. Raises ConfigError that names the file."""
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(1 << 16).strip()
+    except OSError as err:
+        raise ConfigError(
+            f"KMQ_REPLICA_SECRET={path!r}: {err.strerror}; the brokers of a shard share this file"
+        ) from err
+    if len(secret) < SECRET_BYTES:
+        raise ConfigError(
+            f"KMQ_REPLICA_SECRET={path!r}: holds {len(secret)} bytes, at least {SECRET_BYTES} are needed;"
+            " make one with: head -c 32 /dev/urandom | base64"
+        )
+    return secret
+
+
+def bind_host(settings: Settings) -> str:
+    """Return the address that the replica port binds to."""
+    return settings.tls_host if settings.tls_cert else settings.host
+
+
+def advertised(settings: Settings) -> str:
+    """Return the host by which the other brokers of the shard reach this one."""
+    host = bind_host(settings)
+    return settings.advertise or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
