@@ -16,16 +16,21 @@ Crash       `committed` is replaced, and not synced: after a power cut it may sa
 Memory      An epoch takes some hundred bytes. A cut reads a MiB at once.
 """
 
+import contextlib
 import os
 import re
 import zlib
 from bisect import bisect_right
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, reader, topic_changes, wal
+from kmq.files import AppendFile, find_tail, give_up, make_directory, point_symlink, sync_directory, sync_file
+from kmq.log import checkpoint, dedupe_file, dropped, reader, segment, topic_changes, wal
 from kmq.log.damage import DamageError
+from kmq.log.index import IndexWriter
+from kmq.log.segment import Segment, is_stored
 from kmq.message import record
 
 # --- records of epochs -----------------------------------------------------------------------------------------------
@@ -179,3 +184,145 @@ def shown_seq(data: str) -> int:
 def _shown(data: str) -> dict[str, int]:
     others = {"committed": read_committed(data), "router.ckpt": checkpoint.routed_seq(data)}
     return others | checkpoint.queue_end(data)
+
+
+# --- the cut ---------------------------------------------------------------------------------------------------------
+# In this order, each step on disk before the next one:
+#
+#     copy        what is cut lies in cut/
+#     link        append.log leads to the segment that will be active
+#     remove      the segments after it, the newest first: whatever is left has no gap
+#     index, log  of that segment; the index first, because a log that is shorter than its index is damage
+
+KEPT = 16  # files in cut/
+_NAME = re.compile(r"\d{20}-\d+(?:\.\d+)?\.log")
+_CHUNK = 1 << 20
+
+
+class Piece(namedtuple("Piece", ("path", "begin", "end"))):
+    """The bytes begin…end-1 of a file."""
+
+    __slots__ = ()
+
+
+def cut_after(data: str, seq: int, epoch: int) -> tuple[int, str | None]:
+    """Cut every record after `seq` from the WAL. Return how many there were, and the file that has them.
+
+    No other process may have the WAL open. `epoch` becomes part of the file's name. Cuts nothing and raises CorruptError
+    if `seq` is before the first record or is missing, or if a record after it was shown or is in producers.ckpt; raises
+    OSError if the disk has no room for the copy.
+    """
+    directory = f"{data}/append"
+    wal.settle(directory)
+    segments = segment.survey(directory)
+    if not segments or seq >= wal.last_stored(data)[0]:
+        return 0, None
+    _check_may_cut(data, seq, segments[0].first)
+    at = max(number for number, part in enumerate(segments) if part.first <= max(seq, 1))
+    active, *newer = segments[at:]
+    keep = _end_in(data, active, seq)
+    pieces = [Piece(part.path, keep if part is active else 0, _whole(part)) for part in segments[at:]]
+    copy, records = _copy(data, f"{seq + 1:020d}-{epoch}", pieces)
+    point_symlink(f"{data}/append.log", os.path.relpath(active.path, data))
+    sync_directory(data)
+    for part in reversed(newer):
+        segment.remove([part])
+    _truncate(active, keep)
+    _forget_old(f"{data}/cut")
+    return records, copy
+
+
+def _check_may_cut(data: str, seq: int, first: int) -> None:
+    """Raise CorruptError if a record after `seq` must stay. `first`: the first record of the WAL."""
+    if seq < first and (seq, first) != (0, 1):
+        raise CorruptError(
+            f"{data}/append: cannot be cut after seq {seq}: it begins with seq {first}; the log of its"
+            " leader has nothing in common with it; run kmq cluster reset"
+        )
+    known = _shown(data) | {"producers.ckpt": dedupe_file.checkpoint_seq(data)}
+    name, later = max(known.items(), key=lambda item: item[1])
+    if later > seq:
+        raise CorruptError(
+            f"{data}/append: cannot be cut after seq {seq}: {name} has seq {later}, which was committed;"
+            " the log of its leader lacks it; run kmq cluster reset on one of the two"
+        )
+
+
+def _end_in(data: str, part: Segment, seq: int) -> int:
+    """Return the byte at which record `seq` ends in its segment. Raises CorruptError if the segment lacks it."""
+    reader.check_place(part.path, part.first, by_seq=True)  # its index is about to be written again
+    with open(part.path, "rb") as file:
+        end = wal.end_of(seq, segment.index_path(part.path), file.fileno(), part.size)
+        last = record.seq_of(find_tail(file.fileno(), end, is_stored).last or b"%d|" % (part.first - 1))
+    if last != seq and dropped.without(last + 1, seq, dropped.accounted(data)):
+        raise CorruptError(
+            f"{part.path}: ends with seq {last} before byte {end}, where seq {seq} was expected;"
+            " run kmq verify --repair"
+        )
+    return end
+
+
+def _whole(part: Segment) -> int:
+    """Return where the records of a segment end, without what a kill or a power cut has left torn."""
+    with open(part.path, "rb") as file:
+        return find_tail(file.fileno(), part.size, is_stored).size
+
+
+def _copy(data: str, name: str, pieces: Sequence[Piece]) -> tuple[str, int]:
+    """Copy what is cut into a file of cut/; return its path and how many records that are.
+
+    A file that has all of it already is of a cut that was killed, and may have more: it stays as it is.
+    """
+    make_directory(f"{data}/cut")
+    for number in count():
+        path = f"{data}/cut/{name}.{number}.log" if number else f"{data}/cut/{name}.log"
+        if not os.path.exists(path):
+            break
+        with open(path, "rb") as file:
+            if all(file.read(len(chunk)) == chunk for chunk in _chunks(pieces)):
+                return path, sum(chunk.count(b"\n") for chunk in _chunks(pieces))
+    records = 0
+    with open(f"{path}.new", "wb") as file:
+        for chunk in _chunks(pieces):
+            file.write(chunk)
+            records += chunk.count(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(f"{path}.new", path)
+    sync_directory(f"{data}/cut")
+    sync_directory(data)
+    return path, records
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[bytes]:
+    for path, begin, end in pieces:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            for at in range(begin, end, _CHUNK):
+                yield file.read(min(_CHUNK, end - at))
+
+
+def _truncate(part: Segment, size: int) -> None:
+    """Cut a segment, whose index may be sealed, to `size` bytes; it becomes the active one."""
+    index = segment.index_path(part.path)
+    writer = IndexWriter(index, give_up, by_seq=True)
+    writer.cut(size)
+    sync_file(index)
+    sync_directory(os.path.dirname(index))
+    file = AppendFile(part.path, give_up)
+    try:
+        file.truncate(size)
+        file.sync()
+        writer.resume(file.fd, size, part.first)
+        sync_file(index)
+    finally:
+        file.close()
+
+
+def _forget_old(directory: str) -> None:
+    """Remove all files of cuts but the newest, and what a kill has left."""
+    names = os.listdir(directory)
+    found = sorted((os.stat(f"{directory}/{name}").st_mtime_ns, name) for name in names if _NAME.fullmatch(name))
+    for name in [*(name for _, name in found[:-KEPT]), *(name for name in names if name.endswith(".log.new"))]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{directory}/{name}")

@@ -133,7 +133,7 @@ class Wal:
         self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
         self._synced_at = time.monotonic()
-        _settle(self.directory)
+        settle(self.directory)
         *self._sealed, active = segment.survey(self.directory) or [Segment(1, f"{self.directory}/{segment.name(1)}", 0)]
         self.restored, self.misplaced = self._restore_indexes([*self._sealed, active], check)
         self.cut_bytes = 0
@@ -257,7 +257,7 @@ class Wal:
 
     def cut_after(self, seq: int) -> None:
         """Cut every record after `seq`: none was acknowledged, and the ring still holds them all."""
-        keep = _end_of(seq, self._index.path, self._file)
+        keep = end_of(seq, self._index.path, self._file.fd, self._file.size)
         self._index.cut(keep)  # index first: a framer that reads now would take the missing records for damage
         self._file.truncate(keep)
         self.last_seq, self.last_ts = last_stored(self.data)
@@ -336,7 +336,8 @@ class Wal:
 
     def rewrite_after(self, seq: int) -> None:
         """Write all records after `seq` again in place, as `rewrite_tail` does."""
-        self.rewrite_tail(self._file.size - _end_of(seq, self._index.path, self._file))
+        size = self._file.size
+        self.rewrite_tail(size - end_of(seq, self._index.path, self._file.fd, size))
 
     def rewrite_tail(self, nbytes: int) -> None:
         """Write the last `nbytes` again in place, so that the next sync covers them (see Crash: ring gone too)."""
@@ -362,19 +363,19 @@ class Wal:
         self._file.close()
 
 
-def _settle(directory: str) -> None:
+def settle(directory: str) -> None:
     """Finish a retention that a kill interrupted, also before the copy of the last record got its name (remnant.py)."""
     there = segment.listing(directory)
     remnant.settle(directory, there[0][0] - 1 if there else 0)
     segment.settle(directory)
 
 
-def _end_of(seq: int, index: str, file: AppendFile) -> int:
-    """Return the byte at which the records up to `seq` end in the active segment."""
-    _, position = last_before(index, file.size, seq)
+def end_of(seq: int, index: str, fd: int, size: int) -> int:
+    """Return the byte at which the records up to `seq` end in a segment of `size` bytes, or anything but a record comes."""
+    _, position = last_before(index, size, seq)
     end = position
-    for at, line in _lines_from(file.fd, position, file.size):
-        if record.seq_of(line) > seq:
+    for at, line in _lines_from(fd, position, size):
+        if not 0 < record.stamp(line)[0] <= seq:
             break
         end = at + len(line) + 1
     return end

@@ -65,6 +65,7 @@ DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
+COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 STORE = "            new, position = self._store(blocks)\n"
@@ -757,6 +758,47 @@ MUTANTS = [
         "retention deletes the records of changes",
         [("kmq/router/in_force.py", "if name == topic_changes.TOPIC:", "if False:")],
         [RECORDS],
+    ),
+    Mutant(
+        "a cut takes what readers have seen",
+        [(COMMITTED, "    if later > seq:\n", "    if False:\n")],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a cut takes the oldest segment first",
+        [(COMMITTED, "in reversed(newer):", "in newer:")],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a cut that goes on after a kill forgets what it had cut",
+        [(COMMITTED, "        if not os.path.exists(path):\n            break\n", "        break\n")],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a cut is made before its copy is on disk",
+        [(COMMITTED, "        file.flush()\n        os.fsync(file.fileno())\n", "")],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a cut takes the log before its index",
+        [
+            (
+                COMMITTED,
+                "    writer.cut(size)\n    sync_file(index)\n",
+                "    os.truncate(part.path, size)\n    writer.cut(size)\n",
+            )
+        ],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a file `committed` that is not whole is believed",
+        [(COMMITTED, "match and int(match[2]) == zlib.crc32(match[1])", "match")],
+        [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a queue that has lost epochs is believed",
+        [(COMMITTED, "            is_whole = last >= _noted_seq(data)\n", "            is_whole = True\n")],
+        [UNIT_COMMITTED],
     ),
     Mutant(
         "a connection of the pod may write changes of topics",

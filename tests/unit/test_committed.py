@@ -1,17 +1,22 @@
-"""What of the WAL is committed: records of epochs, where each begins, the file `committed`."""
+"""What of the WAL is committed: records of epochs, where each begins, the file `committed`, the cut of the rest."""
 
 import os
 import random
+import shutil
+import signal
+import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
-from made_up import block, no_room, stored, write_wal
+from made_up import FIRST_TS, block, no_room, stored, write_wal
 from model import cluster_model
 
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, committed, identity, reader, segment, topic_changes, wal
+from kmq.log import checkpoint, committed, dedupe_file, identity, reader, segment, topic_changes, wal
 from kmq.log.committed import EPOCH_KEY, Epochs, decode_epoch, encode_epoch
+from kmq.repair.verify import Verifier
 from kmq.router.queues import Queues
 
 CHANGE = topic_changes.encode(topic_changes.TopicChange("create", "orders", 0, {"partitions": "3"}, "0001-2"), b"1.0")
@@ -204,3 +209,243 @@ def test_what_any_reader_may_have_seen_is_shown_and_never_more_than_the_wal_has(
     assert checkpoint.routed_seq(data) == 10 and committed.shown_seq(data) == 25
     committed.write_committed(data, 61)
     assert committed.shown_seq(data) == 60 == wal.last_stored(data)[0]
+
+
+# --- the cut ---------------------------------------------------------------------------------------------------------
+
+ENDS = (20, 40, 41)  # of the sealed segments
+COUNT = 60
+
+
+def segments_of(data, ends=ENDS, lines=None):
+    """A WAL with the last seqs `ends` of its sealed segments; return its stored lines."""
+    text = stored(lines or mixed(1, 21, 30, count=COUNT))
+    log = open_wal(data)
+    for seq, line in enumerate(text, 1):
+        log.append([(line, seq, 1, FIRST_TS + seq)])
+        if seq in ends:
+            log.roll()
+    log.close()
+    return text
+
+
+def open_wal(data):
+    return wal.Wal(data, no_room, 1 << 20)
+
+
+def all_of(data):
+    return list(b"".join(wal.read(data, 1, 1 << 40)).splitlines(keepends=True))
+
+
+def go_on(data, seq, count=25):
+    """Open the WAL, append `count` records after `seq`, roll among them; return what it has then."""
+    log = open_wal(data)
+    assert log.last_seq == seq and not log.misplaced and not log.restored
+    more = stored([b"new|1|%d|%b" % (n, b"y" * 60) for n in range(count)], seq + 1)
+    for number, line in enumerate(more, seq + 1):
+        log.append([(line, number, 1, FIRST_TS + number)])
+        if number == seq + 5:
+            log.roll()
+    log.close()
+    return more
+
+
+def findings(data):
+    return [str(each) for each in Verifier(data, is_live=False).findings()]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seq", [0, 1, 19, 20, 21, 39, 40, 41, 42, 59])
+def test_what_is_cut_lies_in_a_file_and_the_wal_goes_on_in_its_place(data, seq):
+    text = segments_of(data)
+    records, path = committed.cut_after(data, seq, 7)
+    assert records == COUNT - seq and path == f"{data}/cut/{seq + 1:020d}-7.log"
+    assert Path(path).read_bytes() == b"".join(text[seq:])
+    first = max([1, *(end + 1 for end in ENDS if end < seq)])
+    assert os.readlink(f"{data}/append.log") == f"append/{segment.name(first)}"
+    assert [at for at, _ in segment.listing(f"{data}/append")][-1] == first and all_of(data) == text[:seq]
+    assert findings(data) == []
+    assert committed.cut_after(data, seq, 7) == (0, None)
+    more = go_on(data, seq)
+    assert all_of(data) == text[:seq] + more and findings(data) == []
+    routed(data, seq + len(more))
+    assert findings(data) == []
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_second_cut_goes_further_back_and_a_third_cuts_what_was_written_since(data):
+    text = segments_of(data)
+    committed.cut_after(data, 45, 2)
+    committed.cut_after(data, 25, 2)
+    more = go_on(data, 25)
+    path = committed.cut_after(data, 25, 2)[1]
+    assert all_of(data) == text[:25] and path == f"{data}/cut/{26:020d}-2.1.log"
+    kept = {name: Path(f"{data}/cut/{name}").read_bytes() for name in os.listdir(f"{data}/cut")}
+    assert kept == {
+        f"{46:020d}-2.log": b"".join(text[45:]),
+        f"{26:020d}-2.log": b"".join(text[25:45]),
+        f"{26:020d}-2.1.log": b"".join(more),
+    }
+
+
+@pytest.mark.parametrize("tail", [b"", b"61|17", bytes(5000), b"61|1700000000.0003\0\0\n\0", b"no record\n"])
+@pytest.mark.parametrize("seq", [30, 50, 60])
+def test_a_torn_end_is_no_record_that_is_cut(data, tail, seq):
+    text = segments_of(data)
+    with open(f"{data}/append/{segment.name(42)}", "ab") as file:
+        file.write(tail)
+    records, path = committed.cut_after(data, seq, 1)
+    assert records == COUNT - seq and (path is None) == (seq == COUNT)
+    assert path is None or Path(path).read_bytes() == b"".join(text[seq:])
+    go_on(data, seq)
+    assert all_of(data)[:seq] == text[:seq] and findings(data) == []
+
+
+@pytest.mark.parametrize("who", ["queue", "router.ckpt", "committed", "producers.ckpt"])
+def test_nothing_that_was_shown_is_cut(data, who):
+    text = segments_of(data)
+    routed(data, 20)
+    if who == "queue":
+        made = queues(data)
+        made.recover(20)
+        made.replay(21, 31)
+    elif who == "router.ckpt":
+        routed(data, 31)
+    elif who == "committed":
+        committed.write_committed(data, 31)
+    else:
+        Path(dedupe_file.path(data)).write_bytes(b"31|%d|2\n" % dedupe_file.checksum(31, b""))
+    with pytest.raises(CorruptError, match=r"append: cannot be cut after seq 30: \S+ has seq 31"):
+        committed.cut_after(data, 30, 1)
+    assert all_of(data) == text and not os.path.exists(f"{data}/cut")
+    assert committed.cut_after(data, 31, 1)[0] == 29
+
+
+def test_a_cut_before_the_first_record_or_at_one_that_is_missing_is_refused(data):
+    text = segments_of(data)
+    segment.remove(segment.survey(f"{data}/append")[:1])
+    for seq in (0, 5, 20):
+        with pytest.raises(CorruptError, match="it begins with seq 21"):
+            committed.cut_after(data, seq, 1)
+    path = Path(f"{data}/append/{segment.name(21)}")
+    path.write_bytes(path.read_bytes().replace(text[24], b"?" * len(text[24])))
+    with pytest.raises(CorruptError, match="ends with seq 24 before byte"):
+        committed.cut_after(data, 25, 1)
+    assert not os.path.exists(f"{data}/cut") and segment.last_seq(segment.survey(f"{data}/append")[-1]) == COUNT
+
+
+def test_only_the_newest_cuts_are_kept(data):
+    segments_of(data)
+    for seq in range(COUNT - 1, COUNT - 21, -1):
+        path = committed.cut_after(data, seq, 1)[1]
+        os.utime(path, ns=(COUNT - seq, COUNT - seq))
+    Path(f"{data}/cut/notes").touch()
+    Path(f"{data}/cut/x.log.new").touch()
+    committed.cut_after(data, 30, 1)
+    assert sorted(os.listdir(f"{data}/cut")) == [*(f"{seq:020d}-1.log" for seq in [31, *range(41, 56)]), "notes"]
+
+
+FILES = ("kmq/log/committed.py", "kmq/log/wal.py", "kmq/log/index.py", "kmq/log/segment.py", "kmq/files.py")
+
+
+def cut_traced(data, seq, reached):
+    """Cut, and call `reached` at each line that is about to run, with its number."""
+    numbers = count(1)
+
+    def trace(frame, event, _):
+        if event == "line":
+            reached(next(numbers))
+        return trace if frame.f_code.co_filename.endswith(FILES) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        committed.cut_after(data, seq, 7)
+    finally:
+        sys.settrace(before)
+
+
+def points(data, seq):
+    """The numbers of the lines before which something on the disk has changed."""
+    found, states = [], []
+
+    def look(number):
+        state = {path: path.read_bytes() for path in Path(data).rglob("*") if path.is_file()}
+        state |= {"link": os.readlink(f"{data}/append.log")}
+        if not states or state != states[-1]:
+            states.append(state)
+            found.append(number)
+
+    cut_traced(data, seq, look)
+    return found
+
+
+def cut_killed(data, seq, nth):
+    """Cut in a child that is killed before its nth line."""
+    pid = os.fork()
+    if not pid:
+        cut_traced(data, seq, lambda number: number == nth and os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seq", [0, 30, 40])
+def test_a_cut_that_is_killed_anywhere_leaves_a_valid_wal_and_is_finished_by_the_same_cut(data, tmp_path, seq):
+    text, ends = segments_of(data), set()
+    again, opened = str(tmp_path / "again"), str(tmp_path / "opened")
+    shutil.copytree(data, again, symlinks=True)
+    found = points(again, seq)
+    for nth in found:
+        shutil.rmtree(again)
+        shutil.copytree(data, again, symlinks=True)
+        cut_killed(again, seq, nth)
+        shutil.copytree(again, opened, symlinks=True)
+        log = open_wal(opened)
+        assert log.last_seq >= seq and not log.misplaced
+        ends.add(log.last_seq)
+        log.close()
+        assert all_of(opened) == text[: log.last_seq] and findings(opened) == []
+        shutil.rmtree(opened)
+        committed.cut_after(again, seq, 7)
+        go_on(again, seq, 7)
+        assert all_of(again)[:seq] == text[:seq] and findings(again) == []
+        assert {name: Path(f"{again}/cut/{name}").read_bytes() for name in os.listdir(f"{again}/cut")} == {
+            f"{seq + 1:020d}-7.log": b"".join(text[seq:])
+        }
+    assert len(found) > 10 and ends == {COUNT, *(end for end in ENDS if end > seq), seq}
+
+
+def test_each_step_of_a_cut_is_on_disk_before_the_next(data, monkeypatch):
+    segments_of(data)
+    steps = []
+
+    def noted(name):
+        call = getattr(os, name)
+
+        def wrapped(what, *rest):
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what
+            steps.append((name, os.path.relpath(rest[0] if name == "rename" else path, data)))
+            return call(what, *rest)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "fdatasync", "unlink", "rename", "ftruncate"):
+            patch.setattr(os, name, noted(name))
+        committed.cut_after(data, 30, 7)
+    name = {first: segment.name(first) for first in (1, 21, 41, 42)}
+    idx = f"append/{name[21]}".replace(".log", ".idx")
+    wanted = [
+        ("fsync", f"cut/{31:020d}-7.log.new"),
+        ("rename", f"cut/{31:020d}-7.log"),
+        ("fsync", "cut"),
+        ("fsync", "."),
+    ]
+    wanted += [("rename", "append.log"), ("fsync", ".")]
+    for first in (42, 41):
+        removed = f"append/{name[first]}"
+        wanted += [("unlink", removed), ("unlink", removed.replace(".log", ".idx")), ("fsync", "append")]
+    wanted += [("rename", idx), ("fsync", idx), ("fsync", "append")]
+    wanted += [("ftruncate", f"append/{name[21]}"), ("fdatasync", f"append/{name[21]}"), ("fsync", idx)]
+    assert [step for step in steps if step[1] != "append.log.new"] == wanted
