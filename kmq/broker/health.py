@@ -328,8 +328,7 @@ _JUDGES: tuple[Judge, ...] = (
 
 # --- readiness -------------------------------------------------------------------------------------------------------
 
-NO_SPACE = ADMISSIONS[1:]
-LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets ready
+LASTING = ("disk_full", "quota", "offsets_unreadable")  # no start that waits longer gets ready
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why ({log})"
 _ADVICE = {  # in the order of importance: a cause comes before its consequences
@@ -352,6 +351,7 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     " who is away",
     "replica_behind": "wait: it catches up by itself; if not, look at this broker's disk and its network to the leader"
     " (kmq cluster status)",
+    "not_enough_replicas": "start the brokers of the shard that are away (kmq cluster status); it resumes by itself",
     "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
     " it succeeds",
     "offsets_unreadable": "heal them from the WAL {heal}; until then no group is served, because to begin again would"
@@ -361,12 +361,13 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-# No reasons of their own: lack of space, or of the data directory, is one reason for all processes together.
+# No reasons of their own: a lack of space, replicas or the data directory is one reason for all processes together.
 _SHARED = ("following", "unled")  # only in a shard; unled: no leader is one reason for all processes, too
-_FINE = ("ready", "data_missing", *_SHARED, *NO_SPACE)
+_FINE = ("ready", "data_missing", *_SHARED, *ADMISSIONS[1:])
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
+    "not_enough_replicas": "fewer replicas of the shard answer than must have a message",
 }
 _RESTART = "start it with: kmq down && kmq up"
 _MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"}
@@ -376,12 +377,9 @@ _PROBLEMS = {
     "register_unreadable": "cannot be read",
 }
 REASONS = tuple(_ADVICE)
-OF_SHARD = (
-    "register_went_back",
-    "register_unreadable",
-    "no_leader",
-    "replica_behind",
-)  # reasons outside of this broker
+OF_SHARD = (  # reasons outside of this broker
+    *("register_went_back", "register_unreadable", "no_leader", "replica_behind", "not_enough_replicas"),
+)
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
 ALL_WARNINGS = (*CONCERNS[:2], *WARNINGS, *CONCERNS[2:])  # in the order of importance
 
@@ -439,8 +437,8 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         del states["gateway"]  # messages are accepted and routed without it
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     reasons = _of_replica(states, page.rows[REPLICA], settings)
-    lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
-    reasons += [_no_room(code, names, settings) for code, names in lacking.items() if names]
+    lacking = {code: tuple(name for name in states if states[name] == code) for code in ADMISSIONS[1:]}
+    reasons += [_refusing(code, names, settings) for code, names in lacking.items() if names]
     if waiting := tuple(name for name in states if states[name] == "data_missing"):
         reasons.append(_data_missing(waiting, settings))
     if states.get("gateway") == "recovering" and page.rows["gateway"].failing:
@@ -493,9 +491,10 @@ def _start() -> str:
     return "the kubelet starts it" if is_in_pod() else "start it with: kmq up"
 
 
-def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
+def _refusing(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
     why = f"{_LACKS[code]}: acknowledged producers are refused, others wait (said by {', '.join(names)})"
-    return Finding(code, settings.data, why, _ADVICE[code], names)
+    about = REPLICA if code == "not_enough_replicas" else settings.data
+    return Finding(code, about, why, _ADVICE[code], names)
 
 
 def _data_missing(names: tuple[str, ...], settings: Settings) -> Finding:

@@ -147,7 +147,7 @@ STATES = (
     "unled",  # in a shard: it waits for the replica, which knows no leader
 )
 ENDED = ("", "stopped", "data_missing")  # a predecessor's last state, if it was not killed while it had the row
-ADMISSIONS = ("", "disk_full", "quota")
+ADMISSIONS = ("", "disk_full", "quota", "not_enough_replicas")
 ROLES = ("", "waiting", "following", "starting", "leading")  # of a replica
 PROBLEMS = ("", "register_went_back", "register_unreadable")  # of a replica
 _FIELDS = (

@@ -70,6 +70,12 @@ _ROWS = (
     Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
     Refusal(CONNECTION, "disk_full", _FULL, "the disk has no room for more; what is on the way will be stored", True),
     Refusal(CONNECTION, "quota", _FULL, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
+    Refusal(
+        CONNECTION, "not_enough_replicas", _LATER, "too few replicas answer; what is on the way will be stored", True
+    ),
+    Refusal(
+        CONNECTION, "no_leader", _LATER, "no broker of the shard leads now, or none can be reached from here", True
+    ),
     Refusal(CONNECTION, "stopping", _ENDS, "the process is stopping", True),
     Refusal(CONNECTION, "busy", _LATER, "too much waits for the broker already", True),
     Refusal(

@@ -108,7 +108,8 @@ def test_each_code_has_one_row_with_a_text_and_an_exit_code_that_exists():
 def test_what_passes_is_worth_a_restart_or_another_attempt():
     assert {row.exit_code for row in refusals.table() if row.is_retryable} <= {errors.EXIT_RETRY, errors.EXIT_FAILED}
     assert all(row.is_retryable for row in refusals.table() if row.exit_code == errors.EXIT_RETRY)
-    assert {"disk_full", "quota", "stopping", "busy", "connections"} == refusals.RETRYABLE
+    of_shard = {"not_enough_replicas", "no_leader"}
+    assert {"disk_full", "quota", "stopping", "busy", "connections", *of_shard} == refusals.RETRYABLE
 
 
 def test_a_code_of_another_version_counts_as_internal_and_cannot_be_sent():

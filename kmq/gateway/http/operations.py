@@ -189,8 +189,8 @@ _JOINING = (  # what a call of a member, or of a group, may be refused for
     " unknown_partition stopping offsets_full"
 )
 _WRITING = (  # what a commit may be refused for besides
-    "bad_request too_large busy not_answered disk_full quota connections drop_oldest offsets_full stopping"
-    " too_many_topics"
+    "bad_request too_large busy not_answered disk_full quota not_enough_replicas no_leader connections drop_oldest offsets_full"
+    " stopping too_many_topics"
 )
 MESSAGES = (
     _op(
@@ -210,7 +210,7 @@ MESSAGES = (
         body_types=(JSON, NDJSON),
         errors="bad_request bad_topic reserved_topic unknown_topic unknown_partition bad_id id_reused id_too_old fenced"
         " drop_oldest too_long too_large too_many too_many_topics producers_full busy stopping connections not_answered"
-        " stored_not_routed disk_full quota",
+        " stored_not_routed disk_full quota not_enough_replicas no_leader",
     ),
     _op(
         "GET /api/topics/{topic}/consume",
