@@ -13,18 +13,26 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from chaos import history
-from chaos.pod import PATIENCE_S, Pod
+from chaos.pod import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parents[1]
+
+
+class Home(Protocol):
+    """Where members find their broker's ports, and leave what they write."""
+
+    root: Path
+    pipes: Path
 
 
 class Crowd:
     """The members of some groups, all of one topic. `groups`: group → the doors of its first members, and of any other."""
 
     def __init__(
-        self, pod: Pod, topic: str, groups: dict[str, tuple[str, ...]], session_s: float, rng: random.Random
+        self, pod: Home, topic: str, groups: dict[str, tuple[str, ...]], session_s: float, rng: random.Random
     ) -> None:
         self._pod, self._topic, self.groups, self._session_s, self._rng = pod, topic, groups, session_s, rng
         self._directory = pod.root / "histories"
@@ -123,7 +131,7 @@ class Crowd:
 class Observer(threading.Thread):
     """Asks the broker all the time who owns what, and what is committed."""
 
-    def __init__(self, pod: Pod, groups: Iterable[str]) -> None:
+    def __init__(self, pod: Home, groups: Iterable[str]) -> None:
         super().__init__(daemon=True)
         self._port_file, self._groups = pod.pipes / "http.port", tuple(groups)
         self.history: list[history.Operation] = []

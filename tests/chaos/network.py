@@ -10,10 +10,11 @@ nobody tells it. That is how a broken network looks from both sides. Loss needs 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from consuls import PATIENCE_S
 
 PREFIX = "kmqt"  # of the names of namespaces: kmqt<pid>-<name>
@@ -121,3 +122,19 @@ class Network:
     def close(self) -> None:
         for name in [*map(self.namespace, self._numbers), self._bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextmanager
+def open_network() -> Iterator[Network]:
+    """A network for a with block. Where there are no network namespaces the test is skipped; in CI it fails."""
+    try:
+        run("ip", "netns", "list")
+        assert os.geteuid() == 0, "not root"
+        made = Network()
+    except (OSError, AssertionError) as error:
+        reason = f"no network namespaces here (needs root): {error}"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -32,13 +32,14 @@ class Sender(Load):
         self._numbers = itertools.count(1)
         self._told: dict[str, Told] = {}
         self._began: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
         self.sent: list[str] = []
 
     @property
     def history(self) -> list[Produce]:
         """All that it has sent; to be asked when it has finished."""
         told = [(value, *self._told.get(value, (UNKNOWN, None, None))) for value in self.sent]
-        return [Produce(self.process, *each, began=self._began[each[0]]) for each in told]
+        return [Produce(self.process, *each, began=self._began[each[0]], size=self._sizes[each[0]]) for each in told]
 
     def port(self, name: str) -> int:
         return int((self.pipes / f"{name}.port").read_text() or 0)
@@ -50,7 +51,9 @@ class Sender(Load):
             value = f"{self.process}-{number}"
             self._began[value] = time.monotonic()
             filler = b"x" * self.rng.choice([0, 40, 40, 900])
-            made.append((number, value, self.rng.choice(KEYS), b"%b %b" % (value.encode(), filler)))
+            payload = b"%b %b" % (value.encode(), filler)
+            self._sizes[value] = len(payload)
+            made.append((number, value, self.rng.choice(KEYS), payload))
         self.sent += [value for _, value, _, _ in made]
         return made
 

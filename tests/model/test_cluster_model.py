@@ -17,7 +17,6 @@ RARE = {
     "ack_before_sync",
     "early_resume",
     "recover_few",
-    "recover_outside",
     "expand_hw_only",
     "resume_epoch",
     "ckpt_synced",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from chaos.cluster.judge import judge, load_replica, main
+from chaos.cluster.witness import Witness
 from chaos.history import (
     OK,
     UNKNOWN,
@@ -325,3 +326,31 @@ def test_a_cut_that_the_broker_has_removed_since_is_counted_as_the_witness_kept_
     kept.mkdir()
     world.cut("a").rename(kept / "4-1.log")
     assert not world.found("g")
+
+
+# --- the witness -----------------------------------------------------------------------------------------------------
+
+
+def test_the_witness_sees_what_was_cut_and_what_came_in_its_place(tmp_path: Path) -> None:
+    segment, sealed, cuts = (tmp_path / "a" / name for name in ("append/3.log", "append/1.log", "cut"))
+    segment.parent.mkdir(parents=True)
+    cuts.mkdir()
+    sealed.write_text("1|x\n2|x\n")
+    segment.write_text("3|x\n4|x\n5|wri")
+    witness = Witness(tmp_path / "witness", {"a": tmp_path / "a"})
+    witness.look()
+    (cuts / "4-1.log").write_text("4|x\n")
+    segment.write_text("3|x\n4|y\n5|y\n")  # longer than it was: only the seqs say that it was cut
+    witness.look()
+    (cuts / "4-1.log").unlink()
+    segment.unlink()
+    sealed.write_text("1|x\n")
+    witness.look()
+    sealed.write_text("1|x\n2|z\n3|z\n")
+    witness.look()
+    witness.forget("a")
+    witness.finish()
+    rows = ["1|x", "2|x", "3|x", "4|x", "4|y", "5|y", "2|z", "3|z"]
+    expected = [f"{row[0]} {zlib.crc32(row.encode())}" for row in rows]
+    assert (witness.root / "a").read_text().splitlines() == [*expected, "forget"]
+    assert (witness.root / "a.cut" / "4-1.log").read_text() == "4|x\n"

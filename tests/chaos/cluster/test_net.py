@@ -1,13 +1,12 @@
 """The network that other tests break: a cut is one way and silent, losses lose their share, and healing heals."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from chaos.network import NET, Network
+from chaos.network import NET, Network, open_network
 
 _RECEIVE = """
 import socket, sys
@@ -34,17 +33,10 @@ for _ in range(int(sys.argv[2])):
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        assert os.geteuid() == 0, "not root"
-        made = Network()
-    except (OSError, AssertionError) as error:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no network namespaces here: {error}")
-    try:
+    with open_network() as made:
         for number in (1, 2, 3):
             made.add(number)
         yield made
-    finally:
-        made.close()
 
 
 def arrived(network: Network, sender: int, receiver: int, count: int = 1) -> int:

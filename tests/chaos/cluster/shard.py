@@ -1,0 +1,255 @@
+"""Three brokers of a shard and three servers of Consul, each in a network namespace of its own, and what befalls them.
+
+Numbers in the network: Consul 1 to 3, the brokers a, b, c 11 to 13, clients 101. Brokers run as users start them, by
+`kmq up`; ports are the default ones, as each has its own network.
+"""
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from brokers import PATIENCE_S, Broker, is_alive
+
+from chaos.cluster.judge import Replica, load_replica
+from chaos.cluster.witness import Witness
+from chaos.consul_servers import ConsulServers, consul_servers
+from chaos.history import Healed
+from chaos.network import NET
+
+BROKERS = {"a": 11, "b": 12, "c": 13}
+SERVERS = (1, 2, 3)
+PATIENCE = PATIENCE_S
+TTL_S = 2.0
+REPLICA = "kmq.replica"  # module of the process `replica`
+_FIELD = re.compile(r"(\w+)=(\S*)")
+
+
+class Register(NamedTuple):
+    epoch: int
+    leader: str
+    isr: list[str]
+
+
+class ShardBroker(Broker):
+    """One broker in its namespace. Commands run there too."""
+
+    def __init__(self, root: Path, name: str, inside: Sequence[str], settings: dict[str, str]) -> None:
+        super().__init__(root)
+        self.name, self._inside = name, inside
+        for port in ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT"):
+            del self.env[f"KMQ_{port}"]
+        address = f"{NET}.{BROKERS[name]}"
+        self.env |= {"KMQ_HOST": "0.0.0.0", "KMQ_ADVERTISE": address, "KMQ_BROKER": name} | settings
+
+    def run(
+        self, *command: str, text: str = "", patience_s: float = PATIENCE_S, **settings: object
+    ) -> subprocess.CompletedProcess[str]:
+        return super().run(*self._inside, *command, text=text, patience_s=patience_s, **settings)
+
+    def signal(self, number: int, module: str = "") -> list[psutil.Process]:
+        """Send a signal to all its processes, or to that of one module; return them."""
+        found = [process for process in self.processes() if not module or module in _words(process)]
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return found
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Run `kmq up`, and do not wait for it."""
+        words = [*self._inside, "kmq", "up", *([] if self.gateway else ["--no-gateway"])]
+        with (self.root / "up.log").open("ab") as out:
+            return subprocess.Popen(words, env=self.env, cwd=self.root, stdout=out, stderr=out)
+
+    def kill_all(self) -> None:
+        """SIGKILL all of it at once, until nothing is left: a supervisor may have started a stage just now."""
+        while killed := self.signal(signal.SIGKILL):
+            self.wait(lambda killed=killed: not any(map(is_alive, killed)), f"the end of {self.name}")
+
+    def log(self) -> str:
+        """What its starts have printed, and its log."""
+        paths = [path for path in (self.root / "up.log", self.pipes / "kmq.log") if path.exists()]
+        return "".join(path.read_text(errors="replace") for path in paths)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+class Shard:
+    """The brokers by name, Consul, the witness of their WALs. `healed`: when which fault was over."""
+
+    def __init__(self, root: Path, consul: ConsulServers, gateway: bool = True, **settings: object) -> None:
+        self.root, self.consul, self.network = root, consul, consul.network
+        self.cluster = f"s{uuid.uuid4().hex[:8]}"
+        secret = root / "secret"
+        secret.write_text(uuid.uuid4().hex)
+        secret.chmod(0o600)
+        common = {
+            "KMQ_SHARD": "s",
+            "KMQ_CLUSTER": self.cluster,
+            "KMQ_CONSUL": consul.addresses,
+            "KMQ_REPLICA_SECRET": str(secret),
+            "KMQ_SESSION_TTL": f"{TTL_S:g}s",
+            "KMQ_REPLICA_LAG": "2s",
+        } | {name: str(value) for name, value in settings.items()}
+        self.brokers: dict[str, ShardBroker] = {}
+        for name, number in BROKERS.items():
+            self.network.add(number)
+            self.brokers[name] = ShardBroker(root / name, name, self.network.inside(number), common)
+            self.brokers[name].gateway = gateway
+        self._starts: list[subprocess.Popen[bytes]] = []
+        self.paused: set[str] = set()
+        self.healed: list[Healed] = []
+        self.witness = Witness(root / "witness", {name: broker.data for name, broker in self.brokers.items()})
+
+    # --- the shard ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start all brokers and the shard; return when all of them are in the ISR."""
+        self.up(*self.brokers)
+        said = ""
+
+        def is_begun() -> bool:
+            nonlocal said
+            done = self._init()
+            said = done.stderr
+            return done.returncode == 0
+
+        self.wait(is_begun, lambda: f"the shard is begun: {said}")
+        self.witness.start()
+        self.wait_whole()
+
+    def _init(self) -> subprocess.CompletedProcess[str]:
+        return self.brokers["a"].kmq("cluster", "init", "--shard", "s", "--brokers", ",".join(self.brokers))
+
+    def up(self, *names: str) -> None:
+        """Start brokers, side by side. A start may find no leader, or no Consul: that is no failure of the command."""
+        self._starts = [start for start in self._starts if start.poll() is None]
+        self._starts += [self.brokers[name].begin() for name in names]
+
+    def register(self) -> Register:
+        """What the register in Consul says, with replicas as their brokers."""
+        entries = self.consul.entries(f"kmq/{self.cluster}/replicas/s/")
+        fields = dict(_FIELD.findall(entries.get("register", b"").decode()))
+        broker = {id: dict(_FIELD.findall(note.decode())).get("broker", "") for id, note in entries.items()}
+        isr = sorted(broker.get(id, id) for id in fields.get("isr", "").split(",") if id)
+        return Register(int(fields.get("epoch", 0)), broker.get(fields.get("leader", ""), ""), isr)
+
+    def leader(self) -> str:
+        """Return the broker that leads by the register, once one does."""
+        self.wait(lambda: self.register().leader, "a leader")
+        return self.register().leader
+
+    def others(self, leader: str) -> list[str]:
+        return [name for name in self.brokers if name != leader]
+
+    def wait_whole(self) -> None:
+        """Wait until there is a leader, and every broker in the ISR."""
+
+        def is_whole() -> bool:
+            register = self.register()
+            return bool(register.leader) and register.isr == sorted(self.brokers)
+
+        self.wait(is_whole, "every broker in the ISR")
+
+    def wait(self, condition: Callable[[], object], what: str | Callable[[], str]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not condition():
+            said = what if isinstance(what, str) else what()
+            assert time.monotonic() < until, f"never came: {said}\n{self.tail()}"
+            time.sleep(0.1)
+
+    def tail(self) -> str:
+        """The register, and the end of each broker's log."""
+        logs = [f"--- {name}\n{broker.log()[-3000:]}" for name, broker in self.brokers.items()]
+        return "\n".join([str(self.register()), *logs])
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def number(self, name: str) -> int:
+        return BROKERS[name]
+
+    def cut_off(self, name: str, consul: bool = True) -> None:
+        """No broker reaches this one any more; with `consul` no server of Consul does. Clients do."""
+        others = [BROKERS[other] for other in self.others(name)]
+        self.network.split([BROKERS[name]], [*others, *(SERVERS if consul else ())])
+
+    def cut_from_consul(self, *names: str) -> None:
+        self.network.split([BROKERS[name] for name in names], SERVERS)
+
+    def kill(self, *names: str) -> None:
+        """Kill all of these brokers at once: what a power cut leaves behind, but for the page cache."""
+        for name in names:  # first all that they have, so that nobody lives to see the others die
+            self.brokers[name].signal(signal.SIGKILL)
+        for name in names:
+            self.brokers[name].kill_all()
+
+    def pause(self, name: str) -> None:
+        self.brokers[name].signal(signal.SIGSTOP)
+        self.paused.add(name)
+
+    def wipe(self, name: str) -> None:
+        """Kill a broker, and give it an empty directory."""
+        self.kill(name)
+        self.witness.look()
+        self.witness.forget(name)
+        shutil.rmtree(self.brokers[name].data)
+
+    def empty_consul(self) -> None:
+        """Kill all servers; they come back with nothing."""
+        for server in self.consul.servers:
+            server.kill()
+            shutil.rmtree(self.consul.root / f"{server.number}.data")
+        self.consul.repair()
+
+    def heal(self, what: str) -> None:
+        """End all faults: the network, Consul, those who are paused, those who were killed."""
+        self.consul.repair()
+        for name in sorted(self.paused):
+            self.brokers[name].signal(signal.SIGCONT)
+        self.paused.clear()
+        self.up(*(name for name, broker in self.brokers.items() if not broker.processes()))
+        self.healed.append(Healed(what, time.monotonic()))
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Kill everything: what was acknowledged is on disk, and what is shown is committed."""
+        self.kill(*self.brokers)
+        self.witness.finish()
+
+    def replicas(self) -> list[Replica]:
+        return [load_replica(name, broker.data) for name, broker in self.brokers.items()]
+
+    def close(self) -> None:
+        self.witness.finish()
+        for start in self._starts:
+            start.kill()
+            start.wait()
+        for name in sorted(self.paused):
+            self.brokers[name].signal(signal.SIGCONT)
+        for broker in self.brokers.values():
+            broker.close()
+
+
+@contextlib.contextmanager
+def open_shard(root: Path, gateway: bool = True, **settings: object) -> Iterator[Shard]:
+    """A shard that has begun, for a with block; without Consul or namespaces: skipped, in CI failed, with the reason."""
+    (root / "consul").mkdir(parents=True)
+    with consul_servers(root / "consul") as consul:
+        shard = Shard(root, consul, gateway, **settings)
+        try:
+            shard.begin()
+            yield shard
+        finally:
+            shard.close()
