@@ -33,11 +33,11 @@ from kmq.broker.ports import cannot_listen, listening
 from kmq.broker.stats import Incidents, Row, Strangers
 from kmq.config.values import KIB
 from kmq.logfmt import Logger
+from kmq.wire import refusals
 
 LINES, HTTP, OTHER = "lines", "http", ""  # what a port speaks: how a client is refused there; OTHER: by its end
 WAIT_S = 5.0
 
-_NO_LEADER = "no_leader", "no broker of the shard leads now; connect again"
 _TURN_S = 0.05
 _SAY_S = 1.0  # between two log lines of one event; how long a refused client has to read why
 _AGAIN_S = 0.25  # after an attempt to connect that failed
@@ -400,11 +400,11 @@ def _look_up(address: str, turn: int, found: dict[str, Address | None]) -> None:
 
 def _no_leader(speaks: str) -> bytes:
     """Return what a client is told that no leader has accepted."""
-    code, text = _NO_LEADER
+    refusal = refusals.known("no_leader")
     if speaks == LINES:
-        return f"!err 0 {code} {text}\n".encode()
+        return f"!err 0 {refusals.reason(refusal.code)}\n".encode()
     if speaks == HTTP:
-        body = json.dumps({"code": code, "message": text, "error": text}).encode()
-        head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\nRetry-After: 1\r\n"
-        return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        body = json.dumps({"code": refusal.code, "message": refusal.text, "error": refusal.text}).encode()
+        head = f"HTTP/1.1 {refusal.http} Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+        return f"{head}Retry-After: 1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
     return b""
