@@ -1,6 +1,7 @@
-"""`kmq cluster …`: begin a shard, see who leads it, and hand the lead over."""
+"""`kmq cluster …`: begin a shard, see who leads it, hand the lead over, and bring back what was lost."""
 
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from kmq.errors import EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from kmq.cluster.consul import Steps
-    from kmq.replica.shard import ShardKeys, ShardView
+    from kmq.replica.shard import RecoveryPlan, ShardKeys, ShardView
 
 cluster_app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,8 @@ cluster_app = typer.Typer(
 )
 
 _SHARD = typer.Option("--shard", metavar="NAME", help="The shard; default: KMQ_SHARD.")
+_DRY_RUN = typer.Option("--dry-run", help="Check everything, say what would be done and lost, and change nothing.")
+_YES = typer.Option("--yes", help="Do not ask.")
 
 
 def _run(shard: str, steps: "Callable[[ShardKeys, str], Steps[Any]]") -> Any:
@@ -186,6 +189,62 @@ def resign(shard: Annotated[str, _SHARD] = "") -> None:
 
     broker, successor = _run(shard, hand_over)
     print(f"{successor} leads now" if successor is not None else f"{broker} does not lead; nothing was changed")
+
+
+@cluster_app.command(epilog=examples("kmq cluster recover --shard s --dry-run", "kmq cluster recover --shard s --yes"))
+def recover(
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="BROKER", help="Where promises fork: the broker whose records count."),
+    ] = None,
+    shard: Annotated[str, _SHARD] = "",
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    yes: Annotated[bool, _YES] = False,
+) -> None:
+    """Bring back a register that Consul has lost, or has an old state of, from what the replicas have promised.
+
+    Exit code 1, with what each replica has, if too few of them are there or
+    if their promises fork. A run that was interrupted goes on when it is
+    repeated.
+    """
+
+    def plan(keys: "ShardKeys", _: str) -> "Steps[tuple[ShardView, RecoveryPlan | None]]":
+        from kmq.replica.shard import plan_recovery, read_shard
+
+        view = yield from read_shard(keys)
+        return view, plan_recovery(keys, view, origin)
+
+    view, made = _run(shard, plan)
+    if made is None:
+        print("the register is the newest that any living replica has promised; nothing was changed")
+        return
+    base, brokers = made.base, ", ".join(made.brokers)
+    away = ", ".join(sorted({*base.brokers} - {*map(view.broker, filter(view.is_alive, view.members))}))
+    print(f"{brokers} can go on from version {base.version.number}, epoch {base.epoch}, which is the newest promise")
+    if away:
+        print(f"not here: {away}; what only they have would be cut when they come back")
+    what = f"one of {brokers} leads next, alone in the ISR until others have caught up"
+    if not _is_wanted(what, dry_run, yes):
+        return
+
+    def carry_out(keys: "ShardKeys", _: str) -> "Steps[str]":
+        from kmq.replica.shard import recover
+
+        return recover(keys, view, made)
+
+    print(f"recovered: {_run(shard, carry_out)} leads")
+
+
+def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:
+    """Return True if it is to be done: `yes` was given, or the person at the terminal says so."""
+    if dry_run:
+        print(f"{what}; nothing was changed")
+        return False
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to do it")
+        typer.confirm(f"{what}. Go on?", abort=True)
+    return True
 
 
 def add_to(app: typer.Typer) -> None:

@@ -9,7 +9,10 @@ Version     rises with every write. It is a number and a random mark, because a 
             of Consul counts on from an old number: a mark tells the two histories apart.
 Invariant   A write always goes on from the version that it replaces: the marks of the register before it are its own
             marks but the last. So a register descends from another one exactly if it holds that one's version.
-            The ISR never becomes smaller than `min_insync` by a write. Where it begins smaller (init), it never shrinks.
+            The ISR never becomes smaller than `min_insync` by a write. Where it begins smaller (init, recovery), it
+            never shrinks.
+Hold        Without a leader nobody is elected. An operator writes it (kmq cluster recover), and then who leads. Its ISR
+            is the last one that is known.
 Strict      Every text that KMQ writes has one form. `decode` refuses each other text, so nothing that is not understood
             is passed over.
 Memory      At most MARKS versions, about 25 KB.
@@ -114,6 +117,16 @@ class Register(NamedTuple):
         isr = [*living, *others[: max(0, self.least - len(living))]]
         return self._written(epoch=self.epoch + 1, leader=leader, isr=tuple(sorted(isr)))
 
+    def hold(self) -> "Register":
+        """Return the register after an operator has taken the leader away."""
+        return self._written(epoch=self.epoch + 1, leader="")
+
+    def end_hold(self, leader: str) -> "Register":
+        """Return the register after an operator has chosen who leads, alone in the ISR."""
+        if self.leader:
+            raise ValueError(f"leader={self.leader}: the register is no hold")
+        return self._written(epoch=self.epoch + 1, leader=leader, isr=(leader,))
+
     def _written(self, **changes: object) -> "Register":
         version = Version(self.version.number + 1, new_mark())
         return self._replace(marks=(*self.marks, version)[-MARKS:], **changes)  # type: ignore[arg-type]
@@ -176,6 +189,6 @@ def _parse(text: bytes) -> Register | None:
     known = tuple(mark for mark in marks if mark is not None)
     numbers = [mark.number for mark in known]
     is_dense = numbers == [*range(numbers[0], numbers[0] + len(marks))] if numbers else False
-    if not is_dense or not numbers[0] or len(marks) > MARKS or (leader not in isr if leader else bool(isr)):
+    if not is_dense or not numbers[0] or len(marks) > MARKS or not isr or (leader and leader not in isr):
         return None
     return Register(lineage, brokers, int(min_insync), int(epoch), leader, isr, known)

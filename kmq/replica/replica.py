@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from kmq.broker.stats import PROBLEMS, ROLES, STATES, Row
 from kmq.cluster import consul
-from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps
+from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps, check_session
 from kmq.cluster.presence import Presence, SessionLost
 from kmq.cluster.register import Register, UnreadableRegister, decode
 from kmq.errors import BusyError, CorruptError
@@ -178,8 +178,9 @@ class Replica:
         identity, promised = self.files.identity, self.files.promised
         if promised is not None and not _descends(view.register, promised):
             return True  # the register went back, and the notes with it: they say nothing
-        if member is None:
-            return not identity.starts
+        if member is None:  # under a hold Consul has been emptied since: it says nothing, and who has a promise votes
+            is_hold = view.register is not None and not view.register.leader
+            return not identity.starts or (is_hold and promised is not None)
         version = promised.version.number if promised is not None else 0
         return identity.knows(member.note.start) and (version, self._read_stored()) >= self._noted(member)
 
@@ -218,6 +219,7 @@ class Replica:
         if self._reached is None:
             self._reached, self._is_lost = self._clock(), False
         yield from self._promise(view)
+        yield from self._show_promise(view)
         note, noted = self._new_note(), self._note
         is_due = noted is None or note.version != noted.version or self._clock() - self._noted_at >= _NOTE_S
         if note != noted and is_due:
@@ -247,6 +249,19 @@ class Replica:
                     self._heard.clear()
                     leader = view.broker(register.leader) if register.leader else "nobody"
                     self.log.info("replica_role", role=self.role, epoch=register.epoch, leader=leader)
+
+    def _show_promise(self, view: ShardView) -> Steps[None]:
+        """Show the text of our promise while the register went back, for `kmq cluster recover`."""
+        me = self.files.identity.id
+        shown, wanted = view.promises.get(me), self.files.promised if self.problem == WENT_BACK else None
+        if shown == wanted:
+            return
+        key = self.keys.promise(me)
+        change = KvOperation("set", key, wanted.encode()) if wanted is not None else KvOperation("delete", key)
+        try:
+            yield from consul.txn([check_session(self.keys.note(me), self._presence.session), change])
+        except Conflict as error:
+            raise SessionLost(f"our key is not ours any more: {error}") from error
 
     def _read_again(self) -> Steps[Register | None]:
         """Return the register as a majority of Consul's servers has it."""

@@ -2,19 +2,27 @@
 
     replicas/<shard>/register         the register (kmq/cluster/register.py), changed by cas only
     replicas/<shard>/<replica id>     a note, locked by the session of its replica; it stays when the replica does not
+    replicas/<shard>/<replica id>/promise   the text of its promise, only while the register does not descend from it
 
 Invariant   A register is only written over the one that was read: the cas lets one writer through. No lock is needed.
             Nobody is elected but a living member of the ISR that can promise the register.
+Recovery    The newest promise becomes a hold: a register without a leader. Only when brokers - min_insync + 1 replicas
+            have promised that, one of the last known ISR among them, the one that has most is elected. So one of them is of
+            each ISR that ever committed, also where disks were replaced since, and none of them confirms anything more
+            to a former leader.
 Unknown     Nobody knows what came of a write that got no answer. The caller reads again, and decides anew.
 """
 
+import contextlib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Steps, cas
+from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Pause, Steps, cas
 from kmq.cluster.presence import NAME, Keys, decode_fields, encode_fields
 from kmq.cluster.register import LEVEL, Register, UnreadableRegister, Version, begin, check_size, decode
-from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 
 
 class ShardKeys:
@@ -29,6 +37,9 @@ class ShardKeys:
 
     def note(self, replica: str) -> str:
         return self.root + replica
+
+    def promise(self, replica: str) -> str:
+        return f"{self.root}{replica}/promise"
 
 
 class Note(NamedTuple):
@@ -71,12 +82,16 @@ class Member(NamedTuple):
 
 
 class ShardView(NamedTuple):
-    """What was read in one Txn. `modified`: version of the register's key, 0: there is none; `unreadable`: why it is."""
+    """What was read in one Txn. `modified`: version of the register's key, 0: there is none; `unreadable`: why it is.
+
+    `promises`: of replicas from whose promise the register does not descend.
+    """
 
     register: Register | None
     modified: int
     members: dict[str, Member]
     unreadable: str = ""
+    promises: Mapping[str, Register] = MappingProxyType({})
 
     def is_alive(self, replica: str) -> bool:
         """Return True if the key of this replica is locked."""
@@ -114,6 +129,7 @@ def read_shard(keys: ShardKeys) -> Steps[ShardView]:
 def view_of(keys: ShardKeys, entries: list[KvEntry]) -> ShardView:
     """Return what these entries say."""
     members = {}
+    promises: dict[str, Register] = {}
     register, modified, unreadable = None, 0, ""
     for entry in entries:
         name = entry.key.removeprefix(keys.root)
@@ -125,7 +141,12 @@ def view_of(keys: ShardKeys, entries: list[KvEntry]) -> ShardView:
                 unreadable = str(error)
         elif "/" not in name:
             members[name] = Member(name, decode_note(entry.value), entry.session, entry.version)
-    return ShardView(register, modified, members, unreadable)
+        elif name.endswith("/promise"):
+            with contextlib.suppress(
+                UnreadableRegister
+            ):  # of a later release: its replica counts as one that says nothing
+                promises[name.removesuffix("/promise")] = decode(entry.value, entry.key)
+    return ShardView(register, modified, members, unreadable, promises)
 
 
 # --- writes ----------------------------------------------------------------------------------------------------------
@@ -188,7 +209,8 @@ def _check_is_new(keys: ShardKeys, view: ShardView) -> None:
         if member.note.version is not None:
             raise ConfigError(
                 f"shard {keys.shard}: broker {member.note.broker} has promised version {member.note.version.number} of a"
-                " register that is not there: Consul was emptied, or restored; bring its data back"
+                " register that is not there: Consul was emptied, or restored; bring its data back, or run"
+                " kmq cluster recover"
             )
 
 
@@ -207,3 +229,112 @@ def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
             raise RetryError(f"shard {keys.shard}: no other member of the ISR is alive; {broker} goes on leading")
         if (yield from elect(keys, view, successor)):
             return view.broker(successor)
+
+
+# --- a register that was lost ----------------------------------------------------------------------------------------
+
+_AWAITED_S = 30.0  # within which living replicas promise a hold
+_LOOK_S = 0.1
+
+
+class CannotRecover(KmqError):
+    """Too few replicas are there, or their promises fork. Nothing was changed; the text ends with a table."""
+
+
+class RecoveryPlan(NamedTuple):
+    """What recovery would do. `base`: the newest promise, from which those of all `brokers` descend or are the same.
+
+    `enough`: replicas that must promise the hold before one of them is elected.
+    """
+
+    base: Register
+    brokers: tuple[str, ...]
+    enough: int
+
+
+def plan_recovery(keys: ShardKeys, view: ShardView, origin: str | None = None) -> RecoveryPlan | None:
+    """Return how the register comes back; None if it is the newest of all promises. `origin`: broker whose branch counts.
+
+    Raises CannotRecover, RetryError if a replica has not shown its promise yet, ConfigError for an unreadable register.
+    """
+    if view.unreadable:
+        raise ConfigError(f"{view.unreadable}; nothing was changed")
+    register = view.register
+    promised = {each.id: each.note.version for each in view.members.values() if each.session and each.note.version}
+    newer = {id: v for id, v in promised.items() if register is None or not register.descends_from(v)}
+    if register is not None and register.leader and not newer:
+        return None
+    texts = {text.version: text for id, text in view.promises.items() if text.version == promised.get(id)}
+    hidden = sorted(view.broker(id) for id, version in newer.items() if version not in texts)
+    if hidden:
+        raise RetryError(f"shard {keys.shard}: {', '.join(hidden)} did not show its promise yet; run this again")
+    if register is not None and (register.version in promised.values() or not register.leader):
+        texts[register.version] = register
+    if origin is not None:
+        own = next((version for id, version in promised.items() if view.broker(id) == origin), None)
+        if own is None:
+            raise CannotRecover(f"--from {origin}: no living replica of this broker has a promise\n{_table(view)}")
+        texts = {version: text for version, text in texts.items() if text.descends_from(own)}
+    if not texts:
+        raise CannotRecover(f"shard {keys.shard}: no living replica has a promise\n{_table(view)}")
+    base = texts[max(texts)]
+    others = sorted(view.broker(id) for id, version in promised.items() if not base.descends_from(version))
+    if others:
+        choose = "choose the broker whose records count, with --from <broker>, and" if origin is None else "first"
+        raise CannotRecover(
+            f"shard {keys.shard}: the promises fork: version {base.version} does not go on from that of"
+            f" {', '.join(others)}; {choose} reset the others (kmq down, kmq cluster reset, kmq up)\n{_table(view)}"
+        )
+    enough = len(base.brokers) - base.min_insync + 1
+    if origin is not None:  # who was reset has nothing to say, so nobody waits for it
+        fresh = [each for each in view.members.values() if each.session and each.note.version is None]
+        enough = max(1, enough - len(fresh))
+    if what := _missing(view, base, promised.keys(), enough):
+        raise CannotRecover(f"shard {keys.shard}: {what}\n{_table(view)}")
+    return RecoveryPlan(base, tuple(sorted(map(view.broker, promised))), enough)
+
+
+def _missing(view: ShardView, base: Register, replicas: Collection[str], enough: int) -> str:
+    """Return why these replicas do not know all that may have been committed; "" if they do."""
+    count = len({*map(view.broker, replicas)} & {*base.brokers})
+    if count < enough:
+        return f"{count} of its replicas have promised it, {enough} are needed: another may know more. Start the others"
+    if not {*replicas} & {*base.isr}:
+        return f"none of the last known ISR is here; start one of {', '.join(map(view.broker, base.isr))}"
+    return ""
+
+
+def _table(view: ShardView) -> str:
+    rows = [("broker", "replica", "promised", "epoch", "end", "")]
+    for each in sorted(view.members.values(), key=lambda each: (each.note.broker, each.id)):
+        version, here = each.note.version, "here" if each.session else "away"
+        rows.append((each.note.broker, each.id, str(version or "-"), str(each.note.epoch), str(each.note.end), here))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def recover(keys: ShardKeys, view: ShardView, plan: RecoveryPlan, patience_s: float = _AWAITED_S) -> Steps[str]:
+    """Carry out a plan that was made of this view, and return the broker that leads.
+
+    Raises CannotRecover if too few promise the hold: the next run goes on from there. Raises RetryError if another
+    writer was first.
+    """
+    held = view.register
+    if held != plan.base or held.leader:
+        held = plan.base.hold()
+        if not (yield from write(keys, view, held)):
+            raise RetryError(f"shard {keys.shard}: somebody else wrote the register just now; run this again")
+    for _ in range(max(1, int(patience_s / _LOOK_S))):
+        view = yield from read_shard(keys)
+        if view.register != held:
+            raise RetryError(f"shard {keys.shard}: somebody else wrote the register just now; run this again")
+        bound = {each.id: each for each in view.members.values() if each.session and each.note.version == held.version}
+        what = _missing(view, held, bound.keys(), plan.enough)
+        if not what:
+            best = max(bound.values(), key=lambda each: (each.note.epoch, each.note.end, each.id))
+            if (yield from write(keys, view, held.end_hold(best.id))):
+                return best.note.broker
+        yield Pause(_LOOK_S)
+    raise CannotRecover(
+        f"shard {keys.shard}: is held until this is run again, and nobody leads: {what}\n{_table(view)}"
+    )

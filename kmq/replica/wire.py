@@ -291,12 +291,14 @@ class Link(asyncio.BufferedProtocol):
         self._body[:here] = self._texts[self._begin : self._begin + here]
         self._begin += here
         self._missing = size - here
+        if self._missing:
+            self._begin = self._end = 0  # all was taken; the texts after the body need a place at once
 
     async def _more(self) -> None:
         """Wait until more has arrived."""
         if self._lost is not None:
-            raise ConnectionError(f"{self.address}: {self._lost or 'the peer has closed the connection'}")
-        if not self._missing and self._begin:
+            raise ConnectionError(f"{self.address}: {str(self._lost) or 'the peer has closed the connection'}")
+        if self._begin:
             self._texts[: self._end - self._begin] = self._texts[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
         if self._is_paused and self._transport is not None:
@@ -423,14 +425,15 @@ async def call(address: str, me: Me, secret: bytes, tls: ssl.SSLContext | None, 
     """
     host, _, port = address.rpartition(":")
     host, link = host.strip("[]"), Link()
+    more: dict[str, Any] = {"server_hostname": host, "ssl_shutdown_timeout": DEAD_S} if tls is not None else {}
     try:
         async with asyncio.timeout(timeout_s):
-            name = host if tls is not None else None
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: link, host, int(port), ssl=tls, server_hostname=name)
+            await asyncio.get_running_loop().create_connection(lambda: link, host, int(port), ssl=tls, **more)
             link.proved(await _prove_to_leader(link, me, secret), me)
-    except BaseException:
+    except BaseException as err:
         link.abort()
+        if isinstance(err, (ValueError, OverflowError)) and not isinstance(err, OSError):
+            raise WireError(f"{address!r} is not the address of a replica port: {err}") from err
         raise
     return link
 
@@ -509,6 +512,8 @@ class ReplicaPort:
 
     async def close(self) -> None:
         """Close the port and all of its connections."""
+        for link, _ in self._serving.values():
+            link.abort()
         tasks = [self._accepting, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -551,7 +556,10 @@ class ReplicaPort:
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_S) as deadline:
-                await asyncio.get_running_loop().connect_accepted_socket(lambda: link, sock, ssl=self._tls)
+                shutdown = DEAD_S if self._tls is not None else None
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: link, sock, ssl=self._tls, ssl_shutdown_timeout=shutdown
+                )
                 peer = await _take_proof(link, self.me, self._secret)
                 deadline.reschedule(None)
                 self._strangers.pop(task, None)
@@ -564,7 +572,10 @@ class ReplicaPort:
                 late = f"not within {HANDSHAKE_S:g} s"
                 self._refuse(address, f"no proof: {late if isinstance(err, TimeoutError) else err}")
         finally:
-            link.close()
+            if peer is None:
+                link.abort()  # a stranger cannot make TLS wait for its farewell
+            else:
+                link.close()
 
     async def _serve_proved(self, link: Link, task: asyncio.Task[None]) -> None:
         """Let a connection be the one of its replica: the one before it ends first."""

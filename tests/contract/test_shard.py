@@ -101,6 +101,12 @@ class Shard:
             f"{event} of {name}", lambda: len(self.events(name, event)) >= count and self.events(name, event)
         )
 
+    def alive(self):
+        """The brokers whose key is locked."""
+        found = self.client.get("", params={"recurse": ""}).json()
+        locked = {item["Key"].rpartition("/")[2] for item in found if item.get("Session")}
+        return {name for name, id in self.ids().items() if id in locked}
+
     def await_whole(self):
         """Wait until the leader is there, all are in the ISR, and all have promised that."""
 
@@ -203,6 +209,58 @@ def test_where_consul_was_killed_and_is_empty_all_say_so_and_keep_id_and_promise
     finally:
         shard.close()
         consul.close()
+
+
+def test_an_emptied_consul_gets_its_register_back_by_recover(shard):
+    shard.begin()
+    ids, register = shard.ids(), shard.register()
+    shard.end("c")
+    shard.client.delete("", params={"recurse": ""}).raise_for_status()
+    for name in ("a", "b"):
+        shard.await_event(name, "register_went_back")
+    wait_for("both promises", lambda: len(shard.client.get("", params={"keys": ""}).json()) == 4)
+    dry = shard.command("recover", "--dry-run")
+    assert dry.returncode == 0 and f"a, b can go on from version {register.version.number}" in dry.stdout, dry.stderr
+    assert "not here: c" in dry.stdout and "nothing was changed" in dry.stdout and shard.register() is None
+    asked = shard.command("recover")
+    assert asked.returncode == 78 and "give --yes to do it" in asked.stderr and shard.register() is None
+    done = shard.command("recover", "--yes")
+    assert done.returncode == 0 and "recovered: " in done.stdout, done.stderr
+    shard.start("c")
+    shard.await_whole()
+    assert register.marks == shard.register().marks[: len(register.marks)] and shard.register().epoch >= 3
+    assert [shard.ids()[name] for name in ("a", "b")] == [ids["a"], ids["b"]]
+    wait_for("no promise in Consul", lambda: "promise" not in shard.client.get("", params={"keys": ""}).text)
+    again = shard.command("recover", "--yes")
+    assert again.returncode == 0 and "nothing was changed" in again.stdout
+    shard.check()
+
+
+def test_recover_names_what_each_has_where_too_few_are_there_and_goes_on_from_a_hold(shard):
+    shard.begin()
+    former = shard.register()
+    shard.end("a")
+    wait_for("another leader", lambda: shard.register().epoch == 2)
+    shard.start("a")
+    shard.await_whole()
+    last = shard.register()
+    for name in ("b", "c"):
+        shard.end(name)
+    shard.put(former.encode())
+    shard.await_event("a", "register_went_back")
+    wait_for("others to be gone", lambda: shard.alive() == {"a"})
+    few = shard.command("recover", "--yes")
+    assert few.returncode == 1 and "1 of its replicas have promised it, 2 are needed" in few.stderr
+    assert all(re.search(f"{name} +{id}", few.stderr) for name, id in shard.ids().items()), few.stderr
+    shard.put(last.hold().encode())  # as a run that was killed leaves it
+    wait_for("a promise of the hold", lambda: shard.files("a").promised == shard.register())
+    shard.start("b")
+    wait_for("b", lambda: shard.alive() == {"a", "b"} and shard.files("b").promised == shard.register())
+    done = shard.command("recover", "--yes")
+    assert done.returncode == 0, done.stderr
+    shard.start("c")
+    shard.await_whole()
+    shard.check()
 
 
 def test_a_register_with_a_former_value_is_obeyed_by_nobody_until_it_is_the_last_again(shard):
@@ -370,7 +428,10 @@ def test_every_example_in_the_help_works_when_pasted(shard):
     shard.start(*BROKERS)
     for name in BROKERS:
         shard.await_event(name, "replica_entered")
-    helps = [shard.command(*path, "--help", COLUMNS="80").stdout for path in ([], ["init"], ["status"], ["resign"])]
+    helps = [
+        shard.command(*path, "--help", COLUMNS="80").stdout
+        for path in ([], ["init"], ["status"], ["resign"], ["recover"])
+    ]
     found = [line.strip() for text in helps for line in text.partition("Examples:")[2].splitlines() if line.strip()]
     lines = sorted(dict.fromkeys(found), key=lambda line: ("init" not in line, "--dry-run" not in line))
     assert len(lines) >= 6 and all(line.startswith("kmq cluster ") for line in lines)

@@ -110,6 +110,7 @@ MUTANTS = {
     "recover_few": "recover asks fewer replicas than brokers - min.insync + 1",
     "recover_any": "recover elects any of those it asked, not the one with the highest (last epoch, end)",
     "recover_fork": "recover takes promises of two branches as one",
+    "recover_outside": "recover elects without a member of the last known ISR",
     "shrink_blind": "a leader that hears nobody takes replicas out of the ISR",
     "no_resign": "a leader that cannot move hw stays",
     "doors_early": "a new leader answers readers before its epoch's record is committed (KIP-207)",
@@ -479,7 +480,7 @@ def writes_of_register(state: State, cfg: Config) -> Iterator[tuple[Label, State
     epoch, leader, isr, version, marks = register
     now = lineage(state, cfg)
     alive = {rid_of(i, node, cfg): node for i, node in enumerate(nodes) if node[LINEAGE] == now}
-    if epoch < cfg.epochs and version < cfg.versions:
+    if epoch < cfg.epochs and version < cfg.versions and leader != NOBODY:
         for each in sorted(alive if mutant == "unclean" else set(alive).intersection(isr)):
             for rest in subsets([r for r in isr if r != each]):
                 least = min(cfg.min_insync, len(isr))
@@ -510,6 +511,8 @@ def writes_of_register(state: State, cfg: Config) -> Iterator[tuple[Label, State
                     base = max((known[alive[r][PROMISE]] for r in some), key=lambda r: r[3])
                     if any(alive[r][PROMISE] not in base[4] for r in some):
                         continue
+                if not {*some} & {*base[2]} and mutant != "recover_outside":
+                    continue  # of the last ISR nobody: its other disks may be new ones
                 for each in some if mutant == "recover_any" else (best,):
                     new = (base[0] + 1, each, (each,), base[3] + 1, next_marks(base, state))
                     yield (
@@ -524,7 +527,7 @@ def writes_of_register(state: State, cfg: Config) -> Iterator[tuple[Label, State
                     if mutant != "recover_fork":
                         continue  # two branches
                     marks = tuple(sorted({*marks, *(m for r in some for m in known[alive[r][PROMISE]][4])}))
-                new = (base[0] + 1, NOBODY, (), base[3] + 1, (*marks, state[MADE] + 1))
+                new = (base[0] + 1, NOBODY, base[2], base[3] + 1, (*marks, state[MADE] + 1))
                 yield ("held:", -1, new), with_register(state, new, cfg)
 
 
@@ -876,7 +879,7 @@ def recover(state: State, cfg: Config) -> State:
         key=lambda r: r[3],
         default=branch,
     )
-    held = (base[0] + 1, NOBODY, (), base[3] + 1, (*base[4], state[MADE] + 1))
+    held = (base[0] + 1, NOBODY, base[2], base[3] + 1, (*base[4], state[MADE] + 1))
     state = with_register(state, held, cfg)
     for i, node in enumerate(state[NODES]):
         if not accepts(node[PROMISE], held, cfg):  # of another branch: reset
@@ -1363,6 +1366,7 @@ RANDOM: dict[str, dict[str, Any]] = {
     },
     "random-volume": {"values": 6, "epochs": 7, "versions": 16, "crashes": 3, "rollbacks": 1, "bag": 4, "ring": True},
     "random-consul": dict(values=6, epochs=8, versions=16, crashes=3, restores=2, recovers=1, bag=4, **LATE),
+    "random-recover": dict(values=6, epochs=8, versions=16, crashes=2, wipes=1, recovers=1, marks=True, bag=4, **LATE),
     "random-anew": {"values": 6, "epochs": 8, "versions": 16, "crashes": 3, "wipes": 2, "anew": 1, "bag": 4},
 }
 DEEP: dict[str, dict[str, Any]] = {
@@ -1421,6 +1425,7 @@ FIRST = {  # where a mutant is most quickly caught; else each is tried
     "recover_few": ["random-consul"],
     "recover_any": ["random-consul"],
     "recover_fork": ["random-consul"],
+    "recover_outside": ["random-recover"],
     "shrink_blind": ["scenarios"],
     "no_resign": ["scenarios"],
     "bq_order": ["scenarios"],

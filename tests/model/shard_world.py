@@ -104,16 +104,28 @@ class Judge:
         self.noted: dict[str, int] = {}  # replica → highest version that it has noted
         self.promised: dict[str, Any] = {}  # replica → its last promise on disk
         self.led: dict[int, Process] = {}  # epoch → the start in which its leader promised it
+        self.is_recovered = False  # whether a hold has ended: who was away then may be a new replica
         self.is_restored = False  # whether Consul was: then numbers come again
 
     def on_register(self, old: Any, new: Any, who: Process | None) -> None:
         demand(new is not None, "the register was deleted")
         assert new is not None
         self.registers.append(new)
+        if not new.leader:
+            base = [one for one in self.promised.values() if one.marks == new.marks[:-1]]
+            demand(bool(base) and new.epoch == base[0].epoch + 1, f"the hold {new.version} goes on from no promise")
+            return
         if old is None:
             return
         demand(new.marks[:-1] == old.marks[-len(new.marks) + 1 :], f"{new} does not go on from {old}")
         demand(new.version.number == old.version.number + 1, "a write does not count the version up by one")
+        if not old.leader:
+            bound = [one for one in self.promised.values() if one.version == old.version]
+            enough = len(old.brokers) - old.min_insync + 1
+            demand(len(bound) >= enough, f"{new.leader} is chosen when {len(bound)} have promised the hold")
+            self.is_recovered = True
+            demand(new.isr == (new.leader,), f"after a hold the ISR begins with {new.isr}")
+            return
         demand(len(new.isr) >= min(old.min_insync, len(old.isr)), f"the ISR shrank to {new.isr} from {old.isr}")
         if new.epoch == old.epoch:
             demand(new.leader == old.leader, f"epoch {new.epoch} changes its leader")
@@ -152,6 +164,7 @@ class World:
         self.judge, self.trace = Judge(), list[str]()
         self.running: dict[str, Process] = {}
         self.may_kill = False  # in the middle of a file
+        self.ends: dict[str, int] = {}  # by broker: seq of its last record
         self.restored: set[str] = set()  # brokers whose volume was
         self.ids: dict[str, str] = {}
         self.failed: list[KmqError] = []
@@ -172,9 +185,9 @@ class World:
         promised = files.promised
         if broker not in self.restored and files.identity.id in self.judge.promised:
             demand(promised == self.judge.promised[files.identity.id], f"{broker} has lost its promise")
-        end = lambda: 0  # noqa: E731
+        end = lambda: self.ends.get(broker, 0)  # noqa: E731
         replica = self.code.replica.Replica(
-            files, self.keys, broker, "0" * 31 + str(BROKERS.index(broker)), TTL_S, LAG_S, end, end, lambda: False, log,
+            files, self.keys, broker, "0" * 32, TTL_S, LAG_S, end, end, lambda: False, log,
             lambda: self.now,
         )  # fmt: skip
         process = Process(broker, directory, replica.live(), replica, log)
@@ -275,7 +288,12 @@ class World:
         broker, id = path.parent.name, path.read_text().split(" ")[0]
         before = self.ids.get(broker, id)
         has_promise = before in self.judge.promised
-        lost = id != before and broker not in self.restored and (has_promise or not self.judge.is_restored)
+        lost = (
+            id != before
+            and not self.judge.is_recovered
+            and broker not in self.restored
+            and (has_promise or not self.judge.is_restored)
+        )
         demand(not lost, f"{broker}: the only directory of {before} has lost its id")
         self.ids[broker] = id
 
@@ -311,13 +329,17 @@ class World:
         pair = self.consul.state.pairs.get(self.keys.register)
         return self.code.register.decode(pair.value, self.keys.register) if pair is not None else None
 
-    def run(self, steps: Any) -> Any:
-        """Carry out a command's steps at once."""
+    def run(self, steps: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Carry out a command's steps at once. `meanwhile`: what happens in each of its pauses."""
         answer = None
         try:
             while True:
                 asked = steps.send(answer)
-                answer = self.consul.answer(asked) if isinstance(asked, Request) else None
+                if not isinstance(asked, Request):
+                    meanwhile()
+                    answer = None
+                    continue
+                answer = self.consul.answer(asked)
                 for written in self.consul.journal:
                     self._judge(written, None)
         except StopIteration as end:

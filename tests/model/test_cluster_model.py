@@ -17,6 +17,7 @@ RARE = {
     "ack_before_sync",
     "early_resume",
     "recover_few",
+    "recover_outside",
     "expand_hw_only",
     "resume_epoch",
     "ckpt_synced",

@@ -1,7 +1,7 @@
 """Elections of a shard, its promises and identities: the real code on a simulated Consul, in any order."""
 
 import pytest
-from shard_mutants import MUTANTS, find, walk
+from shard_mutants import MUTANTS, RECOVERIES, find, walk
 from shard_world import BROKERS, World, load
 
 KINDS = ["", "volume", "consul", "emptied"]
@@ -129,6 +129,12 @@ def test_without_one_of_its_guards_a_promise_is_broken(tmp_path, mutant):
 @pytest.mark.parametrize("kind", ["older", "copy"])
 def test_a_volume_that_was_restored_joins_as_a_new_replica(tmp_path, kind):
     walk((), tmp_path / "w", 0, kind)
+
+
+@pytest.mark.parametrize("kind", RECOVERIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_recovery_loses_nothing_and_chooses_no_branch_by_itself(tmp_path, kind, seed):
+    walk((), tmp_path / "w", seed, kind)
 
 
 def test_a_mutant_that_the_code_has_outgrown_is_refused():

@@ -520,7 +520,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     broker.page.rows["durability"].synced = time.time_ns()
     ingress = broker.page.rows["ingress"]
     ingress.certificate_until = ingress.disk_size = ingress.inodes_total = ingress.quota_limit = 1
-    broker.page.rows["agent"].pid = 1
+    broker.page.rows["agent"].pid = broker.page.rows["replica"].pid = broker.page.rows["replica"].hw = 1
     data = broker.settings.data
     for directory in ("t/0", ".compacted"):
         os.makedirs(f"{data}/topics/{directory}")
@@ -566,6 +566,21 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
     starts = broker.page.rows["router"].starts
     assert f'kmq_restarts_total{{stage="router"}} {starts - 1:.1f}' in text
     assert 'kmq_clock_trusted{stage="router"} 0.0' in text
+
+
+def test_a_scrape_tells_of_the_replica_and_without_a_shard_of_none(broker):
+    assert not re.search(r"(?m)^kmq_replica_", metrics.page(broker, metrics.Requests()).decode())
+    row = broker.page.rows["replica"]
+    row.pid, row.role, row.epoch, row.version, row.isr = 1, stats.ROLES.index("following"), 8, 31, 2
+    row.last, row.elections, row.cut_records = 1_000_900, 3, 12
+    text = metrics.page(broker, metrics.Requests()).decode()
+    assert 'kmq_replica_role{role="following"} 1.0' in text and 'kmq_replica_role{role="leading"} 0.0' in text
+    for name, value in {"epoch": 8, "version": 31, "isr": 2, "elections_total": 3, "cut_records_total": 12}.items():
+        assert f"\nkmq_replica_{name} {value:.1f}\n" in text
+    assert "\nkmq_replica_hw_lag" not in text and "\nkmq_replica_behind_seconds 0.0\n" in text
+    row.hw, row.behind_since = 1_000_000, time.monotonic_ns() - 7_000_000_000
+    text = metrics.page(broker, metrics.Requests()).decode()
+    assert "\nkmq_replica_hw_lag 900.0\n" in text and re.search(r"\nkmq_replica_behind_seconds 7\.\d", text)
 
 
 def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch):

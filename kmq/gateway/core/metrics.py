@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 import kmq
 from kmq.broker import status
 from kmq.broker.health import ALL_WARNINGS, REASONS, Verdict, judge, state_of
-from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, STATES, HistogramSnapshot
+from kmq.broker.stats import AGENT, BOUNDS_S, PROCESSES, REPLICA, ROLES, STATES, HistogramSnapshot, Row
 from kmq.broker.topic_rates import BusiestTopics
 from kmq.config.settings import STAGES
 from kmq.gateway.core.broker import Broker
@@ -81,6 +81,18 @@ def _cluster_lag(scrape: "Scrape") -> Samples:
 
 def _cluster_connected(scrape: "Scrape") -> Samples:
     return [((), state_of(AGENT, row) == "ready") for row in [scrape.page.rows[AGENT]] if row.pid]
+
+
+def _replica(value: Callable[[Row], float | None]) -> tuple[tuple[str, ...], Read]:
+    """Return no label, and the reader of a figure of the replica; None: absent, as without a replica."""
+    return (), lambda scrape: [
+        ((), figure) for row in [scrape.page.rows[REPLICA]] if row.pid and (figure := value(row)) is not None
+    ]
+
+
+def _replica_role(scrape: "Scrape") -> Samples:
+    row = scrape.page.rows[REPLICA]
+    return [((role,), row.role_name == role) for role in ROLES[1:] if row.pid]
 
 
 def _synced_age(scrape: "Scrape") -> Samples:
@@ -209,6 +221,38 @@ ROWS = (
         "1: this broker's agent follows the Broadcast Queue; 0: Consul does not answer it.",
         (),
         _cluster_connected,
+    ),
+    Metric(
+        "kmq_replica_role", "1: the role of this broker in its shard; 0: it has another one.", ("role",), _replica_role
+    ),
+    Metric(
+        "kmq_replica_epoch", "Epoch of the register that this broker has promised.", *_replica(lambda row: row.epoch)
+    ),
+    Metric(
+        "kmq_replica_version",
+        "Version of the register that this broker has promised.",
+        *_replica(lambda row: row.version),
+    ),
+    Metric("kmq_replica_isr", "Replicas in the ISR, as far as this broker knows.", *_replica(lambda row: row.isr)),
+    Metric(
+        "kmq_replica_hw_lag",
+        "Records in the WAL that are not committed yet; absent until one is.",
+        *_replica(lambda row: max(0, row.last - row.hw) if row.hw else None),
+    ),
+    Metric(
+        "kmq_replica_behind_seconds",
+        "Follower: time since it had all that its leader had. Leader: time since hw moved, while records wait for it.",
+        *_replica(lambda row: (time.monotonic_ns() - row.behind_since) / 1e9 if row.behind_since else 0),
+    ),
+    Metric(
+        "kmq_replica_elections_total",
+        "Elections that this broker has carried out.",
+        *_replica(lambda row: row.elections),
+    ),
+    Metric(
+        "kmq_replica_cut_records_total",
+        "Records that were cut from the end of this WAL, because a leader did not have them; they are in cut/.",
+        *_replica(lambda row: row.cut_records),
     ),
     Metric(
         "kmq_errors_total",
