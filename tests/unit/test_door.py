@@ -313,12 +313,13 @@ def test_a_host_that_nobody_knows_holds_up_nothing():
 def test_beyond_the_limit_lines_are_told_and_others_closed(leader):
     doors = door(), door("grpc", OTHER)
     with serving(*doors, leader={"lines": leader.address}, most=1) as doorway, doorway.connect() as first:
-        with leader.accept() as end, doorway.connect() as second, doorway.connect("grpc") as third:
+        with leader.accept() as end, doorway.connect() as second:
             assert second.recv(200).startswith(b"!err 0 connections 1 are open already")
-            assert read_before_reset(third) == b""
+            with contextlib.suppress(ConnectionResetError), doorway.connect("grpc") as third:
+                assert read_before_reset(third) == b""
+            until(lambda: doorway.row.turned_away == 2, "not both were counted")
             first.sendall(b"x")
             assert end.recv(1) == b"x"
-            assert doorway.row.turned_away == 2
             doorway.ahead_s += 2
             assert read_before_reset(second) == b""
         first.close()
@@ -331,11 +332,12 @@ def test_beyond_the_limit_lines_are_told_and_others_closed(leader):
 def test_no_more_than_some_of_those_beyond_the_limit_are_kept_open(leader):
     with serving(leader={"lines": leader.address}, most=1) as doorway, doorway.connect(), leader.accept():
         doorway.await_connections(1)
-        many = [doorway.connect() for _ in range(60)]
-        until(lambda: doorway.row.turned_away == 60, "not all were refused")
-        assert doorway.row.connections <= 1 + 16
-        for sock in many:
-            sock.close()
+        with contextlib.ExitStack() as many:
+            for _ in range(60):
+                with contextlib.suppress(ConnectionResetError):  # it may be closed before it is there
+                    many.enter_context(doorway.connect())
+            until(lambda: doorway.row.turned_away == 60, "not all were refused")
+            assert doorway.row.connections <= 1 + 16
 
 
 def test_an_address_that_leads_back_here_makes_no_circle():
