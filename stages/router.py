@@ -120,6 +120,7 @@ def run(stage: Stage) -> None:
         wal_is_synced=settings.fsync == 0,
         most_open=stage.most_files - files.OWN,
         are_recorded=True,
+        in_shard=bool(settings.shard),
         damaged=Damaged(stage.row).note,
         check=stage.check,
         lacks_room=lambda: bool(admission.refusal()),

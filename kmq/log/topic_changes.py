@@ -45,6 +45,7 @@ from collections.abc import Iterator, Sequence
 
 from kmq.config.values import KIB
 from kmq.files import replace_file, sync_directory
+from kmq.logfmt import Logger
 from kmq.message import record
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -214,6 +215,15 @@ def waiting(data: str) -> list[TopicRequest]:
     """Return the requests that are not carried out yet, the oldest first."""
     names = sorted(name for name in os.listdir(f"{data}/topics") if _NAME.fullmatch(name))
     return [request for name in names if (request := _read(f"{data}/topics/{name}"))]
+
+
+def refuse_requests(data: str, log: Logger) -> None:
+    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain` needs no record."""
+    for request in waiting(data) if os.path.isdir(f"{data}/topics") else ():
+        if request.verb != RETAIN:
+            reason = "this broker follows in its shard; ask the one that leads (kmq cluster status)"
+            log.warn("request_refused", file=request.path, topic=request.topic, reason=reason)
+            request.remove()
 
 
 def _read(path: str) -> TopicRequest | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
 from kmq.files import make_directory, with_room
-from kmq.log import checkpoint, topic_changes, topics
+from kmq.log import checkpoint, deletions, topic_changes, topics
 from kmq.log.topics import Since
 from kmq.message.routing import CRC32, Topic
 from kmq.router.in_force import Context, TopicsInForce
@@ -38,18 +38,23 @@ class Declarations:
     ) -> None:
         """Take the parts of the router. `before_topic` is called before a message makes a topic, and may wait."""
         self._context, self._in_force, self._logs, self._before_topic = context, in_force, logs, before_topic
+        self._refused: set[str] = set()
 
     def create(self, name: bytes, seq: int) -> Topic:
         """Make a topic that a message named: one partition, in force from that message on.
 
         A declaration that has no record is adopted with that message: routing to one partition under a file that says
-        several would make a rebuilt queue differ. One whose record is still to come is too late, and is replaced.
+        several would make a rebuilt queue differ. One whose record is still to come is too late, and is replaced; in a
+        shard each one is, because the other replicas do not have it.
         """
         topic = Topic(name.decode(), 1, seq)
         data = self._context.data
         path = topics.toml_path(data, topic.name)
         is_there = os.path.exists(path)
         is_late = is_there and self._context.are_recorded and topic_changes.asks_to_create(data, topic.name)
+        if is_there and not is_late and self._context.in_shard:
+            self.refuse(topic.name)
+            is_late = True
         if is_there and not is_late:
             return self.adopt(topic.name, seq)
         self._before_topic()
@@ -98,6 +103,18 @@ class Declarations:
         logger.info("topic_adopted", topic=name, partitions=topic.partitions, from_seq=topic.from_seq)
         return topic
 
+    def refuse(self, name: str) -> None:
+        """Report a topic.toml that was laid by hand in a shard, once. It goes if nothing lies beside it."""
+        path = topics.toml_path(self._context.data, name)
+        if name not in self._refused and not self._is_blank(name):
+            self._refused.add(name)
+            reason = "in a shard a topic is declared by its record only; run kmq topics create where the leader is"
+            self._context.logger.warn("request_refused", file=path, topic=name, reason=reason)
+        declared = topics.read(self._context.data, name)
+        if declared.from_seq is None and os.listdir(os.path.dirname(path)) == ["topic.toml"]:
+            self._refused.discard(name)
+            deletions.detach(self._context.data, Topic(name, 1, 0))
+
     def mend(self, name: str) -> None:
         """Write the file of a topic in force again if it cannot be read: nothing could change the topic."""
         if topics.read(self._context.data, name).is_guessed:
@@ -121,8 +138,12 @@ class Declarations:
 
     # --- at a start --------------------------------------------------------------------------------------------------
 
-    def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
-        """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
+    def load(self, rows: checkpoint.Rows, since: dict[str, Since], seq: int) -> list[Topic]:
+        """Put all topics in force, also those that only the checkpoint still knows because their directory is gone.
+
+        `seq`: what the checkpoint covers. In a shard it knows all topics in force by then: a file that says so too, and
+        that it does not know, was laid by hand.
+        """
         topics.check_names(self._context.data)
         known = checkpoint.recorded_topics(self._context.data)
         since, in_checkpoint = checkpoint.complete(self._context.data, rows, since, known), since
@@ -132,7 +153,11 @@ class Declarations:
             declared = self._read(name, is_known=name in in_checkpoint)
             if declared.is_guessed and not self._is_blank(name):
                 guessed.add(name)
-            if declared.from_seq is not None or name in since:
+            from_seq = declared.from_seq
+            is_early = from_seq is not None and from_seq <= seq and not declared.is_guessed
+            if self._context.in_shard and is_early and name not in in_checkpoint:
+                self.refuse(name)
+            elif from_seq is not None or name in since:
                 found[name] = declared.topic(name, 0)
                 self._in_force.set_limits(name, declared)
         self._correct(found, guessed, rows, since)

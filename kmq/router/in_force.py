@@ -23,7 +23,7 @@ class Context:
     """What all parts of the router share, so that no part needs another part just to wait or to log."""
 
     __slots__ = (
-        *("_make_room", "are_recorded", "check", "damaged", "data", "lacks_room", "logger", "now_s"),
+        *("_make_room", "are_recorded", "check", "damaged", "data", "in_shard", "lacks_room", "logger", "now_s"),
         *("wait_outside", "wal_is_synced"),
     )
 
@@ -34,6 +34,7 @@ class Context:
         logger: Logger,
         wal_is_synced: bool,
         are_recorded: bool,
+        in_shard: bool,
         damaged: Callable[[DamageError], object],
         check: Callable[[], None],
         lacks_room: Callable[[], bool],
@@ -41,7 +42,7 @@ class Context:
         make_room: Callable[[], object],
     ) -> None:
         """Take what the stage gives, see Queues; and `make_room`, which is called while the disk is full."""
-        self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
+        self.data, self.logger, self.wal_is_synced, self.in_shard = data, logger, wal_is_synced, in_shard
         self.wait_outside, self.are_recorded, self.damaged = wait_for_room, are_recorded, damaged
         self.check, self.lacks_room, self.now_s, self._make_room = check, lacks_room, now_s, make_room
 

@@ -213,6 +213,7 @@ class Queues:
         wal_is_synced: bool = True,
         most_open: int = MAX_OPEN,
         are_recorded: bool = False,
+        in_shard: bool = False,
         damaged: Callable[[DamageError], object] = lambda err: None,
         check: Callable[[], None] = lambda: None,
         lacks_room: Callable[[], bool] = lambda: False,
@@ -223,7 +224,8 @@ class Queues:
 
         `wal_is_synced`: False if the WAL may show records that are not on disk; then each checkpoint syncs the WAL
         first, because it must never be ahead of the WAL. `most_open`: maximum of open logs. `are_recorded`: changes of
-        topics come as records; without a framer they are carried out as they are asked. `damaged` is called with damage
+        topics come as records; without a framer they are carried out as they are asked. `in_shard`: a declaration that
+        has no record is refused, because other replicas would not have it. `damaged` is called with damage
         that is met, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
@@ -234,6 +236,7 @@ class Queues:
             log,
             wal_is_synced,
             are_recorded,
+            in_shard,
             damaged,
             check,
             lacks_room,

@@ -128,7 +128,7 @@ class Recovery:
         begin = wal.first_seq(data)
         wal_range = WalRange(begin, high, has_rest=begin <= seq + 1)
         replay_from = seq + 1
-        for topic in self._declarations.load(rows, since):
+        for topic in self._declarations.load(rows, since, seq):
             for number in range(topic.partitions):
                 known = rows.get((topic.name, number)) or self._in_force.first_state(topic.name, number)
                 needed = self._examine(KnownPartition(topic, number, known), wal_range)

@@ -9,7 +9,7 @@ Invariant   A change is carried out between the lines before its record and thos
 Crash       A record that was carried out may be carried out again: that changes nothing. Between `deletions` and the
             removal of the directory, which takes as many turns as it has files (`sweep`), the next start removes it
             (`finish_deletions`). Between topic.toml and the new partitions, the next start makes them (declarations.py).
-No record   Topics that messages make, and declarations of a release before these records.
+No record   Topics that messages make, and declarations of a release before these records; a shard refuses the latter.
 """
 
 import os
@@ -114,7 +114,10 @@ class TopicChanges:
         coming = {request.topic for request in numbered if request.verb == topic_changes.CREATE}
         for name in pending:
             if name not in coming and not self._is_known(name) and os.path.isdir(f"{data}/topics/{name}"):
-                self._declarations.adopt(name, self._sorter.sorted_seq + 1)
+                if self._context.in_shard:
+                    self._declarations.refuse(name)
+                else:
+                    self._declarations.adopt(name, self._sorter.sorted_seq + 1)
 
     def set_early(self) -> None:
         """Set limits before their record comes: it may wait for the room that a lower limit makes. It sets them again.
@@ -153,6 +156,8 @@ class TopicChanges:
     def _topic_of(self, change: TopicChange) -> Topic:
         """Return the topic in force that is to be changed. Raises ConfigError if there is none."""
         name = change.topic
+        if name == topic_changes.TOPIC:
+            raise ConfigError(f"topic {name!r}: keeps everything, and never changes")
         if change.incarnation is None and name in topics.names(self._context.data) and not self._in_force.has(name):
             self._sorter.make_topics()
             if not self._in_force.has(name):  # declared since the last look
@@ -198,8 +203,6 @@ class TopicChanges:
     def _set_limits(self, change: TopicChange) -> None:
         """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
         topic, name, changes = self._topic_of(change), change.topic, change.limits
-        if name == topic_changes.TOPIC:
-            raise ConfigError(f"topic {name!r}: keeps everything")
         if unknown := changes.keys() - {*LIMITS}:
             raise ConfigError(f"{min(unknown)!r}: unknown limit; expected one of {', '.join(LIMITS)}")
         path = topics.toml_path(self._context.data, name)

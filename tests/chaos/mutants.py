@@ -801,6 +801,27 @@ MUTANTS = [
         [UNIT_COMMITTED],
     ),
     Mutant(
+        "a shard adopts a topic that was laid by hand",
+        [(CHANGES, "                if self._context.in_shard:\n", "                if False:\n")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a message in a shard adopts a topic that was laid by hand",
+        [
+            (
+                "kmq/router/declarations.py",
+                "        if is_there and not is_late and self._context.in_shard:\n",
+                "        if False:\n",
+            )
+        ],
+        [RECORDS],
+    ),
+    Mutant(
+        "a start in a shard believes a file that its checkpoint does not know",
+        [("kmq/router/declarations.py", "if self._context.in_shard and is_early and", "if False and")],
+        [RECORDS],
+    ),
+    Mutant(
         "a connection of the pod may write changes of topics",
         [("kmq/message/record.py", "|kmq[.|]", "")],
         ["tests/unit/test_reserved_topics.py"],
