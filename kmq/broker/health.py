@@ -343,7 +343,7 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "dead": _AGAIN,
     "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing,"
     " it is started again",
-    "register_went_back": "bring Consul's data back, or rebuild the register (docs/replication.md); nothing"
+    "register_went_back": "bring Consul's data back, or rebuild the register with: kmq cluster recover; nothing"
     " acknowledged is lost",
     "register_unreadable": "if a later release wrote it, install that here; else put the register back"
     " (docs/replication.md); nothing acknowledged is lost",

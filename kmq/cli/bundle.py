@@ -369,7 +369,7 @@ def metrics(settings: Settings) -> bytes:
     """Return the metrics of the gateway. Raises OSError or ConfigError if it does not serve them in time."""
     from kmq.client.lines import read_port
 
-    name, host, number = ("metrics", settings.metrics_host, settings.metrics_port)
+    name, host, number = ("metrics", settings.own_host, settings.metrics_port)
     if not host:
         name, host, number = "http", settings.host, settings.http_port
     connection = http.client.HTTPConnection(host, read_port(settings, name, number), timeout=_METRICS_S)

@@ -96,61 +96,19 @@ def status(
 ) -> None:
     """Show who leads, the ISR, and each broker's replica. Exit code 1 if the shard has no living leader."""
 
-    def read(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str, ShardView]]":
-        from kmq.replica.shard import read_shard
+    def read(keys: "ShardKeys", broker: str) -> "Steps[dict[str, Any]]":
+        from kmq.replica.shard import document, read_shard
 
         view = yield from read_shard(keys)
-        return keys.shard, broker, view
+        return document(keys.shard, broker, view)
 
-    found = _status(*_run(shard, read))
+    found = _run(shard, read)
     if as_json:
         print(json.dumps(found))
     else:
         _show(found)
     if found["problem"]:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _status(shard: str, broker: str, view: "ShardView") -> dict[str, Any]:
-    """Return what --json prints."""
-    register = view.register
-    brokers: dict[str, Any] = dict.fromkeys(register.brokers) if register is not None else {}
-    for member in sorted(view.members.values(), key=lambda member: bool(member.session)):  # the living one is shown
-        promised, problem = member.note.version, ""
-        if member.session and promised is not None and (register is None or not register.descends_from(promised)):
-            problem = "register_went_back"
-        role = "waiting" if promised is None else "following"
-        if register is not None and register.leader == member.id:
-            role = "leading"
-        brokers[member.note.broker] = {
-            "replica": member.id,
-            "alive": bool(member.session),
-            "role": role if member.session else "",
-            "version": promised.number if promised is not None else None,
-            "end": member.note.end,
-            "problem": problem,
-        }
-    problem = next((each["problem"] for each in brokers.values() if each is not None and each["problem"]), "")
-    if view.unreadable:
-        problem = view.unreadable
-    elif register is None:
-        problem = problem or "not begun"
-    elif not view.is_alive(register.leader):
-        problem = problem or "no_leader"
-    ours = brokers.get(broker)
-    return {
-        "shard": shard,
-        "broker": broker,
-        "role": ours["role"] if ours is not None else "",
-        "leader": view.broker(register.leader) if register is not None and register.leader else None,
-        "isr": sorted(map(view.broker, register.isr)) if register is not None else [],
-        "epoch": register.epoch if register is not None else 0,
-        "version": register.version.number if register is not None else 0,
-        "min_insync": register.min_insync if register is not None else 0,
-        "lineage": register.lineage if register is not None else "",
-        "problem": problem,
-        "brokers": brokers,
-    }
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -280,8 +280,8 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
     yield "gateway", "KMQ_STATUS_PORT", plain, settings.status_port
     yield "gateway", "KMQ_HTTP_PORT", plain, settings.http_port
     yield "gateway", "KMQ_GRPC_PORT", plain, settings.grpc_port
-    if settings.metrics_host:
-        yield "gateway", "KMQ_METRICS_PORT", settings.metrics_host, settings.metrics_port
+    if settings.own_host:
+        yield "gateway", "KMQ_METRICS_PORT", settings.own_host, settings.metrics_port
     if settings.tls_cert:
         yield "ingress", "KMQ_TLS_PORT", tls, settings.tls_port
         yield "gateway", "KMQ_EGRESS_TLS_PORT", tls, settings.egress_tls_port

@@ -78,13 +78,13 @@ class Settings:
         "KMQ_METRICS_HOST",
         "",
         kind.non_empty,
-        "address of a separate port for metrics and health; without it there is none",
+        "address of a separate port for metrics and health; without it there is none, in a shard 127.0.0.1",
     )
     metrics_port: int = _setting(
         "KMQ_METRICS_PORT",
         "8083",
         kind.PORT,
-        "the separate port for /metrics, /healthz and /readyz (gateway); needs KMQ_METRICS_HOST",
+        "the separate port for /metrics, /healthz, /readyz and /v1/cluster (gateway); needs KMQ_METRICS_HOST, or KMQ_SHARD",
     )
     metrics_topics: int = _setting(
         "KMQ_METRICS_TOPICS", "20", kind.COUNT, "maximum topics that the metrics name, those with the most messages"
@@ -307,6 +307,14 @@ class Settings:
     def in_cluster(self) -> bool:
         """Return True if this broker subscribes to a Broadcast Queue."""
         return bool(self.cluster and self.consul)
+
+    @property
+    def own_host(self) -> str:
+        """Return where the port for metrics and health listens; "": nowhere. A broker of a shard always has it.
+
+        Its other ports lead to the leader while it follows.
+        """
+        return self.metrics_host or ("127.0.0.1" if self.shard else "")
 
     def with_shared(self, texts: dict[str, str]) -> "Settings":
         """Return these settings, with those of SHARED replaced that were not given here. `texts`: by attribute."""

@@ -380,8 +380,8 @@ def listen(
         listen_at("grpcs", settings.tls_host, front)
         listen_at("https", settings.tls_host, connection, certificates.context(), most)
         listen_at("egress_tls", settings.tls_host, servers.lines, certificates.context(), consumers)
-    if settings.metrics_host:
-        listen_at("metrics", settings.metrics_host, servers.metrics)
+    if settings.own_host:
+        listen_at("metrics", settings.own_host, servers.metrics)
     return opened
 
 

@@ -1,16 +1,19 @@
 """`python -m kmq.replica [--with <pid>]`: this broker's replica of its shard, in the foreground.
 
 Links       in, out: Consul
-Owns        pipes/replica.owner, KMQ_DATA/replica, KMQ_DATA/register, its row of the stats page
+Owns        pipes/replica.owner, KMQ_DATA/replica, KMQ_DATA/register, its row of the stats page, and pipes/cluster.json:
+            the shard as it was last read from Consul, for the gateway, which does not ask Consul.
 Invariant   The stages never wait for it, nor for Consul.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kmq.broker.data_directory import open_page
 from kmq.broker.stats import REPLICA, Row, StatsPage, peek
@@ -31,7 +34,7 @@ def _run(settings: Settings, log: Logger, supervisor: int) -> None:
         from kmq.cluster.queue import Place
         from kmq.replica.files import ReplicaFiles
         from kmq.replica.replica import Replica
-        from kmq.replica.shard import ShardKeys
+        from kmq.replica.shard import ShardKeys, document
     except ImportError as error:
         raise ConfigError(f"{error}; a shard needs: {pip_install('cluster')}") from error
     if not settings.shard:
@@ -57,20 +60,17 @@ def _run(settings: Settings, log: Logger, supervisor: int) -> None:
         log=log,
     )
 
+    def publish(row: Row) -> None:
+        replica.publish(row)
+        if (seen := replica.seen) is not None:
+            view, at = seen
+            _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})
+
     async def live() -> None:
         transport = Transport(place.address)
-        tasks = [
-            asyncio.ensure_future(transport.run(replica.live())),
-            asyncio.ensure_future(_beat(page, owner, replica.publish)),
-        ]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await _until_one_ends(transport.run(replica.live()), _beat(page, owner, publish))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await transport.close()
 
     row = page.rows[REPLICA]
@@ -83,6 +83,27 @@ def _run(settings: Settings, log: Logger, supervisor: int) -> None:
         raise
     finally:
         owner.release()
+
+
+async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """Do all of it until one part ends, or fails."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _show(settings: Settings, found: dict[str, Any]) -> None:
+    """Leave what Consul says for the gateway. Not synced: after a crash it is written again at once."""
+    path = f"{settings.pipes}/cluster.json"
+    with open(f"{path}.new", "w", encoding="ascii") as file:
+        json.dump(found, file)
+    os.rename(f"{path}.new", path)
 
 
 async def _beat(page: StatsPage, owner: FileLock, publish: Callable[[Row], None]) -> None:

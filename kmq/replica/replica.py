@@ -65,6 +65,7 @@ class Replica:
         self._read_stored, self._read_synced = read_stored, read_synced
         self._is_stopping, self._clock = is_stopping, clock
         self.problem = ""  # WENT_BACK, UNREADABLE, or ""
+        self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
         self._presence = Presence(ttl_s, keeps_keys=True)
         self._position = 0  # of the watch of the register
         self._start = ""  # the mark with which our session began
@@ -213,6 +214,7 @@ class Replica:
         self._position = watched.position
         yield from self._presence.beat()
         view = yield from read_shard(self.keys)
+        self.seen = view, time.time()
         ours = view.members.get(self.files.identity.id)
         if ours is None or ours.session != self._presence.session:  # a session also ends with its node
             raise SessionLost("our key in Consul is not locked by us any more")

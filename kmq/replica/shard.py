@@ -16,7 +16,7 @@ Unknown     Nobody knows what came of a write that got no answer. The caller rea
 import contextlib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Pause, Steps, cas
@@ -147,6 +147,48 @@ def view_of(keys: ShardKeys, entries: list[KvEntry]) -> ShardView:
             ):  # of a later release: its replica counts as one that says nothing
                 promises[name.removesuffix("/promise")] = decode(entry.value, entry.key)
     return ShardView(register, modified, members, unreadable, promises)
+
+
+def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
+    """Return what `kmq cluster status --json` prints, and the gateway reads from pipes/cluster.json."""
+    register = view.register
+    brokers: dict[str, Any] = dict.fromkeys(register.brokers) if register is not None else {}
+    for member in sorted(view.members.values(), key=lambda member: bool(member.session)):  # the living one is shown
+        promised, problem = member.note.version, ""
+        if member.session and promised is not None and (register is None or not register.descends_from(promised)):
+            problem = "register_went_back"
+        role = "waiting" if promised is None else "following"
+        if register is not None and register.leader == member.id:
+            role = "leading"
+        brokers[member.note.broker] = {
+            "replica": member.id,
+            "alive": bool(member.session),
+            "role": role if member.session else "",
+            "version": promised.number if promised is not None else None,
+            "end": member.note.end,
+            "problem": problem,
+        }
+    problem = next((each["problem"] for each in brokers.values() if each is not None and each["problem"]), "")
+    if view.unreadable:
+        problem = view.unreadable
+    elif register is None:
+        problem = problem or "not begun"
+    elif not view.is_alive(register.leader):
+        problem = problem or "no_leader"
+    ours = brokers.get(broker)
+    return {
+        "shard": shard,
+        "broker": broker,
+        "role": ours["role"] if ours is not None else "",
+        "leader": view.broker(register.leader) if register is not None and register.leader else None,
+        "isr": sorted(map(view.broker, register.isr)) if register is not None else [],
+        "epoch": register.epoch if register is not None else 0,
+        "version": register.version.number if register is not None else 0,
+        "min_insync": register.min_insync if register is not None else 0,
+        "lineage": register.lineage if register is not None else "",
+        "problem": problem,
+        "brokers": brokers,
+    }
 
 
 # --- writes ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ class Brokers(Shard):
     def reasons(self, name):
         return [reason["code"] for reason in self.status(name)["reasons"]]
 
+    def view(self, name, port="metrics"):
+        number = (self.root / name / "pipes" / f"{port}.port").read_text().strip()
+        return httpx.get(f"http://127.0.0.1:{number}/v1/cluster", trust_env=False).json()
+
     def readyz(self, name):
         port = (self.root / name / "pipes" / "http.port").read_text().strip()
         response = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False)
@@ -57,12 +61,18 @@ def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_
     assert shown.returncode == 0 and "leading, epoch 1, ISR 3/3" in shown.stdout, shown.stdout
     wait_for("200", lambda: brokers.readyz("a")[0] == 200)
 
+    found = wait_for("the whole ISR", lambda: (page := brokers.view("a"))["isr"] == ["a", "b", "c"] and page)
+    assert (found["shard"], found["broker"], found["role"], found["leader"]) == ("s", "a", "leader", "a")
+    assert (found["epoch"], found["version"], found["problem"]) == (1, brokers.register().version.number, "")
+    assert [found["brokers"][name]["role"] for name in BROKERS] == ["leader", "follower", "follower"]
+
     register = brokers.register()
     brokers.client.delete("register").raise_for_status()
     for name in BROKERS:
         wait_for(f"a reason of {name}", lambda name=name: "register_went_back" in brokers.reasons(name))
     body = wait_for("503", lambda: (found := brokers.readyz("a"))[0] == 503 and found[1])
     assert "register_went_back" in body["reason"] and "bring Consul's data back" in body["advice"], body
+    assert brokers.view("a", "http")["problem"] == "register_went_back"
     assert "error   broker: register_went_back" in brokers.kmq("a", "doctor").stdout
     assert brokers.kmq("a", "down").returncode == 0
     again = brokers.kmq("a", "up")

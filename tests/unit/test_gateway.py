@@ -1,6 +1,7 @@
 """The gateway's parts without a broker: what a feed shows, how far it trusts the router, what ready means, what is declared."""
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -496,6 +497,37 @@ def test_health_reports_the_last_durable_write_and_the_reason(broker, path):
     row.heartbeat = 1
     status, text, _ = get(broker, path)
     assert (status, '"ok": false, "reason": "dead: durability has given no sign of life' in text) == (503, True)
+
+
+def test_the_page_of_the_shard_says_what_this_broker_knows_now_and_what_consul_said(broker):
+    status, text, _ = get(broker, "/v1/cluster")
+    assert (status, json.loads(text)["code"]) == (404, "not_found")
+    ours = type(broker.settings)(vars(broker.settings) | {"shard": "s", "broker": "b"})
+    shard, row = Broker(ours, broker.page), broker.page.rows["replica"]
+    found = shard.shard()
+    assert (found["role"], found["leader"], found["problem"], found["as_of"]) == ("waiting", None, "replica_down", None)
+    row.begin(0)
+    row.role, row.epoch, row.version, row.hw, row.last = stats.ROLES.index("following"), 8, 31, 70, 77
+    known = {
+        "leader": "a",
+        "isr": ["a"],
+        "problem": "no_leader",
+        "as_of": 1.5,
+        "brokers": {"a": {"role": "leading"}, "c": None},
+    }
+    with open(f"{broker.settings.pipes}/cluster.json", "w") as file:
+        json.dump(known, file)
+    found = shard.shard()
+    assert found["brokers"] == {"a": {"role": "leader"}, "c": None} and (found["role"], found["as_of"]) == (
+        "follower",
+        1.5,
+    )
+    assert (found["epoch"], found["version"], found["hw"], found["end"]) == (8, 31, 70, 77)
+    assert (found["broker"], found["problem"]) == ("b", "no_leader")
+    row.problem = stats.PROBLEMS.index("register_went_back")
+    assert shard.shard()["problem"] == "register_went_back"
+    row.end(65)
+    assert shard.shard()["problem"] == "replica_stopped"
 
 
 def test_the_list_of_pages_leads_to_every_page(broker):

@@ -3,11 +3,12 @@
 A refusal has a code. Each door looks up the status of the code in kmq/wire/refusals.py.
 """
 
+import json
 import time
 from typing import Any
 
-from kmq.broker.health import Finding, Verdict, judge, state_of
-from kmq.broker.stats import Row, StatsPage
+from kmq.broker.health import LIFELESS, Finding, Verdict, judge, state_of
+from kmq.broker.stats import REPLICA, Row, StatsPage
 from kmq.client.failures import NotAnswered, Refused
 from kmq.config.settings import STAGES, Settings
 from kmq.errors import KmqError
@@ -42,6 +43,43 @@ class Broker:
             "last_durable_write_age_s": round(time.time() - synced / 1e9, 3) if synced else None,
             "stages": {name: _stage(name, self.page.rows[name]) for name in STAGES},
         }
+
+    def shard(self) -> dict[str, Any]:
+        """Return the body of /v1/cluster. Raises RequestRefused without a shard.
+
+        What others do is as of `as_of`, when the replica last read it from Consul; what this broker does is of now.
+        """
+        settings, row = self.settings, self.page.rows[REPLICA]
+        if not settings.shard:
+            raise RequestRefused("not_found", "this broker is of no shard: KMQ_SHARD is not set")
+        try:
+            with open(f"{settings.pipes}/cluster.json", encoding="ascii") as file:
+                known = json.load(file)
+        except FileNotFoundError:
+            known = {}
+        state = state_of(REPLICA, row)
+        brokers = {
+            name: each and each | {"role": _ROLES.get(each["role"], each["role"])}
+            for name, each in known.get("brokers", {}).items()
+        }
+        return {
+            "shard": settings.shard,
+            "broker": known.get("broker", settings.broker),
+            "role": _ROLES.get(row.role_name, row.role_name) or "waiting",
+            "leader": known.get("leader"),
+            "isr": known.get("isr", []),
+            "epoch": row.epoch,
+            "version": row.version,
+            "min_insync": known.get("min_insync", 0),
+            "hw": row.hw,
+            "end": row.last,
+            "problem": f"replica_{state}" if state in LIFELESS else row.problem_name or known.get("problem", ""),
+            "as_of": known.get("as_of"),
+            "brokers": brokers,
+        }
+
+
+_ROLES = {"following": "follower", "leading": "leader"}  # a process follows; a broker is a follower
 
 
 def _stage(name: str, row: Row) -> dict[str, Any]:

@@ -354,12 +354,14 @@ FILES = (  # logs.py
 _PAGE = Reply("a page", None)
 _STATE = Reply("the state of the broker", _ANY)
 _STATES = {200: _STATE, 503: _STATE}
+_SHARD = Reply("the shard, as this broker knows it", _ANY)
 PAGES = (  # server.py
     _op("GET /pages", "pages", "The list of pages", _PAGE),
     _op("GET /docs", "docs", "This API as a page", _PAGE),
     _op("GET /openapi.json", "openapi", "This document", Reply("OpenAPI 3.1", _ANY)),
     _op("GET /healthz", "health", "Is every stage alive?", _STATES),
     _op("GET /readyz", "readiness", "Would a message be stored?", _STATES),
+    _op("GET /v1/cluster", "cluster", "Who leads the shard, and what this broker is in it", _SHARD, errors="not_found"),
     _op("GET /metrics", "metrics", "Metrics for Prometheus", Reply("metrics", _TEXT, ("text/plain",))),
 )
 OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *CONSOLE, *FILES, *CONSOLE_PAGES, *PAGES)

@@ -25,7 +25,7 @@ from kmq.broker.health import Finding, Verdict
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
-from kmq.gateway.core.broker import Broker, bad_field
+from kmq.gateway.core.broker import Broker, RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.topics import OPTIONS, TopicState
@@ -36,7 +36,7 @@ from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
 from kmq.gateway.http.messages import MessageCalls
 from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
-from kmq.gateway.http.request import Bodies, Call, refuse_unknown_paths
+from kmq.gateway.http.request import Bodies, Call, refuse_unknown_paths, response_of
 from kmq.gateway.http.schema import read_body
 
 # --- topics -----------------------------------------------------------------------------------------------------------
@@ -246,10 +246,17 @@ def monitoring(broker: Broker, requests: Requests, answers: Budget) -> web.Appli
         page = await asyncio.to_thread(metrics.page, broker, requests)
         return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
 
+    async def shard(request: web.Request) -> web.Response:
+        try:
+            return web.json_response(broker.shard())
+        except RequestRefused as refused:
+            return response_of(request, refused)
+
     handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
         "/healthz": healthz,
         "/readyz": readyz,
         "/metrics": scrape,
+        "/v1/cluster": shard,
     }
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[exchanging(answers), refuse_unknown_paths])
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
