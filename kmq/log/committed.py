@@ -209,7 +209,7 @@ def cut_after(data: str, seq: int, epoch: int) -> tuple[int, str | None]:
     """Cut every record after `seq` from the WAL. Return how many there were, and the file that has them.
 
     No other process may have the WAL open. `epoch` becomes part of the file's name. Cuts nothing and raises CorruptError
-    if `seq` is before the first record or is missing, or if a record after it was shown or is in producers.ckpt; raises
+    if the WAL begins after `seq` + 1 or lacks `seq`, or if a record after it was shown or is in producers.ckpt; raises
     OSError if the disk has no room for the copy.
     """
     directory = f"{data}/append"
@@ -218,7 +218,7 @@ def cut_after(data: str, seq: int, epoch: int) -> tuple[int, str | None]:
     if not segments or seq >= wal.last_stored(data)[0]:
         return 0, None
     _check_may_cut(data, seq, segments[0].first)
-    at = max(number for number, part in enumerate(segments) if part.first <= max(seq, 1))
+    at = max(number for number, part in enumerate(segments) if part.first <= max(seq, segments[0].first))
     active, *newer = segments[at:]
     keep = _end_in(data, active, seq)
     pieces = [Piece(part.path, keep if part is active else 0, _whole(part)) for part in segments[at:]]
@@ -234,7 +234,7 @@ def cut_after(data: str, seq: int, epoch: int) -> tuple[int, str | None]:
 
 def _check_may_cut(data: str, seq: int, first: int) -> None:
     """Raise CorruptError if a record after `seq` must stay. `first`: the first record of the WAL."""
-    if seq < first and (seq, first) != (0, 1):
+    if seq < first - 1:  # else an empty segment still says where the log goes on
         raise CorruptError(
             f"{data}/append: cannot be cut after seq {seq}: it begins with seq {first}; the log of its"
             " leader has nothing in common with it; run kmq cluster reset"

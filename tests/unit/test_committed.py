@@ -324,7 +324,7 @@ def test_nothing_that_was_shown_is_cut(data, who):
 def test_a_cut_before_the_first_record_or_at_one_that_is_missing_is_refused(data):
     text = segments_of(data)
     segment.remove(segment.survey(f"{data}/append")[:1])
-    for seq in (0, 5, 20):
+    for seq in (0, 5, 19):
         with pytest.raises(CorruptError, match="it begins with seq 21"):
             committed.cut_after(data, seq, 1)
     path = Path(f"{data}/append/{segment.name(21)}")
@@ -332,6 +332,17 @@ def test_a_cut_before_the_first_record_or_at_one_that_is_missing_is_refused(data
     with pytest.raises(CorruptError, match="ends with seq 24 before byte"):
         committed.cut_after(data, 25, 1)
     assert not os.path.exists(f"{data}/cut") and segment.last_seq(segment.survey(f"{data}/append")[-1]) == COUNT
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_log_that_was_begun_from_a_copy_may_lose_all_that_came_since(data):
+    segments_of(data)
+    routed(data, 20)
+    segment.remove(segment.survey(f"{data}/append")[:1])
+    assert committed.cut_after(data, 20, 1)[0] == 40
+    assert segment.listing(f"{data}/append") == [(21, f"{data}/append/{segment.name(21)}")]
+    assert all_of(data) == [] and findings(data) == [] and checkpoint.agreed_end(data, ask_queues=True)[0] == 20
+    assert go_on(data, 20) == all_of(data) and findings(data) == []
 
 
 def test_only_the_newest_cuts_are_kept(data):
