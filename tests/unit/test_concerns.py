@@ -341,6 +341,7 @@ def test_a_wait_for_room_is_in_the_page_while_it_lasts_and_close_waits_are_one(p
 def shard(page, monkeypatch):
     """The page of a broker of a shard, whose stages and gateway are ready."""
     consul = {"KMQ_SHARD": "s", "KMQ_CLUSTER": "dev", "KMQ_CONSUL": "127.0.0.1:8500", "KMQ_BROKER": "a"}
+    consul["KMQ_REPLICA_SECRET"] = "secret"
     for name, value in consul.items():
         monkeypatch.setenv(name, value)
     begin(page.rows["replica"])
