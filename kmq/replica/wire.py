@@ -291,14 +291,12 @@ class Link(asyncio.BufferedProtocol):
         self._body[:here] = self._texts[self._begin : self._begin + here]
         self._begin += here
         self._missing = size - here
-        if self._missing:
-            self._begin = self._end = 0  # all was taken; the texts after the body need a place at once
 
     async def _more(self) -> None:
         """Wait until more has arrived."""
         if self._lost is not None:
             raise ConnectionError(f"{self.address}: {str(self._lost) or 'the peer has closed the connection'}")
-        if self._begin:
+        if self._begin:  # also for a body: what comes after it needs a place at once
             self._texts[: self._end - self._begin] = self._texts[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
         if self._is_paused and self._transport is not None:
@@ -555,16 +553,15 @@ class ReplicaPort:
         link, peer, task = Link(), None, asyncio.current_task()
         assert task is not None
         try:
-            async with asyncio.timeout(HANDSHAKE_S) as deadline:
+            async with asyncio.timeout(HANDSHAKE_S):
                 shutdown = DEAD_S if self._tls is not None else None
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: link, sock, ssl=self._tls, ssl_shutdown_timeout=shutdown
                 )
                 peer = await _take_proof(link, self.me, self._secret)
-                deadline.reschedule(None)
-                self._strangers.pop(task, None)
-                link.proved(peer, self.me)
-                await self._serve_proved(link, task)
+            self._strangers.pop(task, None)
+            link.proved(peer, self.me)
+            await self._serve_proved(link, task)
         except WireError as err:
             self._refuse(address, str(err))
         except OSError as err:

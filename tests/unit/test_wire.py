@@ -404,6 +404,43 @@ def test_of_too_many_strangers_the_oldest_has_to_go_and_a_follower_gets_in(over,
     play(scene)
 
 
+def test_strangers_that_come_all_at_once_are_all_closed(monkeypatch):
+    monkeypatch.setattr(wire, "STRANGERS", 4)
+    monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)
+
+    async def scene():
+        async with opened() as port:
+            flood = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(40)]
+            for sock in flood[:36]:
+                sock.setblocking(False)
+                with suppress(ConnectionError):
+                    assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+            await check_serves(port)
+            for sock in flood:
+                sock.close()
+
+    play(scene)
+
+
+def test_a_stranger_cannot_hold_its_tls_connection_by_not_saying_farewell(tls, monkeypatch):
+    monkeypatch.setattr(wire, "DEAD_S", 300)
+
+    def stay(port):
+        with tls[1].wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1") as secured:
+            secured.settimeout(PATIENCE_S)
+            secured.sendall(HELLO.replace(LINEAGE.encode(), b"1" * 32))
+            assert secured.recv(100) == b"!refused reason=lineage\n"
+            with socket.socket(fileno=secured.detach()) as plain:
+                while plain.recv(100):
+                    pass
+
+    async def scene():
+        async with opened(tls=tls[0]) as port:
+            await asyncio.to_thread(stay, port.port)
+
+    play(scene)
+
+
 async def send_nonsense(port, times):
     for _ in range(times):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
