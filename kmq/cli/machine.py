@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kmq.broker import health
 from kmq.broker.health import LIFELESS, state_of
 from kmq.broker.ports import wrong_host
-from kmq.broker.stats import StatsPage, peek
+from kmq.broker.stats import REPLICA, StatsPage, peek
 from kmq.broker.supervisor import is_data
 from kmq.config.settings import SHM, Settings
 from kmq.config.values import FOREVER, GIB, MIB
@@ -282,6 +282,8 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
     yield "gateway", "KMQ_GRPC_PORT", plain, settings.grpc_port
     if settings.own_host:
         yield "gateway", "KMQ_METRICS_PORT", settings.own_host, settings.metrics_port
+    if settings.shard:
+        yield REPLICA, "KMQ_REPLICA_PORT", tls if settings.tls_cert else plain, settings.replica_port
     if settings.tls_cert:
         yield "ingress", "KMQ_TLS_PORT", tls, settings.tls_port
         yield "gateway", "KMQ_EGRESS_TLS_PORT", tls, settings.egress_tls_port

@@ -73,7 +73,8 @@ def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_
     body = wait_for("503", lambda: (found := brokers.readyz("a"))[0] == 503 and found[1])
     assert "register_went_back" in body["reason"] and "bring Consul's data back" in body["advice"], body
     assert brokers.view("a", "http")["problem"] == "register_went_back"
-    assert "error   broker: register_went_back" in brokers.kmq("a", "doctor").stdout
+    doctor = brokers.kmq("a", "doctor").stdout
+    assert "error   broker: register_went_back" in doctor and "KMQ_REPLICA_PORT: replica of this broker" in doctor
     assert brokers.kmq("a", "down").returncode == 0
     again = brokers.kmq("a", "up")
     assert again.returncode == 0 and "kmq: register_went_back: the register of the shard s is" in again.stderr, again
