@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from kmq.broker.supervisor import is_data
 from kmq.cli.output import examples, open_queue, table
 from kmq.config import terminal
 from kmq.config.settings import load
@@ -15,6 +16,7 @@ from kmq.errors import EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from kmq.cluster.consul import Steps
+    from kmq.replica.disks import DirectoryState
     from kmq.replica.shard import RecoveryPlan, ShardKeys, ShardView
 
 cluster_app = typer.Typer(
@@ -55,8 +57,12 @@ def init(
         int | None,
         typer.Option("--min-insync", help="Replicas that must have a message; default: a majority of the brokers."),
     ] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="BROKER", help="Whose records the shard begins with; default: who has any."),
+    ] = None,
     shard: Annotated[str, _SHARD] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
+    dry_run: Annotated[bool, _DRY_RUN] = False,
 ) -> None:
     """Begin a shard, once all of its brokers are up and wait for it.
 
@@ -74,7 +80,7 @@ def init(
     def begin(keys: "ShardKeys", _: str) -> "Steps[Any]":
         from kmq.replica.shard import init
 
-        return init(keys, names, min_insync, dry_run)
+        return init(keys, names, min_insync, dry_run, origin)
 
     register, first = _run(shard, begin)
     would = "would be begun" if dry_run else "is begun"
@@ -191,6 +197,89 @@ def recover(
         return recover(keys, view, made)
 
     print(f"recovered: {_run(shard, carry_out)} leads")
+
+
+@cluster_app.command(epilog=examples("kmq cluster reset --dry-run", "kmq cluster reset --yes"))
+def reset(
+    shard: Annotated[str, _SHARD] = "",
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    yes: Annotated[bool, _YES] = False,
+) -> None:
+    """Make this broker (KMQ_DATA) a new, empty replica, which gets all records from the leader. The broker is down.
+
+    Nothing is deleted: what the directory has is moved into a directory
+    reset-<time> in it, which you delete when you need its space.
+    """
+    from kmq.replica import disks
+
+    data, pipes, state = _directory(shard)
+    with disks.broker_is_down(data, pipes):
+        print(f"{data}: {state.text}")
+        what = "all of it is moved aside, and the next start makes a new replica; only others have its records then"
+        if _is_wanted(what, dry_run, yes):
+            print(f"{data}: is empty; what it had is in {disks.reset(data, state)}")
+
+
+@cluster_app.command(epilog=examples("kmq cluster detach --dry-run", "kmq cluster detach --yes"))
+def detach(
+    shard: Annotated[str, _SHARD] = "",
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    yes: Annotated[bool, _YES] = False,
+) -> None:
+    """Make a directory (KMQ_DATA) that survived its shard a broker of its own. The broker is down.
+
+    It keeps its records and offsets, under a new id and lineage: to readers
+    and Spark it is another broker, and no replica of the shard follows it.
+    """
+    from kmq.replica import disks
+
+    data, pipes, state = _directory(shard)
+    with disks.broker_is_down(data, pipes):
+        print(f"{data}: {state.text}")
+        what = "it leaves its shard for good; what only the other replicas have is lost to it"
+        if _is_wanted(what, dry_run, yes):
+            lineage = disks.detach(data, state)
+            print(f"{data}: is a broker of its own, of the lineage {lineage}; start it without KMQ_SHARD")
+
+
+def _directory(shard: str) -> "tuple[str, str, DirectoryState]":
+    """Return KMQ_DATA, KMQ_PIPES and what the directory knows of the shard."""
+    from kmq.replica.disks import look
+
+    settings = load()
+    name = shard or settings.shard
+    if not name:
+        raise ConfigError("--shard: name the shard of this directory, or set KMQ_SHARD")
+    return settings.data, settings.pipes, look(settings.data, name)
+
+
+@cluster_app.command(epilog=examples("kmq cluster verify /backup/a/data /backup/b/data"))
+def verify(
+    directories: Annotated[list[str], typer.Argument(help="Two or more data directories of one shard.")],
+) -> None:
+    """Compare the records of data directories of one shard, as far as they have the same ones.
+
+    Looks at the committed WAL by seq and at the queues by offset, also of
+    brokers that run. Exit code 0: nothing differs; 1: something does.
+    """
+    from kmq.replica.disks import compare
+
+    if len(directories) < 2:
+        raise typer.BadParameter("give two or more directories")
+    wrong = next((each for each in directories if not is_data(each)), None)
+    if wrong is not None:
+        raise ConfigError(f"{wrong}: is no data directory")
+    differ = 0
+    for found in compare(directories):
+        differ += len(found.differences)
+        for difference in found.differences:
+            print(difference)
+        if found.last < found.first:
+            print(f"{found.log}: no record that all have")
+        elif not found.differences:
+            print(f"{found.log}: {found.first} to {found.last} equal")
+    if differ:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:

@@ -132,11 +132,11 @@ class Register(NamedTuple):
         return self._replace(marks=(*self.marks, version)[-MARKS:], **changes)  # type: ignore[arg-type]
 
 
-def begin(lineage: str, brokers: Sequence[str], min_insync: int | None, leader: str) -> Register:
+def begin(lineage: str, brokers: Sequence[str], min_insync: int | None, leader: str, epoch: int = 1) -> Register:
     """Return the first register of a shard, with `leader` alone in the ISR. Raises ConfigError that names the limit."""
     brokers = tuple(brokers)
     least = check_size(brokers, min_insync)
-    return Register(lineage, brokers, least, 1, leader, (leader,), (Version(1, new_mark()),))
+    return Register(lineage, brokers, least, epoch, leader, (leader,), (Version(1, new_mark()),))
 
 
 def check_size(brokers: Sequence[str], min_insync: int | None) -> int:

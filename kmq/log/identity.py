@@ -95,7 +95,7 @@ def _check_shard(path: str, shard: str) -> None:
             found = _SHARD.search(file.read(_LONGEST))
     except (FileNotFoundError, NotADirectoryError):  # of another error nobody knows whether it is one
         return
-    name = found[1] if found else "one that its file `replica` does not name"
+    name = found[1] if found else "one that its file `replica` does not name (a reset or a detach may not be finished)"
     if name != shard:
         given = f"KMQ_SHARD={shard}" if shard else "KMQ_SHARD is not set"
         raise ConfigError(f"{given}: KMQ_DATA={path!r} is a replica of the shard {name}, and stays one")

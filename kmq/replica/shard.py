@@ -210,12 +210,17 @@ def elect(keys: ShardKeys, view: ShardView, leader: str) -> Steps[bool]:
     return (yield from write(keys, view, view.register.elect(leader, alive)))
 
 
-def init(keys: ShardKeys, brokers: list[str], min_insync: int | None, dry_run: bool) -> Steps[tuple[Register, str]]:
+def init(
+    keys: ShardKeys, brokers: list[str], min_insync: int | None, dry_run: bool, origin: str | None = None
+) -> Steps[tuple[Register, str]]:
     """Begin a shard once all of its brokers are there and wait. Return the register, and the broker that leads first.
 
-    Raises ConfigError, RetryError if brokers are missing, and CorruptError if more than one has records.
+    `origin`: the broker whose records the shard begins with; None: of whoever has any. Raises ConfigError, RetryError if
+    brokers are missing, and CorruptError if more than one has records, or another one than `origin`.
     """
     check_size(brokers, min_insync)
+    if origin is not None and origin not in brokers:
+        raise ConfigError(f"--from {origin}: must be one of --brokers {','.join(brokers)}")
     view = yield from read_shard(keys)
     _check_is_new(keys, view)
     found = {name: [m for m in view.members.values() if m.session and m.note.broker == name] for name in brokers}
@@ -236,8 +241,11 @@ def init(keys: ShardKeys, brokers: list[str], min_insync: int | None, dry_run: b
         raise CorruptError(
             f"shard {keys.shard}: the directories of {' and '.join(full)} have records; only one of its brokers may"
         )
-    first = full[0] if full else brokers[0]
-    register = begin(replicas[first].note.lineage, brokers, min_insync, replicas[first].id)
+    if full and origin is not None and full != [origin]:
+        raise CorruptError(f"shard {keys.shard}: not {origin}, but {full[0]} has records; nothing was changed")
+    first = origin or (full[0] if full else brokers[0])
+    note = replicas[first].note  # a directory that has left another shard has the epochs of that
+    register = begin(note.lineage, brokers, min_insync, replicas[first].id, note.epoch + 1)
     if not dry_run and not (yield from write(keys, view, register)):
         raise ConfigError(f"shard {keys.shard}: was begun by somebody else just now; see: kmq cluster status")
     return register, first

@@ -66,6 +66,7 @@ IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
+DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 STORE = "            new, position = self._store(blocks)\n"
@@ -789,6 +790,31 @@ MUTANTS = [
             )
         ],
         [UNIT_COMMITTED],
+    ),
+    Mutant(
+        "a directory that is half reset is started",
+        [(DISKS, '    _begin(data, state, "resetting", os.path.basename(place))\n', "")],
+        [UNIT_DISKS],
+    ),
+    Mutant(
+        "a directory that is half detached is started",
+        [(DISKS, '_begin(data, state, "detaching", os.urandom(16).hex())', "os.urandom(16).hex()")],
+        [UNIT_DISKS],
+    ),
+    Mutant(
+        "a detached directory keeps its id",
+        [(DISKS, 'for name in ("lineage", "id"):', 'for name in ("lineage",):')],
+        [UNIT_DISKS],
+    ),
+    Mutant(
+        "indexes of a detached directory keep the lineage of the shard",
+        [(DISKS, "                _label(path, lineage)\n", "                pass\n")],
+        [UNIT_DISKS],
+    ),
+    Mutant(
+        "the directory of a broker that runs is reset",
+        [(DISKS, '            if not lock.try_acquire(describe("cluster", data)):\n', "            if False:\n")],
+        [UNIT_DISKS],
     ),
     Mutant(
         "a file `committed` that is not whole is believed",

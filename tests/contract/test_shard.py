@@ -424,6 +424,18 @@ def test_init_refuses_where_more_than_one_directory_has_records(shard):
     assert refused.returncode == 65 and "the directories of a and b have records" in refused.stderr
 
 
+def test_init_begins_with_the_directory_that_was_named_or_not_at_all(shard):
+    write_data(f"{shard.root}/b/data", [b"t|0||x"])
+    shard.start(*BROKERS)
+    for name in BROKERS:
+        shard.await_event(name, "replica_entered")
+    for origin, code, said in (("a", 65, "not a, but b has records"), ("d", 78, "must be one of --brokers a,b,c")):
+        refused = shard.command("init", "--brokers", "a,b,c", "--from", origin)
+        assert refused.returncode == code and said in refused.stderr and shard.register() is None
+    begun = shard.command("init", "--brokers", "a,b,c", "--from", "b")
+    assert begun.returncode == 0 and "b leads first" in begun.stdout and shard.register().leader == shard.ids()["b"]
+
+
 def test_every_example_in_the_help_works_when_pasted(shard):
     shard.start(*BROKERS)
     for name in BROKERS:

@@ -14,10 +14,10 @@ PORTS = {f"KMQ_{name}PORT": "0" for name in ("", "ACK_", "HTTP_", "GRPC_", "EGRE
 class Brokers(Shard):
     """Whole brokers, by `kmq up`."""
 
-    def kmq(self, name, *arguments):
+    def kmq(self, name, *arguments, **more):
         (self.root / name).mkdir(exist_ok=True)
         argv = [sys.executable, "-m", "kmq", *arguments]
-        environment = self.environment(name, **PORTS)
+        environment = self.environment(name, **PORTS | more)
         return subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=self.root / name, timeout=120)
 
     def status(self, name):
@@ -96,3 +96,46 @@ def test_up_prints_why_a_replica_has_ended_and_ends_with_its_code(brokers):
     assert brokers.reasons("a") == ["stopped"]
     [row] = [each for each in brokers.status("a")["stages"] if each["name"] == "replica"]
     assert (row["state"], row["exit_code"]) == ("stopped", 65)
+
+
+def test_a_survivor_that_is_detached_serves_its_records_alone_and_a_new_shard_begins_with_them(brokers):
+    assert brokers.kmq("a", "up", "--no-gateway").returncode == 0
+    begun = brokers.command("init", "--brokers", "a")
+    assert begun.returncode == 0, begun.stderr
+    wait_for("a leader", lambda: brokers.status("a").get("ready"))
+    sent = brokers.kmq("a", "produce", "t", "-m", "kept", "--acks")
+    assert sent.returncode == 0, sent.stderr
+    running = brokers.kmq("a", "cluster", "detach", "--yes")
+    assert running.returncode == 69 and "the broker must be down" in running.stderr
+    assert brokers.kmq("a", "down").returncode == 0
+    dry = brokers.kmq("a", "cluster", "detach", "--dry-run")
+    assert dry.returncode == 0 and "nothing was changed" in dry.stdout and "in the ISR of version" in dry.stdout, dry
+    done = brokers.kmq("a", "cluster", "detach", "--yes")
+    assert done.returncode == 0 and "start it without KMQ_SHARD" in done.stdout, done.stderr
+
+    alone = {"KMQ_SHARD": ""}
+    assert brokers.kmq("a", "up", "--no-gateway", **alone).returncode == 0
+    assert brokers.kmq("a", "produce", "t", "-m", "new", "--acks", **alone).returncode == 0
+    assert brokers.kmq("a", "down", **alone).returncode == 0
+    assert brokers.kmq("a", "verify", **alone).returncode == 0
+    lines = (brokers.root / "a" / "data" / "t.log").read_text().splitlines()
+    assert [line.rpartition("|")[2] for line in lines] == ["kept", "new"]
+
+    another = {"KMQ_SHARD": "s2"}
+    assert brokers.kmq("a", "up", "--no-gateway", **another).returncode == 0
+    made = brokers.kmq("a", "cluster", "init", "--brokers", "a", "--from", "a", **another)
+    assert made.returncode == 0 and "a leads first" in made.stdout, made.stderr
+
+
+def test_a_broker_that_was_reset_is_a_new_replica_of_its_shard(brokers):
+    assert brokers.kmq("b", "up", "--no-gateway").returncode == 0
+    before = wait_for("an entry", lambda: brokers.files("b").identity.starts and brokers.files("b").identity.id)
+    assert brokers.kmq("b", "cluster", "reset", "--yes").returncode == 69
+    assert brokers.kmq("b", "down").returncode == 0
+    asked = brokers.kmq("b", "cluster", "reset")
+    assert asked.returncode == 78 and "give --yes to do it" in asked.stderr
+    done = brokers.kmq("b", "cluster", "reset", "--yes")
+    assert done.returncode == 0 and "is empty; what it had is in " in done.stdout, done.stderr
+    assert brokers.kmq("b", "cluster", "reset", "--yes").returncode == 78, "there is no replica any more"
+    assert brokers.kmq("b", "up", "--no-gateway").returncode == 0
+    assert brokers.files("b").identity.id != before
