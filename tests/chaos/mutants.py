@@ -993,6 +993,26 @@ MUTANTS = [
         ],
         ["tests/unit/test_replaced.py"],
     ),
+    Mutant(
+        "door: a reset is passed on as an end in order",
+        [("kmq/broker/door.py", "socket.SO_LINGER, _RESET)", "socket.SO_LINGER, _ORDERLY)")],
+        ["tests/unit/test_door.py"],
+    ),
+    Mutant(
+        "door: a half-close is not passed on",
+        [("kmq/broker/door.py", "            other.sock.shutdown(socket.SHUT_WR)\n", "            pass\n")],
+        ["tests/unit/test_door.py"],
+    ),
+    Mutant(
+        "door: goes on with a former leader",
+        [("kmq/broker/door.py", "        if found == self._known:\n", "        if self._known:\n")],
+        ["tests/unit/test_door.py"],
+    ),
+    Mutant(
+        "door: who reads nothing keeps it busy",
+        [("kmq/broker/door.py", "not each.has_ended and not each.is_blocked", "not each.has_ended")],
+        ["tests/unit/test_door.py"],
+    ),
 ]
 
 
