@@ -14,7 +14,7 @@ Unknown     Nobody knows what came of a write that got no answer. The caller rea
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -194,10 +194,10 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
 # --- writes ----------------------------------------------------------------------------------------------------------
 
 
-def write(keys: ShardKeys, view: ShardView, register: Register) -> Steps[bool]:
+def write(keys: ShardKeys, view: ShardView, register: Register, also: Sequence[KvOperation] = ()) -> Steps[bool]:
     """Put a register in the place of the one that was read. Return False if another writer was first."""
     try:
-        yield from consul.txn([cas(keys.register, register.encode(), view.modified)])
+        yield from consul.txn([cas(keys.register, register.encode(), view.modified), *also])
     except Conflict:
         return False
     return True
@@ -285,6 +285,7 @@ def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
 
 _AWAITED_S = 30.0  # within which living replicas promise a hold
 _LOOK_S = 0.1
+_MOST = 60  # shown promises that are deleted at once: of replicas that will not come back, too
 
 
 class CannotRecover(KmqError):
@@ -382,7 +383,8 @@ def recover(keys: ShardKeys, view: ShardView, plan: RecoveryPlan, patience_s: fl
         what = _missing(view, held, bound.keys(), plan.enough)
         if not what:
             best = max(bound.values(), key=lambda each: (each.note.epoch, each.note.end, each.id))
-            if (yield from write(keys, view, held.end_hold(best.id))):
+            shown = [KvOperation("delete", keys.promise(id)) for id in view.promises][:_MOST]
+            if (yield from write(keys, view, held.end_hold(best.id), shown)):
                 return best.note.broker
         yield Pause(_LOOK_S)
     raise CannotRecover(

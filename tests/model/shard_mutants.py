@@ -270,7 +270,11 @@ def recovers(world: World) -> None:
     demand("1 of its replicas have promised it" in (said := attempt(world)), f"c alone: {said}")
     world.start("b")
     await_shown(world, "b", "c")
+    consul, gone = world.code.shard.consul, world.keys.promise("0" * 16)  # shown by a replica that will not come back
+    text = world.running["b"].replica.files.promised.encode()
+    world.run(consul.txn([consul.KvOperation("set", gone, text)]))
     demand((said := attempt(world)) == "b", f"b has all, but: {said}")
+    demand(gone not in world.consul.state.pairs, "a promise is shown for ever")
     world.ends["c"] = 10  # from b
     world.heal()
 

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from made_data import append, write_data
@@ -210,3 +212,24 @@ def test_directories_of_two_lineages_are_not_compared(data, tmp_path):
     other = write_data(tmp_path / "other", LINES)
     with pytest.raises(ConfigError, match="are of different lineages, so not of one shard"):
         list(disks.compare([data, other]))
+
+
+def test_the_command_says_what_is_equal_and_ends_with_1_where_something_differs(data, tmp_path):
+    other = str(shutil.copytree(data, tmp_path / "other", symlinks=True))
+
+    def run(*directories):
+        argv = [sys.executable, "-m", "kmq", "cluster", "verify", *directories]
+        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+
+    equal = run(data, other)
+    assert equal.returncode == 0 and "append: 1 to 300 equal" in equal.stdout, equal.stderr
+    one, none = run(data), run(data, str(tmp_path / "nothing"))
+    assert one.returncode == 2 and "two or more directories" in one.stderr
+    assert none.returncode == 78 and "nothing: is no data directory" in none.stderr
+    [path] = [each for first, each in reader.partition(other, "t", 1).segments() if not first]
+    with open(path, "r+b") as file:
+        text = file.read()
+        file.seek(0)
+        file.write(text.replace(b"payload", b"pAyload", 1))
+    damaged = run(data, other)
+    assert damaged.returncode == 65 and path in damaged.stderr, damaged
