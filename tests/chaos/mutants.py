@@ -24,6 +24,7 @@ CHANGES, RECORDS = "kmq/router/topic_changes.py", "tests/unit/test_topic_records
 FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
 FORMATS = "tests/scenario/test_formats.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
+WIRE, UNIT_WIRE = "kmq/replica/wire.py", "tests/unit/test_wire.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
 
@@ -960,6 +961,26 @@ MUTANTS = [
         "compaction: a tombstone goes while other records of its key are left",
         [("kmq/log/replaced.py", "== _DELETES:", "& _DELETES:")],
         ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
+        "replica port: a proof of an earlier session is good again",
+        [(WIRE, "*follower[0], follower[1], *leader[0], leader[1])", "*follower[0], follower[1], *leader[0])")],
+        [UNIT_WIRE],
+    ),
+    Mutant(
+        "replica port: a follower believes whoever answers",
+        [(WIRE, 'if not hmac.compare_digest(_mac(secret, "leader", me, *both), match[6]):', "if False:")],
+        [UNIT_WIRE],
+    ),
+    Mutant(
+        "replica port: strangers are not bounded",
+        [(WIRE, "if len(self._strangers) >= STRANGERS:", "if False:")],
+        [UNIT_WIRE],
+    ),
+    Mutant(
+        "replica port: a block with another crc is taken",
+        [(WIRE, "if (crc := zlib.crc32(body)) != message.crc:", "if (crc := message.crc) < 0:")],
+        [UNIT_WIRE],
     ),
     Mutant(
         "compaction: a tombstone goes at once",

@@ -431,6 +431,7 @@ def test_a_stranger_cannot_hold_its_tls_connection_by_not_saying_farewell(tls, m
             secured.sendall(HELLO.replace(LINEAGE.encode(), b"1" * 32))
             assert secured.recv(100) == b"!refused reason=lineage\n"
             with socket.socket(fileno=secured.detach()) as plain:
+                plain.settimeout(PATIENCE_S)
                 while plain.recv(100):
                     pass
 
