@@ -32,13 +32,15 @@ from typing import Any, NamedTuple
 from kmq.broker.ports import cannot_listen, listening
 from kmq.broker.stats import Incidents, Row, Strangers
 from kmq.config.values import KIB
+from kmq.files import replace_file
 from kmq.logfmt import Logger
 from kmq.wire import refusals
 
-LINES, HTTP, OTHER = "lines", "http", ""  # what a port speaks: how a client is refused there; OTHER: by its end
+LINES, CONSUMERS, HTTP, OTHER = "lines", "consumers", "http", ""  # what a port speaks, so how a client is refused there
 WAIT_S = 5.0
 
 _TURN_S = 0.05
+_ASK_S = 0.02
 _SAY_S = 1.0  # between two log lines of one event; how long a refused client has to read why
 _AGAIN_S = 0.25  # after an attempt to connect that failed
 _PIECE = 64 * KIB
@@ -57,8 +59,14 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 Address = tuple[int, tuple[Any, ...]]  # family, and what connect() takes
 
 
+# The ports of a broker as its note in Consul names them → its file KMQ_PIPES/<file>.port.
+PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
+    name: name for name in ("egress", "egress_tls", "http", "https", "grpc", "grpcs", "status")
+}
+
+
 class Door(NamedTuple):
-    """One port. `name`: as in the leader's addresses; `setting`: of its number; `speaks`: LINES, HTTP or OTHER."""
+    """One port. `name`: as in the leader's addresses, one of PORTS; `setting`: of its number; `speaks`: OTHER: its end."""
 
     name: str
     setting: str
@@ -142,10 +150,17 @@ class FollowerDoors:
             self._listeners[sock.fileno()] = sock, door
             self._poll.register(sock, _IN)
 
+    def write_ports(self, pipes: str) -> None:
+        """Write where the doors are to the files in which clients look for the ports."""
+        for name, port in self.ports.items():
+            replace_file(f"{pipes}/{PORTS[name]}.port", b"%d\n" % port)
+
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Splice until it is over; then close everything at once."""
+        ask_at = 0.0
         try:
-            while not is_over():
+            while (now := time.monotonic()) < ask_at or not is_over():
+                ask_at = ask_at if now < ask_at else now + _ASK_S
                 self.turn(_TURN_S)
         finally:
             self.close()
@@ -364,6 +379,15 @@ class FollowerDoors:
         client.sock.close()
 
 
+def addresses(pipes: str, host: str) -> dict[str, str]:
+    """Return the addresses of the ports of this broker by name, as others reach them under `host`."""
+    found = {}
+    for name, file in PORTS.items():
+        with contextlib.suppress(OSError, ValueError), open(f"{pipes}/{file}.port", "rb") as text:
+            found[name] = f"[{host}]:{int(text.read())}" if ":" in host else f"{host}:{int(text.read())}"
+    return found
+
+
 def _accepted(listener: socket.socket, strangers: Strangers) -> Iterator[tuple[socket.socket, tuple[Any, ...]]]:
     """Yield the connections that wait at a listener, some at a time."""
     for _ in range(_BATCH):
@@ -403,6 +427,8 @@ def _no_leader(speaks: str) -> bytes:
     refusal = refusals.known("no_leader")
     if speaks == LINES:
         return f"!err 0 {refusals.reason(refusal.code)}\n".encode()
+    if speaks == CONSUMERS:
+        return f"!err {refusals.reason(refusal.code)}\n".encode()
     if speaks == HTTP:
         body = json.dumps({"code": refusal.code, "message": refusal.text, "error": refusal.text}).encode()
         head = f"HTTP/1.1 {refusal.http} Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"

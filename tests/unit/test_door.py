@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kmq.broker.door import HTTP, LINES, OTHER, WAIT_S, Door, FollowerDoors
+from kmq.broker.door import CONSUMERS, HTTP, LINES, OTHER, WAIT_S, Door, FollowerDoors, addresses
 from kmq.broker.stats import Row
 from kmq.errors import ConfigError
 from tests.certificates import Authority
@@ -381,6 +381,22 @@ def test_when_it_is_over_everything_is_reset_at_once(leader):
         assert read_before_reset(client) == b"" and read_before_reset(end) == b""
     with pytest.raises(ConnectionRefusedError):
         doorway.connect()
+
+
+def test_the_addresses_of_a_broker_are_those_of_its_open_ports(tmp_path: Path):
+    with serving(door(), door("https", OTHER)) as doorway:
+        doorway.doors.write_ports(str(tmp_path))
+        (tmp_path / "http.port").write_text("no number")
+        ports = doorway.doors.ports
+        assert addresses(str(tmp_path), "pod-a") == {name: f"pod-a:{ports[name]}" for name in ("lines", "https")}
+        assert addresses(str(tmp_path), "::1")["lines"] == f"[::1]:{ports['lines']}"
+
+
+def test_without_a_leader_consumers_are_told_as_their_protocol_says():
+    with serving(door("egress", CONSUMERS)) as doorway, doorway.connect("egress") as client:
+        doorway.await_connections(1)
+        doorway.ahead_s += WAIT_S
+        assert client.recv(200).startswith(b"!err no_leader ")
 
 
 def test_a_port_that_is_in_use_names_its_setting():
