@@ -7,6 +7,8 @@ Invariant   Nothing of the WAL is shown before it is on disk. Records that were 
             A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines
             has returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
             Waiting blocks are stored only after the records that the WAL has under their seqs; these must be the same.
+            In a shard a block that is on disk waits for hw (kmq/links/role.py) before its replies, `durable` and its
+            release. So at most one ring of records is ever uncommitted, and nobody hears of them.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the
                                   start and appended again;
             after the fsync       they are read again and compared with what the WAL has under their seqs. They are not
@@ -21,6 +23,7 @@ Not covered A disk that lies about fdatasync.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +37,9 @@ from kmq.links import layout
 from kmq.links.fifo import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
+from kmq.links.role import LEADING
 from kmq.log import checkpoint, dropped, identity, remnant, wal
+from kmq.log.committed import shown_seq
 from kmq.log.segment import Limits
 from kmq.log.wal import RETIRED_AT_ONCE, Stored, Wal
 
@@ -59,7 +64,9 @@ class Durability:
         self.clock = AgeClock(stage.row, self.wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
         self._postponed = self._has_more_due = False
+        self.uncommitted: deque[Block] = deque()  # on disk, and above hw
         self._is_started = True
+        stage.note_sync()
         stage.row.last_record = self.wal.last_ts * 1000
         self.oom_kills = OomKills(stage.row)
         self.roll_if_over()
@@ -83,13 +90,20 @@ class Durability:
         if blocks:
             self._name_gap(blocks[0])
             new, position = self._store(blocks)
-            self._reply(blocks)  # as soon as the lines are on disk: what follows is not what producers wait for
+            committed = blocks
+            if self.stage.role is not None:
+                self.stage.note_sync()
+                self.uncommitted += blocks
+                committed = self._committed()
+            self._reply(committed)  # as soon as the lines are on disk: what follows is not what producers wait for
             if new:
                 self._note(new, position)
-            self._show(blocks)
-            self.framed.release(blocks[-1])
+            self._finish(committed)
         else:
             self._commit()
+            if self.uncommitted and (committed := self._committed()):
+                self._reply(committed)
+                self._finish(committed)
             if self.acks.waiting:
                 self.acks.flush()
         if self._has_more_due:
@@ -105,6 +119,30 @@ class Durability:
             remnant.claim_spare(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
+
+    def _committed(self) -> list[Block]:
+        """Take the blocks up to hw from those that wait for it."""
+        hw, found = self.stage.hw or 0, []
+        while self.uncommitted and self.uncommitted[0].last_seq <= hw:  # of a block of replies: the seq before it
+            found.append(self.uncommitted.popleft())
+        return found
+
+    def is_news(self) -> bool:
+        """Return True if a block that waits for hw is committed by now."""
+        return bool(self.uncommitted) and self.uncommitted[0].last_seq <= (self.stage.hw or 0)
+
+    def awaits_hw(self) -> bool:
+        """Return True if producers may still get replies: there are some once the doors of a leader were open."""
+        role = self.stage.role
+        return bool(self.uncommitted) and role is not None and role.read().role == LEADING
+
+    def _finish(self, blocks: list[Block]) -> None:
+        """Show the blocks to the router, and give back their room."""
+        if blocks:
+            self._show(blocks)
+            self.framed.release(blocks[-1])
+            if self.stage.role is not None:
+                self.stage.row.seq = blocks[-1].last_seq
 
     def _name_gap(self, block: Block) -> None:
         """Name the seqs that drop_oldest has dropped before this block, before anything of it is stored."""
@@ -132,7 +170,8 @@ class Durability:
         with self._syncing():
             position = self.wal.write(new)  # may seal a segment, which syncs
             self.wal.commit()
-        self.stage.row.seq = self.wal.last_seq
+        if self.stage.role is None:
+            self.stage.row.seq = self.wal.last_seq
         return new, position
 
     def _note(self, new: list[Stored], position: int) -> None:
@@ -275,8 +314,18 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
 
 
 def open_durable(stage: Stage, log: Wal, framed: RingReader) -> RingWriter:
-    """Return the ring `durable`. Raises CorruptError if it has shown what the WAL does not have."""
-    durable = stage.open_ring("durable", lambda: (log.last_seq + 1, log.last_ts))
+    """Return the ring `durable`. Raises CorruptError if it has shown what the WAL does not have.
+
+    In a shard the end of the WAL may not be committed. A new ring begins behind what has been shown on this disk before.
+    What lies between that and the first block of the new role is committed with this block, and the router reads it from
+    the WAL.
+    """
+
+    def begin() -> tuple[int, int]:
+        shown = log.last_seq if stage.role is None else min(log.last_seq, shown_seq(log.data))
+        return shown + 1, log.last_ts
+
+    durable = stage.open_ring("durable", begin)
     if durable.last.next_seq > log.last_seq + 1 and not framed.drops:
         raise CorruptError(
             f"the WAL ends at seq {log.last_seq}, but the ring {durable.path} has shown seq {durable.last.next_seq - 1}"
@@ -311,7 +360,7 @@ def run(stage: Stage) -> None:
     owner = stage.own(f"{directory}/.owner", f"WAL {directory}", traces=f"{directory}/*.log")
     stage.state("recovering")
     job = Durability(stage)
-    stage.row.seq = job.wal.last_seq
+    stage.row.seq = job.wal.last_seq if stage.role is None else job.durable.last.next_seq - 1
     stage.ready(last_seq=job.wal.last_seq)
 
     while True:
@@ -319,10 +368,10 @@ def run(stage: Stage) -> None:
         stage.beat()
         if stage.stopping:
             stage.state("draining")
-            if not busy and job.framed.writer_is_gone():
+            if not busy and job.framed.writer_is_gone() and not job.awaits_hw():
                 break
             stage.check()
-        job.framed.wait()  # returns at once if there is more
+        job.framed.wait(job.is_news)  # returns at once if there is more
     job.wal.close()
     job.durable.close()
     job.framed.close()

@@ -6,7 +6,8 @@ Owns        the reading ends of both, the sequence, the dedupe table.
 Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one
             seq; seqs are dense. A line that is not a message gets a seq too, as dead.malformed. However much is staged,
             a turn looks at no more than about parser.TURN lines one by one before the next sign of life. A change of a
-            topic is a record, too (kmq/framing/topics.py).
+            topic is a record, too (kmq/framing/topics.py), and so is the beginning of an epoch in a shard: the first
+            record that its leader numbers.
 Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
             from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
             store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are
@@ -36,9 +37,12 @@ from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Received, shm_path
 from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
+from kmq.links.role import STARTING, RoleReading
 from kmq.links.staging import READ_BYTES, StagingAreas, area_bytes
 from kmq.log import topic_changes
+from kmq.log.committed import encode_epoch
 from kmq.message import record
+from kmq.message.routing import LEVEL
 
 _IDLE_MS = 100  # longest wait on the FIFO: how often to look for changes of topics
 _DRAIN_POLL_S = 0.01  # while draining: how often to look whether ingress is gone
@@ -91,6 +95,8 @@ class Framer:
         topics, self.requests = known_topics(stage, ring)
         self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
         self.saver = DedupeSaver(stage.settings.data, self.table, stage.beat, is_behind)
+        if ring.created and stage.role is not None:
+            self._begin_epoch(stage.role.read())
 
     def turn(self) -> bool:
         """Parse the whole lines that are staged, and append them as blocks; return False if there were none."""
@@ -110,6 +116,19 @@ class Framer:
             return numbered
         self._append(batch)
         return True
+
+    def _begin_epoch(self, role: RoleReading) -> None:
+        """As the new leader of a shard, put the record of the epoch before everything else that is numbered in it."""
+        if role.role == STARTING:
+            now, broker = record.format_ts(time.time_ns() // 1000), self.stage.settings.broker or os.uname().nodename
+            line = encode_epoch(role.epoch, role.mark, broker, LEVEL, now)
+            self._append(blocks.single(self.ring.last.next_seq, self.source.done.position, line))
+
+    @property
+    def _lasting_seq(self) -> int | None:
+        """The seq up to which every record stays: on disk, in a shard also committed."""
+        synced, hw = self.ring.synced_seq, self.stage.hw
+        return synced if synced is None or hw is None else min(synced, hw)
 
     def _number_changes(self) -> bool:
         """Put a record for each change of a topic that is due into a block of its own; return False if there were none."""
@@ -141,7 +160,7 @@ class Framer:
             done = Received(source.done.birth, batch.position)
             staging.swap_areas(staging.consumed + batch.used, done)
             source.committed(done)
-        self.saver.framed(self._bytes - before, ring.last.next_seq, ring.synced_seq, self.now)
+        self.saver.framed(self._bytes - before, ring.last.next_seq, self._lasting_seq, self.now)
         if batch.replies:
             self._count()
 
@@ -152,13 +171,13 @@ class Framer:
 
     def rest(self) -> None:
         """Nothing to frame: a checkpoint may be due, or may have become possible."""
-        self.saver.framed(0, self.ring.last.next_seq, self.ring.synced_seq, self.now)
+        self.saver.framed(0, self.ring.last.next_seq, self._lasting_seq, self.now)
 
     def close(self) -> None:
         """Leave a checkpoint of the table, unless durability is gone or takes too long to store what it covers."""
         self.saver.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
-        while not self.saver.finish(self.ring.synced_seq) and time.monotonic() < until:
+        while not self.saver.finish(self._lasting_seq) and time.monotonic() < until:
             if self.saver.pending and not self.saver.busy and self.ring.reader_is_gone():
                 break
             self.stage.pause(_DRAIN_POLL_S)

@@ -8,6 +8,8 @@ Invariant   A stage whose lock file, ring or bell was removed always ends (exit 
             could find it, and a second stage of its kind could start beside it.
             A stage that gives way to a lock ends (exit code 69) once another broker holds that lock. So where two
             brokers meet on one directory, one of them gets all of it.
+            In a shard a stage works in one generation of the role page (kmq/links/role.py). In another one it lets go
+            of everything and begins anew in place, under its pid; that is no start that anybody counts.
             One log line always says why the stage has ended.
 Delays      The stats page says how the stage is delayed, so that one look at the page can judge it (health.py): waits
             for room in a ring, slow syncs, kills for lack of memory.
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator
 
 from kmq import files
 from kmq.broker.data_directory import open_page
-from kmq.broker.stats import ADMISSIONS, ENDED, STATES, Row
+from kmq.broker.stats import ADMISSIONS, ENDED, FRESH_S, STATES, Row
 from kmq.config.settings import DRAIN_S, Settings, load
 from kmq.errors import EXIT_OK, BusyError, ConfigError, KmqError, Stopped, of_os_error
 from kmq.files import keep_others_out
@@ -35,6 +37,7 @@ from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe, is_of_another_broker
 from kmq.links.received import ReceivedReader, ReceivedWriter
 from kmq.links.ring import RingReader, RingWriter
+from kmq.links.role import FOLLOWING, LEADING, STARTING, SYNCED, RolePage
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
@@ -48,6 +51,19 @@ if TYPE_CHECKING:
 
 _SPACE_POLL_S = 0.25  # between two attempts to write to a full disk: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # between two looks for a missing peer
+
+# In a shard: in which roles of its broker a stage works.
+_WORKS_IN = {
+    "ingress": (LEADING,),
+    "framer": (STARTING, LEADING),
+    "durability": (FOLLOWING, STARTING, LEADING),
+    "router": (FOLLOWING, STARTING, LEADING),
+}
+_AGAIN = "--again"  # of a stage that has begun anew in place
+
+
+class RoleChanged(Exception):
+    """This broker has another role in its shard: the stage begins anew."""
 
 
 def _supervisor() -> int:
@@ -77,15 +93,19 @@ class Stage:
             effect = "nothing reads them any more, so they may be removed"
             self.log.warn("retired_settings_ignored", names=",".join(settings.retired), effect=effect)
         self.who = describe(name, settings.data, settings.instance)
-        self.owns_row = False
-        self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader] = []
+        self.owns_row = _AGAIN in sys.argv
+        self.role: RolePage | None = None  # in a shard, once `await_role` has returned
+        self.generation = 0
+        self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader | RolePage] = []
         self._gives_way_to: FileLock | None = None
+        self._synced: int | None = None  # the FIFO for `note_sync`
         self._check_held_at = 0
         # Readable after a signal. Register it in every poll: otherwise Python would resume the wait after the handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # `begin_anew` has blocked them
         # Every stage keeps both FIFOs open, because a FIFO loses its content when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
@@ -121,9 +141,64 @@ class Stage:
             while time.monotonic() < until:  # without a heartbeat: the row is not ours yet
                 time.sleep(_PEER_POLL_S)
                 self._check_held()
-        self.owns_row = True
-        self.row.begin(_supervisor())
+        if not self.owns_row:
+            self.owns_row = True
+            self.row.begin(_supervisor())
+        self._check_role()  # after the lock: `replica` looks at the locks after it has changed the generation
         return owner
+
+    # --- the role in a shard -----------------------------------------------------------------------------------------
+
+    def await_role(self) -> None:
+        """In a shard, return once this stage has work in the role of its broker. Raises Stopped."""
+        told = False
+        while self.settings.shard:
+            page = RolePage.find(self.settings.instance, self.data_id)
+            role = page.read() if page is not None else None
+            if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
+                self.role, self.generation = page, role.generation
+                self._held.append(page)
+                return
+            is_idle = role is not None and role.role in (FOLLOWING, STARTING)
+            if not told:
+                self.log.info("waiting", peer="work in the role of this broker" if is_idle else "a leader of the shard")
+                told = True
+            if not self.owns_row and (self.row.state_name in ENDED or self.row.age_s > FRESH_S):
+                self.owns_row = True
+                self.row.begin(_supervisor())
+            if self.owns_row:
+                self.state("following" if is_idle else "unled")
+            if self.stopping:
+                raise Stopped("stopped while it had no work in the shard")
+            time.sleep(_PEER_POLL_S)
+
+    def _check_role(self) -> None:
+        """Raise RoleChanged if the role with which this stage began is over."""
+        if self.role is not None and self.role.generation != self.generation:
+            raise RoleChanged
+
+    def begin_anew(self) -> None:
+        """Execute this program again in place of this process: all locks and rings are let go of. Raises Stopped."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # they wait for the next program
+        if self.stopping:
+            raise Stopped("told to stop when the role of its broker in the shard ended")
+        self.log.info("role_left")
+        self.state("unled")
+        more = [] if _AGAIN in sys.argv else [_AGAIN]
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
+
+    @property
+    def hw(self) -> int | None:
+        """The seq up to which all is committed in the shard; None without a shard: then what is synced is committed."""
+        return self.role.hw if self.role is not None else None
+
+    def note_sync(self) -> None:
+        """Tell `replica` that more is on disk."""
+        if self.role is not None:
+            if self._synced is None:
+                self._synced = open_fifo(self.settings.pipes, SYNCED)
+            with contextlib.suppress(BlockingIOError):  # full: it has enough to wake up for
+                os.write(self._synced, b"s")
 
     def give_way(self, path: str) -> None:
         """Hold nothing beside another broker that holds the lock file `path`."""
@@ -148,7 +223,7 @@ class Stage:
         """
         time.sleep(LOOK_S)
         for ring in self._held:
-            if isinstance(ring, FileLock) or os.path.exists(ring.path) or not ring.may_write_again():
+            if isinstance(ring, (FileLock, RolePage)) or os.path.exists(ring.path) or not ring.may_write_again():
                 continue
             with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL
                 ring.write_again()
@@ -223,6 +298,7 @@ class Stage:
     def beat(self) -> None:
         """Write a heartbeat. Raises RemovedError if a lock file, a ring or a bell of this stage was removed."""
         self.row.heartbeat = now = time.monotonic_ns()
+        self._check_role()
         if now >= self._check_held_at:
             self._check_held_at = now + int(LOOK_S * 1e9)
             self.page.keep_in_place(self.name)
@@ -384,7 +460,11 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         stage = Stage(name, load())
         # The objects made so far live as long as the process, so the garbage collector need not walk them.
         gc.freeze()
-        run(stage)
+        try:
+            stage.await_role()
+            run(stage)
+        except RoleChanged:
+            stage.begin_anew()
         code, reason = EXIT_OK, "drained"
     except Stopped as err:
         code, reason = err.exit_code, str(err)

@@ -26,8 +26,8 @@ from typing import NamedTuple
 from kmq.cluster.consul import ConsulError
 from kmq.cluster.presence import NAME
 from kmq.errors import ConfigError
+from kmq.message.routing import LEVEL
 
-LEVEL = 1  # what this release understands; a register of a higher one is left alone
 MARKS = 1000  # versions that are kept: a replica that is further behind is a new one
 SIZES = (1, 3, 5)  # brokers of a shard
 

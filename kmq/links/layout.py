@@ -280,6 +280,12 @@ class Ring(SharedFile):
             if cells[COUNTER] == counter:
                 return RingCommit(*record)
 
+    def wake_reader(self) -> None:
+        """Wake the reader if it sleeps, because of something that is not in the ring."""
+        fence()
+        if asleep := self.cells[READER_SLEEPS]:
+            self.reader_bell.ring(asleep)
+
     @property
     def synced_seq(self) -> int | None:
         """Last seq that durability knows to be on disk; None if it has not said so since the ring was made."""
@@ -441,6 +447,12 @@ def last_seq(instance: str, name: str, identity: Identity) -> int:
             return 0
         cells = _cells(fd)
         return max(0, cells[RECORD[cells[COUNTER] & 1] + 2] - 1)
+
+
+def is_held(instance: str, name: str) -> bool:
+    """Return True if a process holds an end of this ring."""
+    with _existing(instance, name) as fd:
+        return fd is not None and any(RingLock(fd, at).is_held() for at in (WRITER, READER))
 
 
 def remove(instance: str, name: str) -> None:

@@ -402,11 +402,11 @@ class RingReader(Ring):
         if asleep := cells[WRITER_SLEEPS]:
             self.writer_bell.ring(asleep)
 
-    def wait(self) -> None:
-        """Sleep until the writer appends a block, at most WAIT_S."""
+    def wait(self, is_news: Callable[[], bool] = lambda: False) -> None:
+        """Sleep until the writer appends a block, or somebody who has made `is_news` true rings; at most WAIT_S."""
         self.cells[READER_SLEEPS] = time.monotonic_ns()
         fence()
-        if self.committed().head <= self.position:
+        if self.committed().head <= self.position and not is_news():
             self.reader_bell.wait()
         self.cells[READER_SLEEPS] = 0
 
@@ -433,6 +433,59 @@ class RingReader(Ring):
     def may_write_again(self) -> bool:
         """Return True if the writer is gone: a living writer makes the copy itself, or would keep writing meanwhile."""
         return self.writer_is_gone()
+
+
+class RingObserver(Ring):
+    """A third process that looks at the blocks that the reader has not released, under `block`. It holds no lock."""
+
+    @classmethod
+    def find(cls, instance: str, name: str, identity: Identity) -> "RingObserver | None":
+        """Return the ring, observed from its tail on; None while there is none of this identity, or without bells."""
+        path = shm_path(instance, name)
+        fd = open_existing(path)
+        if fd is None:
+            return None
+        bells = None
+        if read_text(fd, IDENTITY) == identity.text() and os.fstat(fd).st_size == identity.file_bytes:
+            bells = doorbell.find(read_text(fd, BELLS))
+        if bells is None or not is_same_file(fd, path):
+            os.close(fd)
+            return None
+        ring = cls(instance, name)
+        ring._map(fd, identity, WRITER, READER)
+        ring._take_bells(bells)
+        ring.position = ring.tail
+        return ring
+
+    position: int
+
+    def take(self) -> list[tuple[Block, bytes]]:
+        """Return the blocks that were committed since the last call, each with a copy of its lines.
+
+        The list begins later than the last one ended where the reader has released blocks meanwhile: a copy counts only
+        if its block was not released before the copy was made.
+        """
+        record = self.committed()
+        found: list[tuple[Block, bytes]] = []
+        while self.position < record.head:
+            self.position = max(self.position, self.tail)
+            if self.position >= record.head:
+                break
+            at = self.position
+            try:
+                block, end = block_at(self, at, record.head)
+                lines = bytes(block.data) if block is not None else b""
+            except CorruptError:
+                if self.tail > at:  # written over while we looked
+                    continue
+                raise
+            fence()
+            if self.tail > at:
+                continue
+            self.position = end
+            if block is not None:
+                found.append((block, lines))
+        return found
 
 
 def block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:

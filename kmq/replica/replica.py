@@ -1,8 +1,8 @@
-"""One replica of a shard: its session, its promise, and its part in elections. No data moves yet.
+"""One replica of a shard: its session, its promise, and its part in elections. roles.py moves the data.
 
     live          enter; then turn after turn, until it is told to stop
     enter         a session, who we are (identity), the lock of our key
-    turn          beat; wait for a change of the register; promise; say so in our note; lead, or elect
+    turn          beat; wait for a change of the register; promise; say so in our note; act on it; change the ISR, elect
 
 Owner       The process kmq/replica/__main__.py. All of it is Steps: the tests carry them out in any order they like.
 Invariant   A register is promised, on disk, before our note or any other write speaks of its version.
@@ -10,6 +10,7 @@ Invariant   A register is promised, on disk, before our note or any other write 
             has confirmed says the same, the register went back: nothing is changed and nobody elected, until it descends
             again.
             An epoch that this replica led before its start is never led again: it resigns.
+            A change of the ISR counts for the leader before it is written (Work.asks).
 Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id
             unless the key has a mark that this directory has not written, or notes more than it has. Then this is a copy,
             or an older state, and takes a new id, without a promise. Where the register went back this is not asked.
@@ -18,18 +19,21 @@ Consul      A lost answer, a lost session, a write that another one overtook: ea
 Waiting     Who has just entered, or has reached Consul again, elects nobody for one TTL: others come back meanwhile.
 """
 
+import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from kmq.broker.stats import PROBLEMS, ROLES, STATES, Row
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps, check_session
 from kmq.cluster.presence import Presence, SessionLost
 from kmq.cluster.register import Register, UnreadableRegister, decode
-from kmq.errors import BusyError, CorruptError
+from kmq.errors import BusyError
 from kmq.logfmt import Logger
 from kmq.replica.files import ReplicaFiles, new_identity
 from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, write
+from kmq.replica.wire import Peer
 
 WENT_BACK, UNREADABLE = PROBLEMS[1:]
 
@@ -37,6 +41,51 @@ _TURNS = 4  # within the life of a session; each begins with a beat
 _AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
 _LOST_S = 0.5  # until Consul is asked again
 _NOTE_S = 10.0  # between two notes that only say that our end has moved
+
+
+class Duty(NamedTuple):
+    """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if nobody knows it."""
+
+    register: Register
+    me: str
+    leader: str
+
+
+class Work(Protocol):
+    """The data: who moves it (roles.py), and what it says for elections and the ISR."""
+
+    def act(self, duty: Duty | None) -> None:
+        """Do what this duty asks for from now on; None: nothing, because this directory has another id now."""
+
+    def stored(self) -> int:
+        """Return the seq of the last record in the WAL."""
+
+    def position(self) -> tuple[int, int]:
+        """Return (epoch, seq) of the last record that a power cut leaves."""
+
+    def adopt(self, lineage: str) -> None:
+        """Take the lineage of the shard, with a directory that has no records. Raises CorruptError."""
+
+    def went_back(self) -> bool:
+        """Return True once if the leader remembers more of us than we have."""
+
+    def is_spent(self, epoch: int) -> bool:
+        """Return True if we lead this epoch and cannot go on."""
+
+    def stands(self) -> bool:
+        """Return True if we lead, and what we have numbered has not been committed for the lag."""
+
+    def asks(self, isr: list[str]) -> None:
+        """A change of the ISR is about to be written."""
+
+    def may_join(self, replica: str) -> bool:
+        """Return True if this replica has on disk all that it needs to be elected, under our version."""
+
+    def hears(self, replica: str) -> bool:
+        """Return True if this replica has answered within the lag."""
+
+    def is_behind(self, replica: str) -> bool:
+        """Return True if this replica has been silent for the lag, or lacks what was on our disk that long ago."""
 
 
 class Replica:
@@ -50,19 +99,16 @@ class Replica:
         lineage: str,
         ttl_s: float,
         lag_s: float,
-        read_stored: Callable[[], int],
-        read_synced: Callable[[], int],
+        work: Work,
+        address: Callable[[], str],
         is_stopping: Callable[[], bool],
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read_stored`, `read_synced`: the seq of the last record in the WAL, and of the last that a power cut leaves.
-
-        `lag_s`: after it the ISR goes on without who is away.
-        """
+        """`lag_s`: after it the ISR goes on without who is away. `address`: where other replicas reach us."""
         self.files, self.keys, self.log = files, keys, log
         self._broker, self._lineage, self._ttl_s, self._lag_s = broker, lineage, ttl_s, lag_s
-        self._read_stored, self._read_synced = read_stored, read_synced
+        self._work, self._address = work, address
         self._is_stopping, self._clock = is_stopping, clock
         self.problem = ""  # WENT_BACK, UNREADABLE, or ""
         self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
@@ -74,7 +120,7 @@ class Replica:
         self._reached: float | None = None  # since when Consul answers
         self._is_lost = False  # it does not, and the log has that
         self._elections = 0
-        self._heard: dict[str, float] = {}  # when members of the ISR were last there, under our version
+        self._resigned = -math.inf  # when hw stood, and we let another one lead
         promised = files.promised
         self._spent = promised.epoch if promised is not None and promised.leader == files.identity.id else 0
 
@@ -91,7 +137,7 @@ class Replica:
         promised, is_waiting = self.files.promised, self._reached is None and self._is_lost
         row.state = STATES.index("ready" if self._reached is not None else "waiting" if is_waiting else "starting")
         row.role, row.problem = ROLES.index(self.role), PROBLEMS.index(self.problem)
-        row.last, row.elections = self._read_synced(), self._elections
+        row.last, row.elections = self._work.position()[1], self._elections
         if promised is not None:
             row.epoch, row.version = promised.epoch, promised.version.number
             row.isr, row.in_isr = len(promised.isr), int(self.files.identity.id in promised.isr)
@@ -106,6 +152,9 @@ class Replica:
         has_entered = False
         while not self._is_stopping():
             try:
+                if self._work.went_back():
+                    self._take_new_id("the leader remembers that it has confirmed more than it has")
+                    has_entered = False
                 if not has_entered:
                     yield from self._enter()
                     has_entered = True
@@ -125,7 +174,6 @@ class Replica:
             self.log.warn("replica_consul_lost", reason=reason, effect=effect)
             self._is_lost = True
         self._reached, self._position = None, 0
-        self._heard.clear()
 
     def _leave(self) -> Steps[None]:
         """Say where we stand, and give our key back."""
@@ -159,15 +207,11 @@ class Replica:
                     )
                 yield Pause(_AGAIN_S)
             elif not self._is_ours(view, member):
-                new = new_identity(identity.shard)
                 why = "another directory has started under the id" if member is not None else "Consul has no note of it"
                 if member is not None and identity.knows(member.note.start):
                     why = f"version and end are less than noted: {self._noted(member)}"
-                self.log.warn(
-                    "replica_new_id", before=identity.id, id=new.id, reason=why, effect="it joins as a new one"
-                )
-                self.files.save(new)
-                self._spent, held_since = 0, None
+                self._take_new_id(why)
+                held_since = None
             elif (yield from self._take_key(member)):
                 self.log.info("replica_entered", id=identity.id, shard=identity.shard, role=self.role)
                 return
@@ -183,7 +227,15 @@ class Replica:
             is_hold = view.register is not None and not view.register.leader
             return not identity.starts or (is_hold and promised is not None)
         version = promised.version.number if promised is not None else 0
-        return identity.knows(member.note.start) and (version, self._read_stored()) >= self._noted(member)
+        return identity.knows(member.note.start) and (version, self._work.stored()) >= self._noted(member)
+
+    def _take_new_id(self, why: str) -> None:
+        """Go on as another replica, without a promise."""
+        before, new = self.files.identity, new_identity(self.files.identity.shard)
+        self.log.warn("replica_new_id", before=before.id, id=new.id, reason=why, effect="it joins as a new one")
+        self._work.act(None)
+        self.files.save(new)
+        self._spent = 0
 
     def _noted(self, member: Member) -> tuple[int, int]:
         return member.note.version.number if member.note.version is not None else 0, member.note.end
@@ -228,7 +280,19 @@ class Replica:
             yield from self._say(note)
         register = view.register
         if not self.problem and register is not None and register == self.files.promised:
+            leader = view.members.get(register.leader)
+            me = self.files.identity.id
+            is_spent = register.leader == me and register.epoch == self._spent  # what came of it before is not known
+            duty = Duty(register, me, leader.note.replica if leader is not None else "")
+            self._work.act(None if is_spent else duty)
             yield from self._decide(view, register)
+
+    def why_not(self, peer: Peer) -> str:
+        """Return why nobody is this replica of this broker, as far as we know; "": somebody is, and lives."""
+        member = self.seen[0].members.get(peer.replica) if self.seen is not None else None
+        if member is None or not member.session:
+            return "not_registered"
+        return "" if member.note.broker == peer.broker else "another_broker"
 
     def _promise(self, view: ShardView) -> Steps[None]:
         """Promise the register if we may; else find out what is wrong with it."""
@@ -244,11 +308,12 @@ class Replica:
         else:
             self._has("")
             if register is not None and register != promised:
-                self._check_lineage(register)
+                if register.lineage != self._lineage:
+                    self._work.adopt(register.lineage)
+                    self._lineage = register.lineage
                 before = self.role, promised.epoch if promised is not None else 0
                 self.files.promise(register)
                 if before != (self.role, register.epoch):
-                    self._heard.clear()
                     leader = view.broker(register.leader) if register.leader else "nobody"
                     self.log.info("replica_role", role=self.role, epoch=register.epoch, leader=leader)
 
@@ -285,18 +350,13 @@ class Replica:
             self.log.info("register_found_again", was=self.problem)
         self.problem = problem
 
-    def _check_lineage(self, register: Register) -> None:
-        """Raise CorruptError if our records are of another lineage than the shard's."""
-        if register.lineage != self._lineage and self._read_stored():
-            raise CorruptError(
-                f"shard {self.keys.shard} has the lineage {register.lineage}, KMQ_DATA has records of {self._lineage}:"
-                " it is no replica of this shard; nothing was changed"
-            )
-
     def _new_note(self, start: str = "") -> Note:
         promised = self.files.promised
         version = promised.version if promised is not None else None
-        return Note(self._broker, start or self._start, version, 0, self._read_synced(), lineage=self._lineage)
+        epoch, end = self._work.position()
+        return Note(
+            self._broker, start or self._start, version, epoch, end, lineage=self._lineage, replica=self._address()
+        )
 
     def _say(self, note: Note) -> Steps[None]:
         """Write our note. Raises SessionLost if our key is not locked by us any more."""
@@ -313,11 +373,15 @@ class Replica:
         """Do what our role asks for, under the register that we have promised."""
         me = self.files.identity.id
         if register.leader == me:
-            if register.epoch == self._spent:
+            other = view.successor(without=me)
+            if register.epoch == self._spent or self._work.is_spent(register.epoch):
                 alone = me if self._has_waited() else None
-                yield from self._elect(view, view.successor(without=me) or alone, "its leader was started anew")
-            else:
-                yield from self._change_isr(view, register)
+                yield from self._elect(view, other or alone, "its leader was started anew")
+            elif (yield from self._change_isr(view, register)):
+                return
+            elif other is not None and self._work.stands() and self._clock() - self._resigned >= 2 * self._lag_s:
+                self._resigned = self._clock()
+                yield from self._elect(view, other, "what its leader has numbered is not committed")
         elif register.leader and not view.is_alive(register.leader) and self._has_waited():
             yield from self._elect(view, view.successor(), "its leader is gone")
 
@@ -332,27 +396,38 @@ class Replica:
             self._elections += 1
             self.log.info("replica_elected", leader=view.broker(leader), epoch=epoch, reason=reason)
 
-    def _change_isr(self, view: ShardView, register: Register) -> Steps[None]:
-        """As the leader, take in who has what we have, and leave out who has been away for the lag. One at a time."""
-        now, me = self._clock(), self.files.identity.id
-        here = [m for m in view.members.values() if m.id == me or (m.session and m.note.version == register.version)]
-        self._heard.update({member.id: now for member in here})
-        for member in here:
-            if member.note.end == self._read_synced() and _may_join(view, register, member):
+    def _change_isr(self, view: ShardView, register: Register) -> Steps[bool]:
+        """As the leader, take in who has what we have, and leave out who has been away. Return True if one was due."""
+        me, work = self.files.identity.id, self._work
+        for member in view.members.values():
+            if member.session and _may_join(view, register, member) and work.may_join(member.id):
                 yield from self._write_isr(view, register, _joined(view, register.isr, member), "in", member.id)
-                return
+                return True
         for away in register.isr:
             rest = [member for member in register.isr if member != away]
-            heard = [self._heard.get(member) for member in rest]
-            is_heard = all(at is not None and now - at < self._lag_s for at in heard)
-            if now - self._heard.setdefault(away, now) >= self._lag_s and is_heard and len(rest) >= register.min_insync:
+            is_heard = all(work.hears(member) for member in rest if member != me)
+            if away != me and len(rest) >= register.min_insync and is_heard and work.is_behind(away):
                 yield from self._write_isr(view, register, rest, "out", away)
-                return
+                return True
+        return False
 
     def _write_isr(self, view: ShardView, register: Register, isr: list[str], what: str, who: str) -> Steps[None]:
+        self._work.asks(isr)
         if (yield from write(self.keys, view, register.with_isr(isr))):
             brokers = ",".join(map(view.broker, isr))
             self.log.info("replica_isr", isr=brokers, broker=view.broker(who), change=what)
+
+
+def hear(files: ReplicaFiles, register: Register) -> Register | None:
+    """Promise a version of our epoch that its leader has told us. Return what is promised; None if we may not."""
+    promised = files.promised
+    if promised is None or (promised.epoch, promised.leader) != (register.epoch, register.leader):
+        return None
+    if register.descends_from(promised.version):
+        if register != promised:
+            files.promise(register)
+        return register
+    return promised if promised.descends_from(register.version) else None  # Consul was faster
 
 
 def _descends(register: Register | None, promised: Register | None) -> bool:

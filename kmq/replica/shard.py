@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Pause, Steps, cas
 from kmq.cluster.presence import NAME, Keys, decode_fields, encode_fields
-from kmq.cluster.register import LEVEL, Register, UnreadableRegister, Version, begin, check_size, decode
+from kmq.cluster.register import Register, UnreadableRegister, Version, begin, check_size, decode
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
+from kmq.message.routing import LEVEL
 
 
 class ShardKeys:
@@ -52,6 +53,7 @@ class Note(NamedTuple):
     end: int = 0
     level: int = LEVEL
     lineage: str = ""
+    replica: str = ""  # host:port by which other replicas reach it
 
 
 def encode_note(note: Note) -> bytes:
@@ -66,9 +68,9 @@ def decode_note(value: bytes) -> Note:
         epoch, end, level = (int(fields[name]) for name in ("epoch", "end", "level"))
     except (KeyError, ValueError):
         return Note("", "")
-    version = Version.parse(fields.get("version", ""))
+    version, text = Version.parse(fields.get("version", "")), fields.get
     return Note(
-        fields.get("broker", ""), fields.get("start", ""), version, epoch, end, level, fields.get("lineage", "")
+        text("broker", ""), text("start", ""), version, epoch, end, level, text("lineage", ""), text("replica", "")
     )
 
 

@@ -472,11 +472,11 @@ async def _take_proof(link: Link, me: Me, secret: bytes) -> Peer:
 
 
 class ReplicaPort:
-    """Takes in followers that prove themselves. `me` may be replaced: that counts for new connections."""
+    """Takes in followers that prove themselves. `me` is asked for each connection: lineage and id may change."""
 
     def __init__(
         self,
-        me: Me,
+        me: Callable[[], Me],
         secret: bytes,
         tls: ssl.SSLContext | None,
         admit: Callable[[Peer], str],
@@ -487,7 +487,7 @@ class ReplicaPort:
 
         `serve` has a connection until it returns or raises. It is cancelled when its replica connects anew.
         """
-        self.me, self.port = me, 0
+        self._me, self.port = me, 0
         self._secret, self._tls, self._admit, self._serve = secret, tls, admit, serve
         self._incidents, self._has_refused = Incidents(log.warn), False
         self._timer: asyncio.TimerHandle | None = None
@@ -558,9 +558,10 @@ class ReplicaPort:
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: link, sock, ssl=self._tls, ssl_shutdown_timeout=shutdown
                 )
-                peer = await _take_proof(link, self.me, self._secret)
+                me = self._me()
+                peer = await _take_proof(link, me, self._secret)
             self._strangers.pop(task, None)
-            link.proved(peer, self.me)
+            link.proved(peer, me)
             await self._serve_proved(link, task)
         except WireError as err:
             self._refuse(address, str(err))

@@ -71,9 +71,7 @@ DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 STORE = "            new, position = self._store(blocks)\n"
-REPLY = (
-    "            self._reply(blocks)  # as soon as the lines are on disk: what follows is not what producers wait for\n"
-)
+REPLY = "            self._reply(committed)  # as soon as the lines are on disk: what follows is not what producers wait for\n"
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
     "        cells[FLOOR_MESSAGES] = self._floor_messages\n        cells[FLOOR] = self._floor\n        fence()\n"

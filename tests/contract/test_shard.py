@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from pathlib import Path
 
 import httpx
 import pytest
@@ -41,6 +42,7 @@ class Shard:
         (root / "secret").write_text(uuid.uuid4().hex)
         self.client = httpx.Client(base_url=f"http://{address}/v1/kv/kmq/{self.cluster}/replicas/s/", trust_env=False)
         self.processes = {}
+        self.stages = {}  # by name and stage; they outlive their replica
 
     def environment(self, name, **more):
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("KMQ_", "RB_"))}
@@ -51,13 +53,19 @@ class Shard:
         return kept | {"KMQ_SESSION_TTL": f"{TTL_S:g}s", "KMQ_REPLICA_LAG": "1s"} | more
 
     def start(self, *names, **more):
-        """Start replicas. The first letter of a name is its broker."""
+        """Start replicas, and the stages that they need. The first letter of a name is its broker."""
         for name in names:
             (self.root / name).mkdir(exist_ok=True)
-            with open(self.root / name / "log", "ab") as log:
-                argv = [sys.executable, "-m", "kmq.replica"]
-                environment = self.environment(name, **more)
-                self.processes[name] = subprocess.Popen(argv, stderr=log, cwd=self.root / name, env=environment)
+            self.processes[name] = self._start(name, "kmq.replica", more)
+            for stage in ("framer", "durability", "router"):
+                if (name, stage) not in self.stages or self.stages[name, stage].poll() is not None:
+                    self.stages[name, stage] = self._start(name, f"stages.{stage}", more)
+
+    def _start(self, name, module, more):
+        with open(self.root / name / "log", "ab") as log:
+            argv, environment = [sys.executable, "-m", module], self.environment(name, **more)
+            environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+            return subprocess.Popen(argv, stderr=log, cwd=self.root / name, env=environment)
 
     def end(self, name, number=signal.SIGKILL):
         self.processes[name].send_signal(number)
@@ -134,12 +142,14 @@ class Shard:
         assert led and all(len(names) == 1 for names in led.values()), led
 
     def close(self):
-        for process in self.processes.values():
+        for process in (*self.processes.values(), *self.stages.values()):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait()
         self.client.close()
+        for path in Path("/dev/shm").glob(f"{self.cluster}-*"):
+            path.unlink()
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "a spent epoch is led again",
-        (("replica", "            if register.epoch == self._spent:\n", "            if False:\n"),),
+        (("replica", "            if register.epoch == self._spent or", "            if"),),
     ),
     Mutant(
         "a register is set, whatever was read",
@@ -59,13 +59,13 @@ MUTANTS = [
     ),
     Mutant(
         "any directory goes on under its id",
-        (("replica", "return identity.knows(member.note.start) and (version, self._read_stored()) >= self._noted(member)",
+        (("replica", "return identity.knows(member.note.start) and (version, self._work.stored()) >= self._noted(member)",
           "return True"),),
         "copy",
     ),
     Mutant(
         "an older state goes on under its id if it knows the mark",
-        (("replica", " and (version, self._read_stored()) >= self._noted(member)", ""),),
+        (("replica", " and (version, self._work.stored()) >= self._noted(member)", ""),),
         "older",
     ),
     Mutant(

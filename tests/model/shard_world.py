@@ -96,6 +96,54 @@ class Process:
         self.led: set[int] = set()  # epochs whose leader it was first promised to be in this start
 
 
+class StillWork:
+    """Stands in for roles.py where no data moves: who ends where the leader ends may join under its version."""
+
+    def __init__(self, world: "World", broker: str) -> None:
+        self.world, self.broker = world, broker
+        self.duty: Any = None
+        self.heard: dict[str, float] = {}
+
+    def act(self, duty: Any) -> None:
+        self.duty = duty
+
+    def position(self) -> tuple[int, int]:
+        return 0, self.stored()
+
+    def stored(self) -> int:
+        return self.world.ends.get(self.broker, 0)
+
+    def adopt(self, lineage: str) -> None:
+        """All have the same."""
+
+    def asks(self, isr: list[str]) -> None:
+        demand(self.duty is not None, "the ISR is changed without a duty")
+
+    def went_back(self) -> bool:
+        return False
+
+    def is_spent(self, epoch: int) -> bool:
+        return False
+
+    def stands(self) -> bool:
+        return False
+
+    def may_join(self, replica: str) -> bool:
+        for process in self.world.running.values():
+            files, end = process.replica.files, self.world.ends.get(process.broker, 0)
+            is_there = files.identity.id == replica and not files.identity.coming
+            if is_there and files.promised == self.duty.register and end == self.stored():
+                self.heard[replica] = self.world.now
+                return True
+        return False
+
+    def hears(self, replica: str) -> bool:
+        return self.may_join(replica) or self.world.now - self.heard.setdefault(replica, self.world.now) < LAG_S
+
+    def is_behind(self, replica: str) -> bool:
+        return not self.hears(replica)
+
+
 class Judge:
     """What an outside observer knows, and what must hold."""
 
@@ -185,9 +233,8 @@ class World:
         promised = files.promised
         if broker not in self.restored and files.identity.id in self.judge.promised:
             demand(promised == self.judge.promised[files.identity.id], f"{broker} has lost its promise")
-        end = lambda: self.ends.get(broker, 0)  # noqa: E731
         replica = self.code.replica.Replica(
-            files, self.keys, broker, "0" * 32, TTL_S, LAG_S, end, end, lambda: False, log,
+            files, self.keys, broker, "0" * 32, TTL_S, LAG_S, StillWork(self, broker), lambda: "", lambda: False, log,
             lambda: self.now,
         )  # fmt: skip
         process = Process(broker, directory, replica.live(), replica, log)

@@ -62,7 +62,7 @@ async def echo(link):
 
 @asynccontextmanager
 async def opened(serve=echo, admit=lambda peer: "", tls=None, log=None):
-    port = ReplicaPort(LEADER, SECRET, tls, admit, serve, log or FakeLogger())
+    port = ReplicaPort(lambda: LEADER, SECRET, tls, admit, serve, log or FakeLogger())
     await port.open("127.0.0.1", 0)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -738,7 +738,7 @@ def test_a_broker_is_reached_where_it_listens_unless_it_says_otherwise(given, bo
 def test_a_port_that_is_taken_is_named():
     async def scene():
         async with opened() as port:
-            second = ReplicaPort(LEADER, SECRET, None, lambda peer: "", echo, FakeLogger())
+            second = ReplicaPort(lambda: LEADER, SECRET, None, lambda peer: "", echo, FakeLogger())
             with pytest.raises(
                 ConfigError, match=f"KMQ_REPLICA_PORT={port.port} on '127.0.0.1': Address already in use"
             ):

@@ -1,0 +1,169 @@
+"""The role page: /dev/shm/<instance>.role, by which the process `replica` tells the stages of its broker what they do.
+
+Only in a shard (KMQ_SHARD). One page, written by `replica` alone, read by everybody.
+
+    waiting     nobody leads that we know: the stages have let go of everything, and wait
+    following   `replica` writes the ring `framed`; durability and router work, framer and ingress do not
+    starting    framer, durability and router work, until the first record of the epoch is committed and routed
+    leading     ingress too
+
+Generation  rises with every change of role but the one from starting to leading. A stage works in one generation. When
+            it sees another one it lets go of its locks and rings, and begins anew in place (kmq/broker/stage.py).
+hw          up to this seq every replica that can be elected has the record on its disk. It only rises within a
+            generation. Nothing above it is replied to, routed or shown.
+Invariant   `replica` removes rings, empties the FIFO and cuts the WAL only while no stage holds a lock. A stage takes
+            its first lock, then reads the generation; `replica` raises the generation, then looks at the locks. So one
+            of the two always sees the other.
+Crash       The page outlives `replica`: the stages work on, and hw stands. Each start of `replica` raises the
+            generation.
+"""
+
+import contextlib
+import mmap
+import os
+from collections import namedtuple
+
+from kmq.config.settings import SHM
+from kmq.errors import ConfigError
+from kmq.files import file_id
+from kmq.links.doorbell import fence
+
+WAITING, FOLLOWING, STARTING, LEADING = range(4)
+ROLES = ("waiting", "following", "starting", "leading")
+SYNCED = "synced"  # the FIFO into which durability writes a byte after each sync: `replica` waits for it
+
+_GENERATION, _ROLE, _EPOCH, _MARK, _HW, _REFUSES = range(6)  # words
+_DATA_ID, _LEADER, _TEXT = 1024, 2048, 1024  # texts: where they begin, and their longest
+_BYTES = 4096
+
+
+class RoleReading(namedtuple("RoleReading", ("generation", "role", "epoch", "mark"))):
+    """One consistent reading. `mark`: of the version with which the epoch began."""
+
+    __slots__ = ()
+
+
+class RolePage:
+    """The page. Only `replica`, which holds pipes/replica.owner and has it by `make`, writes to it."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        self._mm = mmap.mmap(fd, _BYTES)
+        self._file = file_id(path)
+        self._words = memoryview(self._mm).cast("Q")
+
+    @classmethod
+    def find(cls, instance: str, data_id: str) -> "RolePage | None":
+        """Return the page of this data directory; None while `replica` has not made it."""
+        path = f"{SHM}/{instance}.role"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
+        try:
+            if os.fstat(fd).st_size < _BYTES:
+                return None
+            page = cls(fd, path)
+        finally:
+            os.close(fd)
+        return page if page._text(_DATA_ID) == data_id else None
+
+    @classmethod
+    def make(cls, instance: str, data_id: str) -> "RolePage":
+        """Make the page, or go on with the one that is there. The role is `waiting`, in a new generation."""
+        path = f"{SHM}/{instance}.role"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        except PermissionError:
+            raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
+        try:
+            os.posix_fallocate(fd, 0, _BYTES)
+            page = cls(fd, path)
+        finally:
+            os.close(fd)
+        page.leave()
+        page._put(_DATA_ID, data_id)
+        page.show_leader({})
+        return page
+
+    @property
+    def generation(self) -> int:
+        return self._words[_GENERATION]
+
+    @property
+    def hw(self) -> int:
+        return self._words[_HW]
+
+    @property
+    def refuses(self) -> bool:
+        """Return True if too few replicas answer for new messages to be taken."""
+        return bool(self._words[_REFUSES])
+
+    @property
+    def leader(self) -> dict[str, str]:
+        """Return who leads: `broker=b`, and the address of each of its doors by name; {} if nobody knows."""
+        return dict(word.split("=", 1) for word in self._text(_LEADER).split(" ") if "=" in word)
+
+    def read(self) -> RoleReading:
+        """Return the role as it is now."""
+        words = self._words
+        while True:
+            generation, role = words[_GENERATION], words[_ROLE]
+            fence()
+            found = RoleReading(generation, role, words[_EPOCH], words[_MARK])
+            fence()
+            if words[_GENERATION] == generation and words[_ROLE] == role:
+                return found
+
+    def is_in_place(self) -> bool:
+        """Return True if the page still has its name, by which others find it."""
+        return file_id(self.path) == self._file
+
+    def _text(self, at: int) -> str:
+        return self._mm[at : at + _TEXT].rstrip(b"\0").decode(errors="replace")
+
+    # --- of `replica` -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """End the role: the stages let go."""
+        self._words[_ROLE] = WAITING
+        fence()
+        self._words[_GENERATION] += 1
+        self._words[_REFUSES] = self._words[_HW] = 0
+        fence()
+
+    def take(self, role: int, epoch: int, mark: int, hw: int) -> None:
+        """Begin a role, after `leave`."""
+        self._words[_EPOCH], self._words[_MARK], self._words[_HW] = epoch, mark, hw
+        fence()
+        self._words[_ROLE] = role
+
+    def open_doors(self) -> None:
+        """Go from starting to leading."""
+        self._words[_ROLE] = LEADING
+
+    def raise_hw(self, seq: int) -> bool:
+        """Say that all up to `seq` is committed; return False if that was known."""
+        if seq <= self._words[_HW]:
+            return False
+        self._words[_HW] = seq
+        fence()
+        return True
+
+    def refuse(self, refuses: bool) -> None:
+        """Take no new messages, or take them again."""
+        self._words[_REFUSES] = 1 if refuses else 0
+
+    def show_leader(self, fields: dict[str, str]) -> None:
+        """Say who leads; see `leader`."""
+        self._put(_LEADER, " ".join(f"{name}={value}" for name, value in fields.items()))
+
+    def remove(self) -> None:
+        """Remove the page at an end in order, when no stage works any more."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def _put(self, at: int, text: str) -> None:
+        self._mm[at : at + _TEXT] = text.encode()[: _TEXT - 1].ljust(_TEXT, b"\0")

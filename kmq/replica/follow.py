@@ -1,0 +1,294 @@
+"""Following, in one epoch: from the leader's port into the ring `framed`, and back what is on our disk.
+
+Begins      while the stages wait. The leader compares our end with its log; where they differ the WAL is cut back to
+            where they agree, and the leader asked again. Only then do durability and router work, and data comes.
+Invariant   Nothing that was shown on this disk is ever cut: 65. What is cut is kept under `cut/`.
+            Data and hw are taken only from the leader of our epoch, over the connection that was compared. A block goes
+            into the ring only right behind the one before.
+            We confirm what durability has synced, under the version that we have promised, on disk.
+Memory      While the ring is full of records that are not committed we go on reading: hw is behind the data. What the
+            ring has no room for waits here. The leader sends no more than `room` beyond what we have confirmed.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+
+from kmq.cluster.register import Register, UnreadableRegister, decode
+from kmq.errors import CorruptError, RetryError
+from kmq.files import replace_file
+from kmq.links.layout import Framed, Stamp
+from kmq.links.ring import RingWriter
+from kmq.links.role import FOLLOWING
+from kmq.log import dedupe_file, topic_changes, wal
+from kmq.log.checkpoint import agreed_end
+from kmq.log.committed import cut_after
+from kmq.logfmt import Logger
+from kmq.message import record
+from kmq.replica import wire
+from kmq.replica.replica import Duty
+from kmq.replica.stages import Stages
+from kmq.replica.wire import Link
+
+_AGAIN_S = 0.2  # between two calls
+_TICK_S = 0.05
+_BEAT_S = 0.5  # the leader hears at least this often
+_WAIT_S = 0.002  # while the ring is full
+
+
+class WentBack(RetryError):
+    """The leader remembers that this replica has confirmed more than it has: it is an older state of itself."""
+
+
+class Following:
+    """One epoch."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        duty: Duty,
+        call: Callable[[str], Awaitable[Link]],
+        hear: Callable[[Register], Register | None],
+        log: Logger,
+    ) -> None:
+        """`call`: connects to an address; `hear`: Replica.hear."""
+        self.stages, self._call, self._promise, self.log = stages, call, hear, log
+        self.duty, self.register = duty, duty.register
+        self.epoch, self.leader = duty.register.epoch, duty.register.leader
+        self.received = 0  # last seq that was taken from the leader
+        self.confirmed = 0
+        self.hw = 0
+        self.cut_records = 0
+        self.heard = 0.0
+        self.epochs = stages.epochs()
+        self._ring: RingWriter | None = None
+        self._backlog: deque[Framed] = deque()
+        self._backlog_bytes = 0
+        self._said = 0.0
+        self._link: Link | None = None
+        self._is_agreed = self._is_filling = False
+        self._told = ""  # the last reason why there is no connection
+        self._snapshot: wire.FileText | None = None  # producers.ckpt of the leader, until our hw has reached it
+
+    def take(self, duty: Duty) -> None:
+        """Confirm under another version from now on, or call the leader elsewhere."""
+        self.duty = duty
+        if duty.register != self.register:
+            self.register = duty.register
+            self._have(is_due=True)
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow until cancelled. Raises CorruptError, WentBack."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.stages.synced, self._on_sync)
+        beat = asyncio.ensure_future(self._beat())
+        try:
+            while True:
+                try:
+                    if self.duty.leader:
+                        self._link = await self._call(self.duty.leader)
+                        self._tell(await self._follow(self._link))
+                except (OSError, wire.WireError, asyncio.IncompleteReadError, TimeoutError) as err:
+                    self._tell(str(err) or type(err).__name__)
+                finally:
+                    if self._link is not None:
+                        self._link.close()
+                    self._link, self._is_agreed = None, False
+                if beat.done():
+                    beat.result()
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            beat.cancel()
+            loop.remove_reader(self.stages.synced)
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._told:
+            self.log.info("leader_not_followed", leader=self.duty.leader, reason=reason)
+            self._told = reason
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    async def _beat(self) -> None:
+        """Say where we are, now and then; nobody but the leader writes lines here."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.stages.drop_fifo()
+            self.stages.note_hw()
+            self._have(is_due=time.monotonic() - self._said > _BEAT_S)
+
+    # --- one connection ----------------------------------------------------------------------------------------------
+
+    async def _follow(self, link: Link) -> str:
+        """Follow over one connection; return why that has ended."""
+        asked = self._fetch(link)
+        while True:
+            message = await link.read()
+            self.heard = time.monotonic()
+            if isinstance(message, wire.Data) and self._is_agreed:
+                self._take(message)
+            elif isinstance(message, wire.Hw):
+                if not self._is_agreed:
+                    await self._start()
+                    self._is_agreed, self._told = True, ""
+                    self.log.info("leader_followed", leader=link.peer.broker, epoch=self.epoch, next=self.received + 1)
+                    self._have(is_due=True)
+                self._raise_hw(message.seq)
+            elif isinstance(message, wire.RegisterText):
+                if not self._hear(bytes(message.text)):
+                    return "its register does not descend from ours"
+                if not self._is_agreed:
+                    asked = self._fetch(link)
+                else:
+                    self._have(is_due=True)
+            elif isinstance(message, wire.Diverged):
+                if (message.next, message.last) != asked or self._is_agreed:
+                    return "it answers to another position than ours"
+                await self._cut(message)
+                asked = self._fetch(link)
+            elif isinstance(message, wire.FileText):
+                self._snapshot = message
+            elif isinstance(message, wire.RefusedText) and message.reason == "went_back":
+                raise WentBack("the leader remembers more of this replica than it has")
+            elif isinstance(message, wire.Gone):
+                return f"its WAL begins with seq {message.first}: its files are needed"
+            elif isinstance(message, wire.RefusedText):
+                return f"refused: {message.reason}"
+            else:
+                raise wire.WireError(f"{type(message).__name__} came where it has no place")
+
+    def _fetch(self, link: Link) -> tuple[int, int]:
+        """Ask to go on behind our end; return that."""
+        end = self.received if self._ring is not None else wal.last_stored(self.stages.data)[0]
+        last = self.epochs.epoch_at(end)
+        link.send(wire.FetchText(self.register.version, self.epoch, end + 1, last, 0))
+        return end + 1, last
+
+    def _hear(self, text: bytes) -> bool:
+        """Promise a version of our epoch that the leader tells."""
+        try:
+            register = decode(text, "register")
+        except UnreadableRegister as err:
+            raise wire.WireError(str(err)) from err
+        promised = self._promise(register)
+        if promised is not None:
+            self.register = promised
+        return promised is not None
+
+    async def _cut(self, diverged: wire.Diverged) -> None:
+        """Cut our WAL to where it agrees with the leader's, with the stages let go."""
+        stages = self.stages
+        if self._ring is not None:
+            self.close()
+            await stages.leave()
+        end = wal.last_stored(stages.data)[0]
+        last, keep = self.epochs.epoch_at(end), min(diverged.end, self.epochs.end_of(diverged.epoch, end))
+        if keep < stages.shown():
+            raise CorruptError(
+                f"KMQ_DATA={stages.data!r}: has shown seq {stages.shown()}, but its leader agrees up to {keep} only:"
+                " one of the two is damaged; compare them (kmq cluster verify), then reset this one"
+            )
+        count, path = cut_after(stages.data, keep, last)
+        self.cut_records += count
+        self.epochs.cut(keep)
+        self.log.warn("records_cut", first_seq=keep + 1, last_seq=end, kept_in=path, reason="they were not committed")
+
+    async def _start(self) -> None:
+        """Let durability and router work behind the end that the leader agrees with."""
+        if self._ring is not None:
+            return
+        stages = self.stages
+        seq, recv_ts = agreed_end(stages.data, ask_queues=True)
+        self._ring = RingWriter(
+            stages.settings.instance, "framed", stages.ring, stages.who, lambda: (seq + 1, recv_ts), self.log
+        )
+        self.received = self.confirmed = seq
+        self.hw = stages.shown()
+        stages.page.take(FOLLOWING, self.epoch, int(self.register.version.mark, 16), self.hw)
+        while self._ring.synced_seq is None:
+            await asyncio.sleep(_TICK_S / 5)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def _take(self, data: wire.Data) -> None:
+        if data.epoch != self.epoch or data.first != self.received + 1:
+            raise wire.WireError(f"data of epoch {data.epoch} from seq {data.first}; expected {self.received + 1}")
+        for framed in self._blocks(data):
+            self._backlog.append(framed)
+            self._backlog_bytes += len(framed.lines)
+        self.received = data.last
+        self._fill()
+        self._raise_hw(data.hw)
+
+    def _blocks(self, data: wire.Data) -> Iterator[Framed]:
+        """Cut lines into blocks: what KMQ says of itself alone, with its key, because routing depends on it."""
+        assert self._ring is not None
+        limits, first, key = self._ring.limits, data.first, data.key
+        for part, own in topic_changes.parts(bytes(data.lines)):
+            if own:
+                key = len(own)
+                self.epochs.absorb(part)
+            while part:
+                lines = part
+                if len(part) > limits.nbytes:
+                    lines = part[: part.rfind(b"\n", 0, limits.nbytes) + 1]
+                count = lines.count(b"\n")
+                if count > limits.count:
+                    count = limits.count
+                    lines = b"\n".join(part.split(b"\n", count)[:count]) + b"\n"
+                last_ts = record.stamp(wal.last_line(lines))[1]
+                yield Framed(lines, Stamp(first, count, key, last_ts))
+                first += count
+                part = part[len(lines) :]
+            key = data.key
+
+    def _fill(self) -> None:
+        """Put into the ring what it has room for."""
+        ring = self._ring
+        if self._is_filling or ring is None:
+            return
+        while self._backlog:
+            framed = self._backlog[0]
+            if not ring.has_room(len(framed.lines), framed.stamp.count):
+                self._is_filling = True
+                asyncio.get_running_loop().call_later(_WAIT_S, self._fill_again)
+                return
+            ring.append(framed)
+            self._backlog.popleft()
+            self._backlog_bytes -= len(framed.lines)
+
+    def _fill_again(self) -> None:
+        self._is_filling = False
+        self._fill()
+
+    def _raise_hw(self, seq: int) -> None:
+        self.hw = max(self.hw, min(seq, self.received))
+        if self._ring is not None and self.stages.page.raise_hw(self.hw):
+            self._ring.wake_reader()
+        if self._snapshot is not None and self._snapshot.seq <= self.hw:
+            replace_file(dedupe_file.path(self.stages.data), bytes(self._snapshot.content))
+            self._snapshot = None
+
+    def _on_sync(self) -> None:
+        try:
+            os.read(self.stages.synced, 1 << 16)
+        except BlockingIOError:
+            return
+        self._have()
+
+    def _have(self, is_due: bool = False) -> None:
+        """Confirm what is on our disk."""
+        if self._ring is None or self._link is None or not self._is_agreed:
+            return
+        synced = self._ring.synced_seq
+        if synced is None or (synced <= self.confirmed and not is_due):
+            return
+        self.confirmed, self._said = synced, time.monotonic()
+        room = max(0, self.stages.settings.ring_bytes - self._backlog_bytes)
+        self._link.send(wire.Have(self.register.version.number, synced + 1, room))

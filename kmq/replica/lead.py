@@ -1,0 +1,368 @@
+"""Leading, in one epoch: sends what is on disk to the followers, counts what they confirm, and says what is committed.
+
+Begins      the framer makes the ring `framed` and puts the record of the epoch first. Once that is committed and routed,
+            the doors open: until then this leader may know less than its predecessor has shown.
+Invariant   Only what is on our own disk is sent. A position counts only if it was confirmed over a connection of this
+            epoch, after comparing (compare), and under the version of the register that is in force here.
+            hw = min over the maximal ISR of what is on disk. The maximal ISR is the register's and that of every change
+            asked for at its present version. It counts until the register is read with another one: a missing answer
+            changes nothing.
+            While the ISR is smaller than min_insync nothing is committed.
+Spent       If durability was started again in this epoch, what is on its way is not known any more: it ends (is_spent).
+Memory      The last blocks are kept for all followers together, at most _TAIL_RINGS times the size of a ring. To each
+            follower at most what it has room for is on its way.
+"""
+
+import asyncio
+import os
+import time
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
+from zlib import crc32
+
+from kmq.errors import RetryError
+from kmq.links.ring import RingObserver
+from kmq.links.role import STARTING
+from kmq.log import wal
+from kmq.log.committed import Epochs
+from kmq.log.damage import DamageError
+from kmq.log.reader import LogReader
+from kmq.log.segment import start_of
+from kmq.logfmt import Logger
+from kmq.message import record
+from kmq.replica import wire
+from kmq.replica.replica import Duty
+from kmq.replica.stages import Stages
+from kmq.replica.wire import Link
+
+_TICK_S = 0.05  # hw is looked at at least this often, whatever was not heard
+_READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
+_TAIL_RINGS = 4
+_BEAT_S = 0.5  # a follower hears at least this often
+
+
+class SentBlock(NamedTuple):
+    """A block of the ring as it is sent."""
+
+    first: int
+    last: int
+    key: int
+    crc: int
+    lines: bytes
+
+
+class FollowerLink:
+    """One follower's connection."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.position = 0  # on its disk, confirmed under the version in force; 0: not known
+        self.sent = 0  # the last seq that was sent to it
+        self.room = 0
+        self.sent_hw = -1
+        self.heard = self.reached = time.monotonic()  # when it was last heard; when it last had all that was there then
+        self.told = 0.0
+        self._on_the_way: deque[tuple[int, int]] = deque()  # last seq, bytes
+        self._bytes = 0
+
+    def has_room(self) -> bool:
+        return self._bytes < self.room
+
+    def is_sent(self, last: int, nbytes: int) -> None:
+        self.sent = last
+        self._on_the_way.append((last, nbytes))
+        self._bytes += nbytes
+
+    def confirms(self, seq: int) -> None:
+        """All up to `seq` is on its disk."""
+        while self._on_the_way and self._on_the_way[0][0] <= seq:
+            self._bytes -= self._on_the_way.popleft()[1]
+
+
+class Leading:
+    """One epoch."""
+
+    def __init__(self, stages: Stages, duty: Duty, lag_s: float, log: Logger) -> None:
+        self.stages, self.duty, self.me, self.lag_s, self.log = stages, duty, duty.me, lag_s, log
+        self.register = duty.register
+        self.epoch = duty.register.epoch
+        self.is_spent = False
+        self.hw, self.synced, self.numbered = 0, 0, 0
+        self.epoch_seq = 0  # of the record of the epoch; 0: not numbered yet
+        self.followers: dict[str, FollowerLink] = {}
+        self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
+        self._failed: Exception | None = None
+        self._changed_at = 0.0  # when the version changed: hw may stand until all have promised it
+        self._confirmed: dict[str, int] = {}  # the last position of each replica in this epoch
+        self._asked: list[frozenset[str]] = []  # changes of the ISR at the present version
+        self._ring: RingObserver | None = None
+        self._epochs: Epochs | None = None
+        self._tail: dict[int, SentBlock] = {}  # by first seq, the oldest first
+        self._tail_bytes = 0
+        self._samples: deque[tuple[float, int, int]] = deque()  # time, synced, numbered; one each tick, for the lag
+        self._wal = LogReader(f"{stages.data}/append", by_seq=True)
+
+    # --- what the replica asks ---------------------------------------------------------------------------------------
+
+    def take(self, duty: Duty) -> None:
+        """Count under another version from now on: each follower confirms anew once it has promised it."""
+        if duty.register == self.register:
+            return
+        self.duty, self.register, self._asked = duty, duty.register, []
+        self._changed_at = time.monotonic()
+        for follower in self.followers.values():
+            follower.position = 0
+            follower.link.send(wire.RegisterText(self.register.encode()))
+
+    def asks(self, isr: list[str]) -> None:
+        """A change of the ISR is about to be written."""
+        self._asked.append(frozenset(isr))
+
+    def may_join(self, replica: str) -> bool:
+        """Return True if it has on disk all that is committed, and the record of the epoch, under this version."""
+        follower = self.followers.get(replica)
+        least = max(self.hw, self.epoch_seq)
+        return follower is not None and self.epoch_seq > 0 and self.synced >= least and follower.position >= least
+
+    def hears(self, replica: str) -> bool:
+        follower = self.followers.get(replica)
+        return follower is not None and time.monotonic() - follower.heard < self.lag_s
+
+    def is_behind(self, replica: str) -> bool:
+        """Return True if it is silent, or has not reached what was on our disk the lag ago."""
+        follower = self.followers.get(replica)
+        return follower is None or time.monotonic() - min(follower.reached, follower.heard) > self.lag_s
+
+    @property
+    def stands(self) -> bool:
+        """Return True if what was numbered the lag ago is not committed, although it could be."""
+        since = self.stands_since
+        return since is not None and time.monotonic() - max(since, self._changed_at) > self.lag_s
+
+    # --- the epoch ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Lead until cancelled."""
+        stages, register = self.stages, self.register
+        self._epochs = stages.epochs()
+        self.hw = stages.shown()
+        starts = stages.durability_starts()
+        stages.page.take(STARTING, self.epoch, int(register.version.mark, 16), self.hw)
+        self._ring = await self._find_ring()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(stages.synced, self._on_sync)
+        try:
+            has_begun = False
+            while not self.is_spent:
+                if self._failed is not None:
+                    raise self._failed
+                self._turn()
+                stages.note_hw()
+                if not has_begun and stages.has_wal() and self._ring.synced_seq is not None:
+                    has_begun, starts = True, stages.durability_starts()
+                if has_begun and stages.durability_starts() != starts:
+                    self.is_spent = True
+                is_starting = stages.page.read().role == STARTING
+                if is_starting and 0 < self.epoch_seq <= min(self.hw, stages.routed_seq()):
+                    stages.page.open_doors()
+                    self.log.info("doors_opened", epoch=self.epoch, hw=self.hw)
+                await asyncio.sleep(_TICK_S / 5 if is_starting else _TICK_S)
+            await asyncio.Event().wait()  # the replica asks for another epoch (replica.py)
+        finally:
+            loop.remove_reader(stages.synced)
+
+    async def _find_ring(self) -> RingObserver:
+        stages = self.stages
+        while (ring := RingObserver.find(stages.settings.instance, "framed", stages.ring)) is None:
+            await asyncio.sleep(_TICK_S / 5)
+        return ring
+
+    def close(self) -> None:
+        for follower in self.followers.values():
+            follower.link.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    def _on_sync(self) -> None:
+        try:
+            os.read(self.stages.synced, 1 << 16)
+            self._turn()
+        except BlockingIOError:
+            return
+        except Exception as err:  # a callback has nobody to tell: `run` raises it
+            self._failed = err
+
+    def _turn(self) -> None:
+        """Take what was numbered and synced since the last turn; send it, and count."""
+        ring = self._ring
+        if ring is None:
+            return
+        for block, lines in ring.take():
+            if block.count:
+                self._keep(SentBlock(block.first_seq, block.last_seq, block.key_length, crc32(lines), lines))
+        self.numbered = ring.committed().next_seq - 1
+        self.synced = ring.synced_seq or 0
+        if not self.epoch_seq and self.synced > ring.base_seq - 1:
+            self.epoch_seq = ring.base_seq
+            assert self._epochs is not None
+            self._epochs.add(self.epoch, self.epoch_seq)
+        self._sample()
+        for follower in [*self.followers.values()]:
+            self._push(follower)
+        self._count()
+        answering = 1 + sum(map(self.hears, self.followers))
+        self.stages.page.refuse(answering < self.register.min_insync)
+
+    def _keep(self, chunk: SentBlock) -> None:
+        self._tail[chunk.first] = chunk
+        self._tail_bytes += len(chunk.lines)
+        while self._tail_bytes > _TAIL_RINGS * self.stages.settings.ring_bytes and len(self._tail) > 1:
+            self._tail_bytes -= len(self._tail.pop(next(iter(self._tail))).lines)
+
+    def _sample(self) -> None:
+        """Note how far we are, and who has reached what was there before."""
+        now, samples = time.monotonic(), self._samples
+        if not samples or now - samples[-1][0] >= _TICK_S:
+            samples.append((now, self.synced, self.numbered))
+            while now - samples[0][0] > 2 * self.lag_s + 1:
+                samples.popleft()
+        for follower in self.followers.values():
+            reached = bisect_right(samples, follower.position, key=lambda sample: sample[1])
+            if reached:
+                follower.reached = max(follower.reached, samples[reached - 1][0])
+        reached = bisect_right(samples, self.hw, key=lambda sample: sample[2])
+        if self.hw >= self.numbered:
+            self.stands_since = None
+        else:
+            self.stands_since = samples[reached - 1][0] if reached else (self.stands_since or samples[0][0])
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """Raise hw to what every replica that can be elected has on its disk."""
+        register = self.register
+        if len(register.isr) < register.min_insync:
+            return self._tell()
+        members = set(register.isr).union(*self._asked) - {self.me}
+        positions = [self.followers[each].position if each in self.followers else 0 for each in members]
+        hw = min([self.synced, *positions])
+        if hw > self.hw:
+            self.hw = hw
+            if self.stages.page.raise_hw(hw) and self._ring is not None:
+                self._ring.wake_reader()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell followers hw, where no data does."""
+        now = time.monotonic()
+        for follower in self.followers.values():
+            if follower.sent_hw < self.hw or now - follower.told > _BEAT_S:
+                follower.sent_hw, follower.told = self.hw, now
+                follower.link.send(wire.Hw(self.hw))
+
+    # --- followers ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, link: Link, message: wire.Message) -> None:
+        """Serve one follower's connection to its end. `message`: the first that has come."""
+        replica = link.peer.replica
+        follower = FollowerLink(link)
+        if link.peer.max_line < self.stages.settings.max_line:
+            return link.send(wire.RefusedText("max_line"))  # its ring may be too small for our lines
+        try:
+            while True:
+                follower.heard = time.monotonic()
+                if isinstance(message, wire.FetchText) and self._begin(follower, message):
+                    former, self.followers[replica] = self.followers.get(replica), follower
+                    if former is not None and former is not follower:
+                        former.link.close()
+                    self._push(follower)
+                elif isinstance(message, wire.Have):
+                    if self.followers.get(replica) is not follower:
+                        return  # before it was compared, or after a newer connection
+                    self._have(follower, message)
+                elif not isinstance(message, wire.FetchText):
+                    return
+                message = await link.read()
+        finally:
+            if self.followers.get(replica) is follower:
+                del self.followers[replica]
+            link.close()
+
+    def _begin(self, follower: FollowerLink, fetch: wire.FetchText) -> bool:
+        """Compare a follower's end with our log; return True if it may go on from there."""
+        link, register, position = follower.link, self.register, fetch.next - 1
+        epochs = self._epochs
+        if epochs is None or not self.epoch_seq or fetch.epoch != self.epoch:
+            link.send(wire.RefusedText("not_ready" if fetch.epoch == self.epoch else "other_epoch"))
+            return False
+        if fetch.version != register.version:
+            reply = (
+                wire.RegisterText(register.encode())
+                if register.descends_from(fetch.version)
+                else wire.RefusedText("forked")
+            )
+            link.send(reply)
+            return False
+        if position < self._confirmed.get(link.peer.replica, 0):
+            link.send(wire.RefusedText("went_back"))
+            return False
+        if fetch.next < wal.first_seq(self.stages.data):
+            link.send(wire.Gone(wal.first_seq(self.stages.data)))
+            return False
+        end = min(epochs.end_of(fetch.last, self.synced), self.synced)
+        if position > end or epochs.epoch_at(position) != fetch.last:
+            link.send(wire.Diverged(epochs.epoch_at(end), end, fetch.next, fetch.last))
+            return False
+        follower.sent, follower.room = position, fetch.room
+        follower.sent_hw, follower.told = self.hw, time.monotonic()
+        link.send(wire.Hw(self.hw))
+        return True
+
+    def _have(self, follower: FollowerLink, have: wire.Have) -> None:
+        position = have.next - 1
+        follower.room = have.room
+        if position > follower.sent:
+            raise wire.WireError(f"confirms seq {position}, but has been sent up to {follower.sent} only")
+        follower.confirms(position)
+        if have.version == self.register.version.number:
+            follower.position = max(follower.position, position)
+            replica = follower.link.peer.replica
+            self._confirmed[replica] = max(self._confirmed.get(replica, 0), position)
+        self._sample()
+        self._push(follower)
+        self._count()
+
+    def _push(self, follower: FollowerLink) -> None:
+        """Send what a follower lacks and has room for."""
+        while follower.has_room() and follower.sent < self.synced:
+            chunk = self._tail.get(follower.sent + 1)
+            if chunk is None:
+                chunk = self._read(follower.sent + 1)
+                if chunk is None:
+                    return
+            elif chunk.last > self.synced:
+                return
+            follower.link.send(wire.Data(self.epoch, *chunk[:4], self.hw, chunk.lines))
+            follower.is_sent(chunk.last, len(chunk.lines))
+            follower.sent_hw, follower.told = self.hw, time.monotonic()
+
+    def _read(self, low: int) -> SentBlock | None:
+        """Return records from the WAL, up to where the tail goes on."""
+        high = min([self.synced, *(first - 1 for first in self._tail if first > low)])
+        try:
+            first, lines = self._wal.read(low, _READ_BYTES)
+        except DamageError as err:
+            if not self.is_spent:
+                self.log.error("damaged", file=err.path, reason=err, effect="this leader resigns")
+            self.is_spent = True
+            return None
+        if not lines:
+            return None
+        if first != low:
+            raise RetryError(f"the WAL has no record {low}: it goes on with {first}")
+        last = record.seq_of(wal.last_line(lines))
+        if last > high:
+            lines = lines[: start_of(lines, high + 1, (0, first), (len(lines), last + 1))]
+            last = high
+        return SentBlock(first, last, 0, crc32(lines), lines) if lines else None

@@ -1,0 +1,273 @@
+"""What this broker does in its shard: it waits, follows, or leads; and the process that keeps it doing so.
+
+    live        the session and the register (replica.py), the port (wire.py), and the role: all in one event loop
+    Roles       Leading (lead.py) or Following (follow.py), in one epoch, until the promised register asks for another role
+
+Between two roles the stages let go of everything (stages.py).
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from kmq.broker.stats import REPLICA, Row, StatsPage
+from kmq.broker.tls import client_context, make_context
+from kmq.cluster.consul import Transport
+from kmq.cluster.presence import Keys
+from kmq.cluster.queue import Place
+from kmq.config.settings import Settings
+from kmq.errors import CorruptError, RetryError
+from kmq.files import replace_file
+from kmq.links.ownership import FileLock, describe
+from kmq.log import identity, segment, wal
+from kmq.logfmt import Logger
+from kmq.message.routing import LEVEL
+from kmq.replica import wire
+from kmq.replica.files import ReplicaFiles
+from kmq.replica.follow import Following, WentBack
+from kmq.replica.lead import Leading
+from kmq.replica.replica import Duty, Replica, hear
+from kmq.replica.shard import ShardKeys, document
+from kmq.replica.stages import Stages
+
+_BEAT_S = 0.5
+_LOOK_S = 0.05  # between two looks whether a signal has come
+
+
+class Office(Protocol):
+    """Leading (lead.py) or Following (follow.py), in one epoch."""
+
+    duty: Duty
+
+    def take(self, duty: Duty) -> None:
+        """Go on under another version of the register of this epoch."""
+
+    async def run(self) -> None:
+        """Do it until cancelled."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Roles:
+    """Keeps this broker in the role that its last promise asks for. It is the Work of the replica."""
+
+    def __init__(self, stages: Stages, files: ReplicaFiles, broker: str, secret: bytes) -> None:
+        self.stages, self.files, self.settings = stages, files, stages.settings
+        self._broker, self._secret, self._log = broker, secret, stages.log
+        self.leading: Leading | None = None
+        self.following: Following | None = None
+        self._duty: Duty | None = None
+        self._changed = asyncio.Event()
+        self._is_ending = self._went_back = False
+
+    def me(self) -> wire.Me:
+        """Return what other replicas are told of this one."""
+        lineage, settings = identity.lineage(self.stages.data), self.settings
+        return wire.Me(settings.shard, lineage, self._broker, self.files.identity.id, LEVEL, settings.max_line)
+
+    @property
+    def role(self) -> Office | None:
+        return self.leading or self.following
+
+    async def run(self) -> None:
+        """Change roles until `end`. Raises what a role has failed with."""
+        await self.stages.leave()
+        while not self._is_ending:
+            self._changed.clear()
+            duty = self._duty
+            if duty is None or not duty.register.leader:
+                await self._changed.wait()
+                continue
+            if duty.register.leader == duty.me:
+                self.leading = Leading(self.stages, duty, self.settings.replica_lag, self._log)
+            else:
+                self.following = Following(self.stages, duty, self._call, partial(hear, self.files), self._log)
+            await self._play(self.leading or self.following)  # type: ignore[arg-type]
+            self.leading = self.following = None
+            if not self._is_ending:
+                await self.stages.leave()
+
+    async def _play(self, role: Office) -> None:
+        """Run a role until the duty is another one."""
+        task = asyncio.ensure_future(role.run())
+        try:
+            while not self._is_ending and self._duty is not None and is_same(self._duty, role.duty):
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if task.done():
+                    break
+        finally:
+            task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                pass
+            except WentBack:
+                self._duty, self._went_back = None, True
+            finally:
+                role.close()
+
+    async def end(self) -> None:
+        """End in order: a leader goes on until its stages have drained, because they wait for hw."""
+        if self.leading is not None:
+            await self.stages.await_end()
+        self._is_ending = True
+        self._changed.set()
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    async def _call(self, address: str) -> wire.Link:
+        context = client_context(self.settings) if self.settings.tls_cert else None
+        return await wire.call(address, self.me(), self._secret, context, self.settings.session_ttl)
+
+    async def serve(self, link: wire.Link) -> None:
+        """Serve who has proved to be of the shard."""
+        first, promised = await link.read(), self.files.promised
+        if isinstance(first, wire.AskPromise) and promised is not None:
+            link.send(wire.RegisterText(promised.encode()))
+        elif self.leading is not None:
+            await self.leading.serve(link, first)
+        else:
+            link.send(wire.RefusedText("not_leader"))
+
+    # --- what the replica asks (replica.Work) ------------------------------------------------------------------------
+
+    def act(self, duty: Duty | None) -> None:
+        self._duty = duty
+        if duty is not None and self.role is not None and is_same(duty, self.role.duty):
+            self.role.take(duty)
+        self._changed.set()
+
+    def stored(self) -> int:
+        return wal.last_stored(self.stages.data)[0]
+
+    def position(self) -> tuple[int, int]:
+        if self.leading is not None and self.leading.epoch_seq:
+            return self.leading.epoch, self.leading.synced
+        if self.following is not None and self.following.confirmed:
+            return self.following.epochs.epoch_at(self.following.confirmed), self.following.confirmed
+        end = self.stored()
+        return self.stages.epochs().epoch_at(end), end
+
+    def adopt(self, lineage: str) -> None:
+        data = self.stages.data
+        mine = identity.lineage(data)
+        topics = [name for name in os.listdir(f"{data}/topics") if not name.startswith(".")]
+        if wal.last_stored(data)[0] or topics:
+            raise CorruptError(
+                f"KMQ_DATA={data!r}: has records or topics of the lineage {mine}, the shard has {lineage}: it is no"
+                " replica of this shard; nothing was changed"
+            )
+        segment.remove(segment.survey(f"{data}/append"))  # empty; their indexes name our lineage
+        replace_file(f"{data}/lineage", f"{lineage}\n".encode())
+
+    def went_back(self) -> bool:
+        went, self._went_back = self._went_back, False
+        return went
+
+    def is_spent(self, epoch: int) -> bool:
+        return self.leading is not None and self.leading.epoch == epoch and self.leading.is_spent
+
+    def stands(self) -> bool:
+        leading, duty = self.leading, self._duty
+        return leading is not None and duty is not None and is_same(duty, leading.duty) and leading.stands
+
+    def asks(self, isr: list[str]) -> None:
+        if self.leading is not None:
+            self.leading.asks(isr)
+
+    def may_join(self, replica: str) -> bool:
+        return self.leading is not None and self.leading.may_join(replica)
+
+    def hears(self, replica: str) -> bool:
+        return self.leading is not None and self.leading.hears(replica)
+
+    def is_behind(self, replica: str) -> bool:
+        return self.leading is not None and self.leading.is_behind(replica)
+
+
+def is_same(duty: Duty, other: Duty) -> bool:
+    """Return True if both are of the same role in the same epoch."""
+    mine, theirs = duty.register, other.register
+    return (duty.me, mine.epoch, mine.leader) == (other.me, theirs.epoch, theirs.leader)
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+async def _beat(page: StatsPage, owner: FileLock, publish: Callable[[Row], None]) -> None:
+    """Keep the row of the replica up to date. Raises RetryError once nobody can find the lock any more."""
+    row = page.rows[REPLICA]
+    while True:
+        row.heartbeat = time.monotonic_ns()
+        publish(row)
+        await asyncio.sleep(_BEAT_S)
+        page.keep_in_place(REPLICA)
+        if not owner.is_in_place():
+            raise RetryError(f"{owner.path}: was removed, or replaced, while the replica used it")
+
+
+def _show(settings: Settings, found: dict[str, Any]) -> None:
+    """Leave what Consul says for the gateway. Not synced: after a crash it is written again at once."""
+    path = f"{settings.pipes}/cluster.json"
+    with open(f"{path}.new", "w", encoding="ascii") as file:
+        json.dump(found, file)
+    os.rename(f"{path}.new", path)
+
+
+async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:
+    """Take part in the shard until told to end."""
+    place, has_ended = Place.of(settings), asyncio.Event()
+    files = ReplicaFiles(settings.data, settings.shard)
+    stages = Stages(settings, page, describe(REPLICA, settings.data, settings.instance), log)
+    roles = Roles(stages, files, place.broker, wire.read_secret(settings.replica_secret))
+    replica = Replica(
+        files,
+        ShardKeys(Keys(place.cluster), settings.shard),
+        place.broker,
+        identity.lineage(settings.data),
+        place.ttl_s,
+        settings.replica_lag,
+        roles,
+        address=lambda: f"{wire.advertised(settings)}:{port.port}",
+        is_stopping=has_ended.is_set,
+        log=log,
+    )
+    tls = make_context(settings) if settings.tls_cert else None
+    port = wire.ReplicaPort(roles.me, roles._secret, tls, replica.why_not, roles.serve, log)
+    transport = Transport(place.address)
+
+    def publish(row: Row) -> None:
+        replica.publish(row)
+        if (seen := replica.seen) is not None:
+            view, at = seen
+            _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})
+
+    async def end() -> None:
+        while not is_told():
+            await asyncio.sleep(_LOOK_S)
+        await roles.end()
+        has_ended.set()
+
+    lasting = asyncio.ensure_future(_beat(page, owner, publish))
+    tasks = [asyncio.ensure_future(each) for each in (transport.run(replica.live()), roles.run(), end())]
+    try:
+        await port.open(wire.bind_host(settings), settings.replica_port)
+        running = {lasting, *tasks}
+        while not has_ended.is_set() or not tasks[0].done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in (lasting, *tasks):
+            task.cancel()
+        await asyncio.gather(lasting, *tasks, return_exceptions=True)
+        await port.close()
+        await transport.close()

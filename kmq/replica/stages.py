@@ -1,0 +1,146 @@
+"""The stages of this broker, as `replica` sees them, and how they go from one role to the next.
+
+Owner       the process `replica` (lock pipes/replica.owner). It alone writes the role page (kmq/links/role.py).
+Change      the page says `waiting`, in a new generation; the stages let go; the rings are removed, and what is left in
+            the FIFO `raw` is read away; the WAL is cut where the new leader says so (follow.py); the next role begins.
+            A promotion is a start of the four stages on the directory as it lies.
+Invariant   Rings and WAL are touched only while no stage holds a lock (role.py says why none can come back meanwhile).
+            What was numbered, or waited, and is not in the WAL goes with the role. Nobody has had a reply to it.
+Stopped     A stage that is stopped or hangs keeps its lock, and the change of role waits for it: it may be in the
+            middle of a write.
+Crash       Each start of the process is a change of role.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+
+from kmq.broker.stats import StatsPage
+from kmq.config.settings import DRAIN_S, Settings
+from kmq.links import layout, received
+from kmq.links.fifo import open_fifo
+from kmq.links.layout import Identity, make_identity
+from kmq.links.ownership import FileLock
+from kmq.links.role import SYNCED, RolePage
+from kmq.links.staging import area_bytes
+from kmq.log import wal
+from kmq.log.committed import Epochs, read_committed, shown_seq, write_committed
+from kmq.logfmt import Logger
+
+_LOOK_S = 0.02  # between two looks at the locks
+_TOLD_S = 10.0  # after it, who does not let go is named
+_NOTE_S = 1.0  # the file `committed` is at most this old
+_FIFO_BYTES = 1 << 16
+_FIFO_TOLD_S = 60.0  # between two log lines about lines that a shell has written on a follower
+_MESSAGES = re.compile(rb"(?m)^!c \S+ \d+ (\d+) ")
+
+
+class Stages:
+    """The stages of this broker, as `replica` sees them: the page, the locks, the rings, the FIFOs."""
+
+    def __init__(self, settings: Settings, stats: StatsPage, who: str, log: Logger) -> None:
+        self.settings, self.stats, self.who, self.log = settings, stats, who, log
+        self.data, self.data_id = settings.data, stats.data_id
+        self.page = RolePage.make(settings.instance, self.data_id)
+        self.raw = open_fifo(settings.pipes, "raw")
+        self.synced = open_fifo(settings.pipes, SYNCED)
+        self.dropped = 0  # messages that went with a role
+        self._noted, self._noted_at = read_committed(self.data), 0.0
+        self._fifo_told = 0.0
+        self._fifo_lines = 0
+
+    @property
+    def ring(self) -> Identity:
+        """What the ring `framed` looks like; as Stage.ring_identity."""
+        settings = self.settings
+        extra = 2 * area_bytes(settings.max_line)
+        return make_identity(self.data_id, settings.ring_slots, settings.ring_bytes, extra, "block")
+
+    def durability_starts(self) -> int:
+        """How often durability was started; a change of role does not count."""
+        return self.stats.rows["durability"].starts
+
+    def routed_seq(self) -> int:
+        return self.stats.rows["router"].seq
+
+    # --- letting go --------------------------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """End the role: return once no stage holds anything, and nothing of the role is left but the WAL."""
+        self.page.leave()
+        began, told = time.monotonic(), False
+        while held := self._held():
+            if not told and time.monotonic() - began > _TOLD_S:
+                self.log.warn("role_held", by="; ".join(held), effect="the next role waits until it has let go")
+                told = True
+            await asyncio.sleep(_LOOK_S)
+        self._drop()
+
+    def _held(self) -> list[str]:
+        """Return who still holds something of the role."""
+        pipes, data, instance = self.settings.pipes, self.data, self.settings.instance
+        paths = [f"{pipes}/{name}.owner" for name in ("ingress", "raw", *layout.RINGS, received.NAME)]
+        locks = [FileLock(path) for path in (*paths, f"{data}/append/.owner", f"{data}/topics/.owner")]
+        found = [lock.holder() or lock.path for lock in locks if lock.is_held()]
+        return found + [f"ring {name}" for name in (*layout.RINGS, received.NAME) if layout.is_held(instance, name)]
+
+    def has_wal(self) -> bool:
+        """Return True if a stage of this broker writes the WAL now."""
+        return FileLock(f"{self.data}/append/.owner").is_held()
+
+    def _drop(self) -> None:
+        """Remove the rings, empty the FIFO, and say what went with them."""
+        instance = self.settings.instance
+        numbered = max(0, layout.last_seq(instance, "framed", self.ring) - wal.last_stored(self.data)[0])
+        nbytes = layout.filling(instance, received.NAME).nbytes
+        for name in (*layout.RINGS, received.NAME):
+            layout.remove(instance, name)
+        lines = self._empty_fifo()
+        self.dropped += numbered + lines
+        if numbered or lines:
+            effect = "their producers have no reply, and send them again"
+            self.log.warn("lines_dropped_with_role", numbered=numbered, lines=lines, received=nbytes, effect=effect)
+
+    def _empty_fifo(self) -> int:
+        """Read away what waits in `raw`; return how many messages that was, as far as the FIFO says it."""
+        parts = []
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.raw, _FIFO_BYTES):
+                parts.append(part)
+        text = b"".join(parts)
+        plain = sum(1 for line in text.splitlines() if line and not line.startswith(b"!"))
+        return plain + sum(int(count) for count in _MESSAGES.findall(text))
+
+    def drop_fifo(self) -> None:
+        """As a follower, read away what a shell has written into `raw`: it must not surface at a later promotion."""
+        self._fifo_lines += self._empty_fifo()
+        now = time.monotonic()
+        if self._fifo_lines and now - self._fifo_told > _FIFO_TOLD_S:
+            self.log.warn("fifo_lines_dropped", count=self._fifo_lines, reason="this broker does not lead its shard")
+            self.dropped += self._fifo_lines
+            self._fifo_lines, self._fifo_told = 0, now
+
+    # --- what is committed -------------------------------------------------------------------------------------------
+
+    def epochs(self) -> Epochs:
+        """Return where each epoch begins in the WAL as it lies."""
+        return Epochs.load(self.data, self.shown())
+
+    def shown(self) -> int:
+        """The seq up to which records of this directory are committed for sure."""
+        return min(shown_seq(self.data), wal.last_stored(self.data)[0])
+
+    def note_hw(self) -> None:
+        """Keep what is committed, for a start without a leader; call it all the time."""
+        now = time.monotonic()
+        if self.page.hw > self._noted and now - self._noted_at > _NOTE_S:
+            self._noted, self._noted_at = self.page.hw, now
+            write_committed(self.data, self._noted)
+
+    async def await_end(self) -> None:
+        """Return once durability has let go of the WAL, at most after DRAIN_S."""
+        until = time.monotonic() + DRAIN_S
+        while self.has_wal() and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
