@@ -13,6 +13,7 @@ Crash       Each start of the process is a change of role.
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import time
@@ -25,8 +26,9 @@ from kmq.links.layout import Identity, make_identity
 from kmq.links.ownership import FileLock
 from kmq.links.role import SYNCED, RolePage
 from kmq.links.staging import area_bytes
-from kmq.log import wal
+from kmq.log import checkpoint, wal
 from kmq.log.committed import Epochs, read_committed, shown_seq, write_committed
+from kmq.log.segment import Limits
 from kmq.logfmt import Logger
 
 _LOOK_S = 0.02  # between two looks at the locks
@@ -50,6 +52,7 @@ class Stages:
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
         self._fifo_lines = 0
+        self._mend()
 
     @property
     def ring(self) -> Identity:
@@ -76,6 +79,7 @@ class Stages:
                 self.log.warn("role_held", by="; ".join(held), effect="the next role waits until it has let go")
                 told = True
             await asyncio.sleep(_LOOK_S)
+        self._mend()
         self._drop()
 
     def _held(self) -> list[str]:
@@ -89,6 +93,25 @@ class Stages:
     def has_wal(self) -> bool:
         """Return True if a stage of this broker writes the WAL now."""
         return FileLock(f"{self.data}/append/.owner").is_held()
+
+    def _mend(self) -> None:
+        """Cut a torn end of the WAL, and write lost indexes again, as durability does at its start, unless it runs.
+
+        `replica` says where the WAL ends, and reads its epochs, before that start. After a power cut there may be a hole
+        in front of the last record, or a segment without an index.
+        """
+        lock = FileLock(f"{self.data}/append/.owner")
+        if not wal.last_stored(self.data)[0] or not lock.try_acquire(self.who):
+            return
+
+        def refuse(path: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+        try:
+            unindexed = wal.torn_bytes(self.settings.ring_bytes)
+            wal.Wal(self.data, refuse, unindexed, Limits.of(self.settings), self.settings.fsync).close()
+        finally:
+            lock.release()
 
     def _drop(self) -> None:
         """Remove the rings, empty the FIFO, and say what went with them."""
@@ -126,7 +149,8 @@ class Stages:
 
     def epochs(self) -> Epochs:
         """Return where each epoch begins in the WAL as it lies."""
-        return Epochs.load(self.data, self.shown())
+        # Not from `shown` on: after a power cut queues have on disk only what router.ckpt vouches for.
+        return Epochs.load(self.data, checkpoint.routed_seq(self.data))
 
     def shown(self) -> int:
         """The seq up to which records of this directory are committed for sure."""

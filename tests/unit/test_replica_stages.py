@@ -1,0 +1,65 @@
+"""What `replica` says of its WAL before a stage has started on it: also of a WAL as a power cut leaves it."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+from fake_logger import FakeLogger
+from made_data import write_data
+
+from kmq.broker.stats import StatsPage
+from kmq.config.settings import load
+from kmq.links.ownership import FileLock
+from kmq.log import identity, wal
+from kmq.log.committed import encode_epoch, write_committed
+from kmq.replica.stages import Stages
+
+LINES = [encode_epoch(1, 0xC1D, "a", 1, b"0"), b"t|0||x", b"t|0||y"]
+
+
+@pytest.fixture
+def stages(tmp_path):
+    """A function that begins the process `replica` on the directory; what it leaves in shared memory is removed."""
+    instance = f"replica-{uuid.uuid4().hex[:8]}"
+    paths = {"KMQ_DATA": f"{tmp_path}/data", "KMQ_PIPES": f"{tmp_path}/pipes"}
+    (tmp_path / "pipes").mkdir()
+    settings = load(paths | {"KMQ_INSTANCE": instance}, toml="")
+    write_data(settings.data, LINES)
+
+    def begin():
+        page = StatsPage(instance, identity.open_data(settings.data), settings.data)
+        return Stages(settings, page, "replica", FakeLogger())
+
+    yield begin
+    for path in Path("/dev/shm").glob(f"{instance}.*"):
+        path.unlink()
+
+
+def lose_what_was_not_synced(data):
+    """No index, a hole of a page within the last record, empty queues, and `committed` as it was a second ago."""
+    [log] = (data / "append").glob("*.log")
+    for path in data.glob("*/**/*.idx"):
+        path.write_bytes(b"")
+    for path in data.glob("topics/*/*/*.log"):
+        path.write_bytes(b"")
+    last = log.read_bytes().splitlines(keepends=True)[-1]
+    with log.open("ab") as file:
+        file.write(last.replace(b"3|", b"4|", 1)[:9] + b"\0" * 4096 + b"ab|t|0||z\n5|1|t|0||z\n")
+    write_committed(str(data), 3)
+
+
+def test_after_a_power_cut_the_end_is_in_front_of_the_hole_and_the_epoch_is_known(stages, tmp_path):
+    lose_what_was_not_synced(tmp_path / "data")
+    begun = stages()
+    assert wal.last_stored(begun.data)[0] == begun.shown() == 3
+    assert begun.epochs().epoch_at(3) == 1
+
+
+def test_a_wal_that_durability_writes_is_left_alone(stages, tmp_path):
+    lose_what_was_not_synced(tmp_path / "data")
+    [log] = (tmp_path / "data" / "append").glob("*.log")
+    before, lock = log.read_bytes(), FileLock(f"{tmp_path}/data/append/.owner")
+    assert lock.try_acquire("durability")
+    stages()
+    assert log.read_bytes() == before
+    lock.release()
