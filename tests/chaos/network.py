@@ -82,8 +82,11 @@ class Network:
         run("ip", "-n", name, "link", "set", "lo", "up")
 
     def inside(self, number: int) -> list[str]:
-        """What to write before a command so that it runs there, and ends with this process. The pid stays the same."""
-        return ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.namespace(number)]
+        """What to write before a command so that it runs there, and ends with this process. The pid stays the same.
+
+        `ip netns exec` would give it mounts of its own, and so keep a file system in use that this process unmounts.
+        """
+        return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/var/run/netns/{self.namespace(number)}"]
 
     def cut(self, sender: int, receiver: int) -> None:
         """From now on nothing that `sender` sends arrives at `receiver`. The way back stays open."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-DOORS = {"ingress": 5673, "egress": 5674, "http": 8080, "grpc": 50051}
+DOORS = {"ingress": 5673, "egress": 5674, "http": 8082, "grpc": 8080}
 CONNECT_S, SILENCE_S = 1.0, 8.0
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 

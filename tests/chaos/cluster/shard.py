@@ -22,11 +22,14 @@ from chaos.cluster.judge import Replica, load_replica
 from chaos.cluster.witness import Witness
 from chaos.consul_servers import ConsulServers, consul_servers
 from chaos.history import Healed
+from chaos.loopfs import LoopFs, disk_of
 from chaos.network import NET
+from chaos.pod import remove_shared_memory
 
 BROKERS = {"a": 11, "b": 12, "c": 13}
 SERVERS = (1, 2, 3)
 PATIENCE = PATIENCE_S
+DISK_BYTES = 512 << 20
 TTL_S = 2.0
 REPLICA = "kmq.replica"  # module of the process `replica`
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -41,8 +44,10 @@ class Register(NamedTuple):
 class ShardBroker(Broker):
     """One broker in its namespace. Commands run there too."""
 
-    def __init__(self, root: Path, name: str, inside: Sequence[str], settings: dict[str, str]) -> None:
-        super().__init__(root)
+    def __init__(
+        self, root: Path, name: str, inside: Sequence[str], settings: dict[str, str], data: Path | None = None
+    ) -> None:
+        super().__init__(root, data)
         self.name, self._inside = name, inside
         for port in ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT"):
             del self.env[f"KMQ_{port}"]
@@ -88,8 +93,8 @@ def _words(process: psutil.Process) -> list[str]:
 class Shard:
     """The brokers by name, Consul, the witness of their WALs. `healed`: when which fault was over."""
 
-    def __init__(self, root: Path, consul: ConsulServers, gateway: bool = True, **settings: object) -> None:
-        self.root, self.consul, self.network = root, consul, consul.network
+    def __init__(self, root: Path, consul: ConsulServers, disks: dict[str, LoopFs], **settings: object) -> None:
+        self.root, self.consul, self.network, self.disks = root, consul, consul.network, disks
         self.cluster = f"s{uuid.uuid4().hex[:8]}"
         secret = root / "secret"
         secret.write_text(uuid.uuid4().hex)
@@ -105,8 +110,9 @@ class Shard:
         self.brokers: dict[str, ShardBroker] = {}
         for name, number in BROKERS.items():
             self.network.add(number)
-            self.brokers[name] = ShardBroker(root / name, name, self.network.inside(number), common)
-            self.brokers[name].gateway = gateway
+            where = root / name, name, self.network.inside(number)
+            self.brokers[name] = ShardBroker(*where, common, disks[name].path / "data")
+        self._ballast: list[Path] = []
         self._starts: list[subprocess.Popen[bytes]] = []
         self.paused: set[str] = set()
         self.healed: list[Healed] = []
@@ -199,11 +205,47 @@ class Shard:
         self.paused.add(name)
 
     def wipe(self, name: str) -> None:
-        """Kill a broker, and give it an empty directory."""
+        """Kill a broker, and give it an empty directory: a new machine, which has nothing in its memory either."""
         self.kill(name)
         self.witness.look()
         self.witness.forget(name)
+        remove_shared_memory(self.brokers[name].instance)
         shutil.rmtree(self.brokers[name].data)
+
+    def restore(self, name: str) -> None:
+        """Kill a broker, and give it its directory as `copy` found it."""
+        self.wipe(name)
+        shutil.copytree(self._copy_of(name), self.brokers[name].data)
+
+    def copy(self, name: str) -> None:
+        """Kill a broker, keep a copy of its directory, and start it again."""
+        self.kill(name)
+        shutil.rmtree(self._copy_of(name), ignore_errors=True)
+        shutil.copytree(self.brokers[name].data, self._copy_of(name))
+        self.up(name)
+
+    def _copy_of(self, name: str) -> Path:
+        return self.brokers[name].root / "copy"
+
+    def fill(self, name: str) -> None:
+        """Leave no room on a broker's disk."""
+        self._ballast.append(self.disks[name].fill(0))
+
+    def cut_power(self, *names: str) -> None:
+        """Cut the power of these brokers at once; it is back, and they have on disk what they had synced.
+
+        The network goes first: what is said while a file system goes down does not count (chaos/test_power.py).
+        """
+        self.witness.look()
+        for name in names:
+            self.network.cut_off(BROKERS[name])
+        for name in names:
+            self.disks[name].cut_power()
+        self.kill(*names)
+        for name in names:
+            remove_shared_memory(self.brokers[name].instance)
+            self.disks[name].power_on()
+            self.witness.forget(name)
 
     def empty_consul(self) -> None:
         """Kill all servers; they come back with nothing."""
@@ -218,6 +260,8 @@ class Shard:
         for name in sorted(self.paused):
             self.brokers[name].signal(signal.SIGCONT)
         self.paused.clear()
+        while self._ballast:
+            self._ballast.pop().unlink(missing_ok=True)  # a power cut may have taken it
         self.up(*(name for name, broker in self.brokers.items() if not broker.processes()))
         self.healed.append(Healed(what, time.monotonic()))
 
@@ -243,13 +287,16 @@ class Shard:
 
 
 @contextlib.contextmanager
-def open_shard(root: Path, gateway: bool = True, **settings: object) -> Iterator[Shard]:
+def open_shard(root: Path, **settings: object) -> Iterator[Shard]:
     """A shard that has begun, for a with block; without Consul or namespaces: skipped, in CI failed, with the reason."""
     (root / "consul").mkdir(parents=True)
-    with consul_servers(root / "consul") as consul:
-        shard = Shard(root, consul, gateway, **settings)
-        try:
-            shard.begin()
-            yield shard
-        finally:
-            shard.close()
+    with contextlib.ExitStack() as stack:
+        consul = stack.enter_context(consul_servers(root / "consul"))
+        disks = {}
+        for name in BROKERS:
+            (root / f"{name}.disk").mkdir()
+            disks[name] = disk_of("ext4", DISK_BYTES, root / f"{name}.disk", stack)
+        shard = Shard(root, consul, disks, **settings)
+        stack.callback(shard.close)
+        shard.begin()
+        yield shard

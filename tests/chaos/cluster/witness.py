@@ -2,10 +2,11 @@
 
 One file a broker in its directory: a line `<seq> <crc32 of the record>` for each record, and `forget` where the broker
 was given an empty directory, or lost power: what was there before need not be accounted for. What a broker has cut is
-kept as hard links in `<broker>.cut/`, because brokers keep only the last few.
+copied into `<broker>.cut/`, because brokers keep only the last few.
 """
 
 import os
+import shutil
 import threading
 import zlib
 from contextlib import suppress
@@ -13,6 +14,14 @@ from pathlib import Path
 from typing import TextIO
 
 LOOKS_S = 0.05  # between two looks
+
+
+def _copy(source: Path, copy: Path) -> bool:
+    """Copy a file that is new, or has grown since it was copied; return whether it was."""
+    is_new = not copy.exists() or copy.stat().st_size != source.stat().st_size
+    if is_new:
+        shutil.copyfile(source, copy)
+    return is_new
 
 
 class _Tail:
@@ -85,12 +94,16 @@ class Witness(threading.Thread):
     def look(self) -> None:
         with self._lock:
             for name, tail in self._tails.items():
-                for path in (tail.data / "cut").glob("*.log"):
-                    with suppress(FileNotFoundError, FileExistsError):
-                        os.link(path, self.root / f"{name}.cut" / path.name)
-                        tail.start_over()
-                tail.look()
+                with suppress(OSError):  # its disk has lost its power
+                    self._look_at(name, tail)
                 tail.flush()
+
+    def _look_at(self, name: str, tail: _Tail) -> None:
+        for path in (tail.data / "cut").glob("*.log"):
+            with suppress(FileNotFoundError):
+                if _copy(path, self.root / f"{name}.cut" / path.name):
+                    tail.start_over()
+        tail.look()
 
     def forget(self, name: str) -> None:
         """This broker does not run, and will go on without what it had, or with less of it."""
