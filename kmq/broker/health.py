@@ -517,6 +517,8 @@ def _of_replica(states: dict[str, str], row: Row, settings: Settings) -> list[Fi
     if row.problem and state not in LIFELESS:
         code = row.problem_name
         why = f"the register of the shard {settings.shard} {_PROBLEMS[code]}: nobody is elected from here"
+    elif unled and state in LIFELESS:
+        code, why = "no_leader", "nobody says here who leads the shard, because the replica does not run"
     elif unled and not row.version:
         code, why = "no_leader", f"the shard {settings.shard} is not begun, as far as this broker knows"
         advice = "once all of its brokers are up: kmq cluster init (docs/replication.md)"

@@ -230,7 +230,7 @@ _REPLICA_FIELDS = {  # the replica's own names for words; most of them have a me
     "elections": "turned_away",  # that it has carried out
     "cut_records": "cut_off",  # that it has cut from the end of its WAL
     "small_since": "waited_at",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
-    "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: following, it lacks what its leader has; leading, hw stands
+    "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's hw stands
 }
 _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),

@@ -96,7 +96,7 @@ def status(
         typer.Option(
             "--json",
             help='{"shard", "broker", "role", "leader", "isr", "epoch", "version", "min_insync", "lineage", "problem",'
-            ' "brokers": {<broker>: {"replica", "alive", "role", "version", "end", "problem"}}}',
+            ' "brokers": {<broker>: {"replica", "alive", "host", "role", "version", "end", "problem"}}}',
         ),
     ] = False,
 ) -> None:

@@ -115,8 +115,10 @@ def _started_elsewhere(found: supervisor.Supervision) -> str:
 
 def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus) -> None:
     """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
-    port = read_port(settings, "ingress", settings.port)
-    print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
+    lines_in = ""  # in a shard only its leader takes lines
+    if status.stages[0].state == "ready":
+        lines_in = f"lines in on {settings.host}:{read_port(settings, 'ingress', settings.port)}, "
+    print(f"kmq: up; {lines_in}data in {settings.data}, log in {startup.log_path}")
     if status.gateway and status.gateway.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
         print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")

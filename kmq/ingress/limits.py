@@ -106,12 +106,12 @@ class Deadlines:
 class Gate:
     """The refusal that holds for all producers; b"" while messages are accepted.
 
-    Ingress measures disk and quota itself, and reads what durability waits for.
+    Ingress measures disk and quota itself, and reads what durability waits for, and in a shard the role page.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.refusal = b""  # code and reason
-        self._row, self._log = stage.row, stage.log
+        self._row, self._log, self._role = stage.row, stage.log, stage.role
         durability = self._durability = stage.page.rows["durability"]
         self._admission = Admission(stage.settings, lambda: durability.bytes)
 
@@ -127,6 +127,8 @@ class Gate:
     def look(self) -> bool:
         """Look again, and return True if the refusal has changed."""
         code = self._admission.refusal() or self._durability.admission_name
+        if not code and self._role is not None and self._role.refuses:
+            code = "not_enough_replicas"
         refusal = refusals.reason(code).encode() if code else b""
         if refusal == self.refusal:
             return False

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from kmq.broker.stats import PROBLEMS, ROLES, STATES, Row
+from kmq.broker.stats import PROBLEMS, STATES, Row
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps, check_session
 from kmq.cluster.presence import Presence, SessionLost
@@ -136,7 +136,7 @@ class Replica:
         """Say in the row of the stats page where this replica stands."""
         promised, is_waiting = self.files.promised, self._reached is None and self._is_lost
         row.state = STATES.index("ready" if self._reached is not None else "waiting" if is_waiting else "starting")
-        row.role, row.problem = ROLES.index(self.role), PROBLEMS.index(self.problem)
+        row.problem = PROBLEMS.index(self.problem)
         row.last, row.elections = self._work.position()[1], self._elections
         if promised is not None:
             row.epoch, row.version = promised.epoch, promised.version.number

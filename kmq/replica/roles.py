@@ -64,6 +64,21 @@ class Roles:
         self._duty: Duty | None = None
         self._changed = asyncio.Event()
         self._is_ending = self._went_back = False
+        self._cut_records = 0  # by followings that are over
+
+    def publish(self, row: Row) -> None:
+        """Say in the row of the stats page what this broker does, after Replica.publish has said what was promised.
+
+        A follower is behind while it is out of the ISR, a leader while hw stands.
+        """
+        page, leading, following, now = self.stages.page, self.leading, self.following, time.monotonic_ns()
+        row.role, row.hw = 1 + page.read().role, page.hw  # 0: no value
+        row.followers = len(leading.followers) if leading is not None else 0
+        row.cut_records = self._cut_records + (following.cut_records if following is not None else 0)
+        if leading is not None:
+            row.behind_since = int((leading.stands_since or 0) * 1e9)
+        else:
+            row.behind_since = 0 if following is None or row.in_isr else row.behind_since or now
 
     def me(self) -> wire.Me:
         """Return what other replicas are told of this one."""
@@ -88,6 +103,8 @@ class Roles:
             else:
                 self.following = Following(self.stages, duty, self._call, partial(hear, self.files), self._log)
             await self._play(self.leading or self.following)  # type: ignore[arg-type]
+            if self.following is not None:
+                self._cut_records += self.following.cut_records
             self.leading = self.following = None
             if not self._is_ending:
                 await self.stages.leave()
@@ -246,6 +263,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
 
     def publish(row: Row) -> None:
         replica.publish(row)
+        roles.publish(row)
         if (seen := replica.seen) is not None:
             view, at = seen
             _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})

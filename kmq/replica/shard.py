@@ -165,6 +165,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
         brokers[member.note.broker] = {
             "replica": member.id,
             "alive": bool(member.session),
+            "host": member.note.replica.rpartition(":")[0],
             "role": role if member.session else "",
             "version": promised.number if promised is not None else None,
             "end": member.note.end,

@@ -65,6 +65,8 @@ def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_
     assert (found["shard"], found["broker"], found["role"], found["leader"]) == ("s", "a", "leader", "a")
     assert (found["epoch"], found["version"], found["problem"]) == (1, brokers.register().version.number, "")
     assert [found["brokers"][name]["role"] for name in BROKERS] == ["leader", "follower", "follower"]
+    states = {each["name"]: each["state"] for each in brokers.status("b")["stages"]}
+    assert states["ingress"] == states["framer"] == "following" and states["router"] == states["replica"] == "ready"
 
     register = brokers.register()
     brokers.client.delete("register").raise_for_status()
@@ -93,7 +95,7 @@ def test_up_prints_why_a_replica_has_ended_and_ends_with_its_code(brokers):
     assert ended.returncode == 65, ended
     assert str(register) in ended.stderr and "is no promise, or damaged" in ended.stderr
     assert "the replica could not start: this broker is no member of its shard; the stages run" in ended.stderr
-    assert brokers.reasons("a") == ["stopped"]
+    assert brokers.reasons("a") == ["stopped", "no_leader"]
     [row] = [each for each in brokers.status("a")["stages"] if each["name"] == "replica"]
     assert (row["state"], row["exit_code"]) == ("stopped", 65)
 
@@ -139,3 +141,16 @@ def test_a_broker_that_was_reset_is_a_new_replica_of_its_shard(brokers):
     assert brokers.kmq("b", "cluster", "reset", "--yes").returncode == 78, "there is no replica any more"
     assert brokers.kmq("b", "up", "--no-gateway").returncode == 0
     assert brokers.files("b").identity.id != before
+
+
+def test_a_leader_that_is_left_alone_refuses_with_not_enough_replicas_and_says_so(brokers):
+    for name in BROKERS:
+        assert brokers.kmq(name, "up", "--no-gateway").returncode == 0
+    assert brokers.command("init", "--brokers", "a,b,c").returncode == 0
+    wait_for("a ready leader", lambda: brokers.status("a")["ready"])
+    brokers.await_whole()
+    for name in ("b", "c"):
+        assert brokers.kmq(name, "down").returncode == 0
+    wait_for("the reason", lambda: "not_enough_replicas" in brokers.reasons("a"))
+    refused = brokers.kmq("a", "produce", "t.k", "-m", "x", "--timeout", "1")
+    assert refused.returncode == 75 and "not_enough_replicas" in refused.stderr, refused

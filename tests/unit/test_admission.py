@@ -6,11 +6,15 @@ import tempfile
 from types import SimpleNamespace
 
 import pytest
+from fake_logger import FakeLogger
 
 from kmq.broker import admission
 from kmq.broker.admission import Admission, Usage
+from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.config.values import GIB, MIB
+from kmq.ingress.limits import Gate
+from kmq.links.role import RolePage
 
 
 class Broker:
@@ -51,6 +55,23 @@ def data():
         for name in ("append", "topics"):
             os.mkdir(f"{path}/{name}")
         yield path
+
+
+def test_a_leader_that_hears_too_few_replicas_refuses_as_for_lack_of_room_until_it_hears_them(data):
+    instance = f"admission-{os.getpid()}"
+    stats, page = StatsPage(instance, "id", data), RolePage.make(instance, "id")
+    try:
+        row, log = stats.rows["ingress"], FakeLogger()
+        gate = Gate(SimpleNamespace(row=row, log=log, role=page, page=stats, settings=load({"KMQ_DATA": data}, "none")))
+        assert not gate.look() and gate.refusal == b""
+        page.refuse(True)
+        assert gate.look() and gate.refusal.startswith(b"not_enough_replicas ")
+        assert row.admission_name == "not_enough_replicas" and not gate.look()
+        page.refuse(False)
+        assert gate.look() and gate.refusal == b"" and row.admission_name == ""
+    finally:
+        os.unlink(stats.path)
+        page.remove()
 
 
 @pytest.fixture

@@ -397,6 +397,9 @@ def test_a_replica_that_has_ended_or_does_not_begin_is_a_reason_and_consul_s_abs
     assert [*found(shard)] == ["starting"]
     row.end(65)
     assert [*found(shard)] == ["stopped"] and "replica has ended with exit code 65" in found(shard)["stopped"].why
+    shard.rows["router"].state = STATES.index("unled")
+    assert [*found(shard)] == ["stopped", "no_leader"] and "the replica does not run" in found(shard)["no_leader"].why
+    shard.rows["router"].state = STATES.index("ready")
     row.wipe()
     assert [*found(shard)] == ["down"]
 

@@ -20,6 +20,7 @@ from kmq.broker.stats import (
     quantile,
 )
 from kmq.errors import BusyError
+from kmq.links import role
 
 
 @pytest.fixture
@@ -105,6 +106,10 @@ def test_the_row_of_the_replica_moves_nothing_of_an_older_page(instance, tmp_pat
         words = memoryview(file.read()).cast("Q")
     assert [words[128 + 64 * at] for at in range(6)] == [1, 2, 3, 4, 5, 6]
     assert [words[512 + 24 * at] for at in range(3)] == [7, 8, 9] and words[512 + 72] == 10
+
+
+def test_the_roles_of_the_row_are_those_of_the_role_page():
+    assert stats.ROLES[1:] == role.ROLES
 
 
 def test_each_name_of_the_replica_is_a_word_of_its_own_that_ends_with_the_process(instance, tmp_path):

@@ -241,7 +241,7 @@ ROWS = (
     ),
     Metric(
         "kmq_replica_behind_seconds",
-        "Follower: time since it had all that its leader had. Leader: time since hw moved, while records wait for it.",
+        "Follower: time out of the ISR. Leader: time since hw has reached what was numbered then; 0: it keeps up.",
         *_replica(lambda row: (time.monotonic_ns() - row.behind_since) / 1e9 if row.behind_since else 0),
     ),
     Metric(
