@@ -18,6 +18,7 @@ import sys
 
 from kmq.broker.stage import Stage, main
 from kmq.ingress.loop import Loop, drain
+from kmq.ingress.ports import OWN_DESCRIPTORS
 from kmq.links.received import Handover
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
@@ -39,5 +40,24 @@ def run(stage: Stage) -> None:
     owner.release()
 
 
+def pass_on(stage: Stage) -> None:
+    """While this broker does not lead its shard, pass what comes to the ports of the broker that does."""
+    from kmq.broker import door  # only in a shard
+
+    settings = stage.settings
+    os.makedirs(settings.pipes, exist_ok=True)
+    doors = [
+        door.Door("lines", "KMQ_PORT", settings.host, settings.port, door.LINES),
+        door.Door("acks", "KMQ_ACK_PORT", settings.host, settings.ack_port),
+    ]
+    if settings.tls_cert:
+        doors.append(door.Door("lines_tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port))
+    most = min(settings.connections, stage.most_files // 2 - OWN_DESCRIPTORS)
+    passing = door.FollowerDoors(doors, most, lambda: stage.leader, stage.row, stage.log)
+    passing.write_ports(settings.pipes)
+    stage.log.info("doors_passed_on", port=passing.ports["lines"], ack_port=passing.ports["acks"])
+    passing.serve(stage.has_work)
+
+
 if __name__ == "__main__":
-    sys.exit(main("ingress", run))
+    sys.exit(main("ingress", run, pass_on))

@@ -19,6 +19,8 @@ from kmq.logfmt import Logger
 
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 
+AGAIN = "--again"  # argument of a process that has begun anew in place, with its row of the stats page
+
 
 def known_id(settings: Settings, supervisor: int | None = None) -> str:
     """Return the id of the data directory with which this broker runs; "" if it does not run.

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kmq import files
-from kmq.broker.data_directory import open_page
+from kmq.broker.data_directory import AGAIN, open_page
 from kmq.broker.stats import ADMISSIONS, ENDED, FRESH_S, STATES, Row
 from kmq.config.settings import DRAIN_S, Settings, load
 from kmq.errors import EXIT_OK, BusyError, ConfigError, KmqError, Stopped, of_os_error
@@ -59,7 +59,6 @@ _WORKS_IN = {
     "durability": (FOLLOWING, STARTING, LEADING),
     "router": (FOLLOWING, STARTING, LEADING),
 }
-_AGAIN = "--again"  # of a stage that has begun anew in place
 
 
 class RoleChanged(Exception):
@@ -93,9 +92,10 @@ class Stage:
             effect = "nothing reads them any more, so they may be removed"
             self.log.warn("retired_settings_ignored", names=",".join(settings.retired), effect=effect)
         self.who = describe(name, settings.data, settings.instance)
-        self.owns_row = _AGAIN in sys.argv
+        self.owns_row = AGAIN in sys.argv
         self.role: RolePage | None = None  # in a shard, once `await_role` has returned
         self.generation = 0
+        self.leader: dict[str, str] = {}  # while it has no work: see RolePage.leader
         self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader | RolePage] = []
         self._gives_way_to: FileLock | None = None
         self._synced: int | None = None  # the FIFO for `note_sync`
@@ -149,28 +149,37 @@ class Stage:
 
     # --- the role in a shard -----------------------------------------------------------------------------------------
 
-    def await_role(self) -> None:
-        """In a shard, return once this stage has work in the role of its broker. Raises Stopped."""
-        told = False
-        while self.settings.shard:
-            page = RolePage.find(self.settings.instance, self.data_id)
-            role = page.read() if page is not None else None
-            if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
+    def await_role(self, meanwhile: "Callable[[Stage], None] | None" = None) -> None:
+        """In a shard, return once this stage has work in the role of its broker. Raises Stopped.
+
+        `meanwhile`: what it does instead until `has_work`.
+        """
+        if not self.settings.shard or self.has_work():
+            return
+        self.log.info("waiting", peer="work in the role of this broker, or a leader of the shard")
+        if meanwhile is not None:
+            meanwhile(self)
+        while not self.has_work():
+            time.sleep(_PEER_POLL_S)
+
+    def has_work(self) -> bool:
+        """Return True if this stage has work in the role of its broker, and begin it. Else write a heartbeat."""
+        page = RolePage.find(self.settings.instance, self.data_id)
+        role = page.read() if page is not None else None
+        if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
+            if self.role is None:
                 self.role, self.generation = page, role.generation
                 self._held.append(page)
-                return
-            is_idle = role is not None and role.role in (FOLLOWING, STARTING)
-            if not told:
-                self.log.info("waiting", peer="work in the role of this broker" if is_idle else "a leader of the shard")
-                told = True
-            if not self.owns_row and (self.row.state_name in ENDED or self.row.age_s > FRESH_S):
-                self.owns_row = True
-                self.row.begin(_supervisor())
-            if self.owns_row:
-                self.state("following" if is_idle else "unled")
-            if self.stopping:
-                raise Stopped("stopped while it had no work in the shard")
-            time.sleep(_PEER_POLL_S)
+            return True
+        self.leader = page.leader if page is not None else {}
+        if not self.owns_row and (self.row.state_name in ENDED or self.row.age_s > FRESH_S):
+            self.owns_row = True
+            self.row.begin(_supervisor())
+        if self.owns_row:
+            self.state("following" if role is not None and role.role in (FOLLOWING, STARTING) else "unled")
+        if self.stopping:
+            raise Stopped("stopped while it had no work in the shard")
+        return False
 
     def _check_role(self) -> None:
         """Raise RoleChanged if the role with which this stage began is over."""
@@ -184,7 +193,7 @@ class Stage:
             raise Stopped("told to stop when the role of its broker in the shard ended")
         self.log.info("role_left")
         self.state("unled")
-        more = [] if _AGAIN in sys.argv else [_AGAIN]
+        more = [] if AGAIN in sys.argv else [AGAIN]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
 
     @property
@@ -451,8 +460,11 @@ class OomKills:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def main(name: str, run: Callable[[Stage], None]) -> int:
-    """Run one stage to its end and return its exit code. One log line always says why the stage has ended."""
+def main(name: str, run: Callable[[Stage], None], meanwhile: Callable[[Stage], None] | None = None) -> int:
+    """Run one stage to its end and return its exit code. One log line always says why the stage has ended.
+
+    `meanwhile`: what it does in a shard until its broker has a role in which it has work (Stage.await_role).
+    """
     keep_others_out()
     log = Logger(name)
     stage: Stage | None = None
@@ -461,7 +473,7 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         # The objects made so far live as long as the process, so the garbage collector need not walk them.
         gc.freeze()
         try:
-            stage.await_role()
+            stage.await_role(meanwhile)
             run(stage)
         except RoleChanged:
             stage.begin_anew()

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kmq.broker.data_directory import known_id
+from kmq.broker.data_directory import AGAIN, known_id
 from kmq.broker.health import is_in_pod, is_process
 from kmq.broker.stats import AGENT, REPLICA, StatsPage, peek
 from kmq.config.settings import GRACE_S, STAGES, Settings, load
@@ -377,6 +377,7 @@ def run_beside(name: str, module: str, work: Callable[[Logger, int], None], desc
         # It holds nothing that must outlive the supervisor, and the next supervisor's process needs its ports.
         help=f"the process that started the {name}: when that process ends, the {name} ends too",
     )
+    parser.add_argument(AGAIN, action="store_true", help=argparse.SUPPRESS)
     supervisor = parser.parse_args().supervisor
     keep_others_out()
     log = Logger(name)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from kmq import files
-from kmq.broker.data_directory import open_page
+from kmq.broker.data_directory import AGAIN, open_page
 from kmq.broker.stats import Row
 from kmq.broker.supervisor import run_beside
 from kmq.config.settings import load
@@ -18,6 +18,7 @@ from kmq.links.ownership import FileLock, describe
 from kmq.logfmt import Logger
 
 _BEAT_S = 0.25
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some connections
 
 
@@ -45,6 +46,7 @@ def run(log: Logger, supervisor: int) -> None:
     files.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked by a run before this one, in place (AGAIN)
     page = open_page("gateway", settings, supervisor, log, lambda: bool(told))
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")
@@ -58,7 +60,8 @@ def run(log: Logger, supervisor: int) -> None:
         os._exit(EXIT_OK)
 
     signal.signal(signal.SIGTERM, on_early_signal)
-    row.begin(supervisor)
+    if AGAIN not in sys.argv:
+        row.begin(supervisor)
     if told:
         on_early_signal(signal.SIGTERM, None)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
@@ -72,10 +75,20 @@ def run(log: Logger, supervisor: int) -> None:
         except ImportError as err:
             raise ConfigError(f"{err}; the gateway needs: {pip_install('gateway')}") from err
 
-        async def serve() -> None:
-            await Gateway(settings, page, log).run()
+        async def serve() -> bool:
+            """Return True if another role of this broker has ended it."""
+            gateway = Gateway(settings, page, log)
+            if settings.shard:
+                await gateway.follow()
+            if not gateway.stopping.is_set():
+                await gateway.run()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if gateway.has_left else ())
+            return gateway.has_left and not gateway.stopping.is_set()
 
-        asyncio.run(serve())
+        if asyncio.run(serve()):
+            log.info("role_left")
+            more = [] if AGAIN in sys.argv else [AGAIN]
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
     except Exception as err:
         exit_code = exit_code_of(err)
         raise

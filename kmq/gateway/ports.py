@@ -33,8 +33,9 @@ from aiohttp import web
 
 from kmq import files
 from kmq.access.tokens import Tokens
+from kmq.broker.door import CONSUMERS, HTTP, OTHER, Door, FollowerDoors
 from kmq.broker.ports import cannot_listen, listening
-from kmq.broker.stats import Strangers
+from kmq.broker.stats import Row, Strangers
 from kmq.broker.tls import Certificates
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
@@ -46,6 +47,7 @@ from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.schema import refuse
 from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
 from kmq.gateway.lines.connection import Connection
+from kmq.logfmt import Logger
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
 _MOST_HTTP = 1024  # calls that wait for messages among them
@@ -360,15 +362,7 @@ def listen(
         return HttpConnection(servers.http())
 
     def listen_at(name: str, host: str, server: Any, context: SSLContext | None = None, most: int = 0) -> None:
-        port = getattr(settings, f"{name}_port")
-        try:
-            found = listening(host, port)  # a name may stand for several addresses
-        except OSError as err:
-            raise cannot_listen(f"KMQ_{name.upper()}_PORT", host, port, err) from err
-        for door in found:
-            doors.serve(door, server, context, most)
-        opened[name] = found[0].getsockname()[1]
-        replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % opened[name])
+        opened[name] = _listen_at(doors, settings, name, host, server, context, most)
 
     listen_at("grpc", host, _front(calls, servers.grpc.add_insecure_port))
     listen_at("http", host, connection, most=most)
@@ -380,9 +374,51 @@ def listen(
         listen_at("grpcs", settings.tls_host, front)
         listen_at("https", settings.tls_host, connection, certificates.context(), most)
         listen_at("egress_tls", settings.tls_host, servers.lines, certificates.context(), consumers)
-    if settings.own_host:
-        listen_at("metrics", settings.own_host, servers.metrics)
-    return opened
+    return opened | listen_metrics(servers.metrics, doors, settings)
+
+
+def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, int]:
+    """Open the separate port for metrics and health, if the settings name one."""
+    if not settings.own_host:
+        return {}
+    return {"metrics": _listen_at(doors, settings, "metrics", settings.own_host, server)}
+
+
+def _listen_at(
+    doors: Doors,
+    settings: Settings,
+    name: str,
+    host: str,
+    server: Any,
+    context: SSLContext | None = None,
+    most: int = 0,
+) -> int:
+    port = getattr(settings, f"{name}_port")
+    try:
+        found = listening(host, port)  # a name may stand for several addresses
+    except OSError as err:
+        raise cannot_listen(f"KMQ_{name.upper()}_PORT", host, port, err) from err
+    for door in found:
+        doors.serve(door, server, context, most)
+    number: int = found[0].getsockname()[1]
+    replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % number)
+    return number
+
+
+def follower_doors(settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str]]) -> FollowerDoors:
+    """Open the ports for clients, and pass what comes there to the broker that leads the shard. Raises KmqError."""
+    speaks = {"http": HTTP, "egress": CONSUMERS, "status": OTHER, "grpc": OTHER}
+    names = [(name, settings.host) for name in speaks]
+    if settings.tls_cert:
+        names += [(name, settings.tls_host) for name in ("https", "grpcs", "egress_tls")]
+    doors = [
+        Door(name, f"KMQ_{name.upper()}_PORT", host, getattr(settings, f"{name}_port"), speaks.get(name, OTHER))
+        for name, host in names
+    ]
+    most = max(1, min(settings.connections, _MOST_CONSUMERS, files.claim() // 4))
+    found = FollowerDoors(doors, most, leader, row, log)
+    found.write_ports(settings.pipes)
+    return found
 
 
 def _front(calls: Calls, add_port: Callable[[str], int]) -> Front:

@@ -43,7 +43,8 @@ from kmq.gateway.http.server import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
 from kmq.gateway.lines.service import StatusPort
-from kmq.gateway.ports import Doors, DoorServers, grpc_server, listen
+from kmq.gateway.ports import Doors, DoorServers, follower_doors, grpc_server, listen, listen_metrics
+from kmq.links.role import FOLLOWING, LEADING, STARTING, RolePage
 from kmq.logfmt import Logger
 
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
@@ -68,6 +69,8 @@ class _Logfmt(logging.Handler):
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self.settings, self.log = settings, log
+        self.role: RolePage | None = None  # in a shard
+        self.generation = 0  # of the role in which it serves
         self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
         self.strangers = Strangers(self.row, self.incidents)
@@ -104,12 +107,57 @@ class Gateway:
         self.status = StatusPort(self.consumers, SeqFinder(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
 
-    async def run(self) -> None:
-        """Serve until a signal arrives."""
+    @property
+    def has_left(self) -> bool:
+        """Return True if the role in which it serves is over."""
+        return self.role is not None and self.role.generation != self.generation
+
+    async def follow(self) -> None:
+        """In a shard, pass clients to the leader until this broker leads, or a signal arrives. Health is our own."""
+        self._begin()
+        if self._leads_or_ends():
+            return
+        metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
+        passing = follower_doors(self.settings, self.row, self.log, self._leader)
+        opened = passing.ports | listen_metrics(metrics.server, self.doors, self.settings)
+        self.row.port = opened["http"]
+        self.log.info("doors_passed_on", **{f"{name}_port": port for name, port in sorted(opened.items())})
+        serving = asyncio.ensure_future(asyncio.to_thread(passing.serve, self._leads_or_ends))
+        while not serving.done():
+            await asyncio.wait((serving,), timeout=_CHECK_S)
+            self.doors.sweep()
+            await self.core.answers.tidy()
+            self.incidents.say()
+            self.changes.follow(self.broker.verdict(), time.monotonic())
+        self.doors.close()
+        await metrics.cleanup()
+        await serving  # raises what it has ended with
+        if self.stopping.is_set():
+            await self.core.close()
+
+    def _leader(self) -> dict[str, str]:
+        return self.role.leader if self.role is not None else {}
+
+    def _leads_or_ends(self) -> bool:
+        """Return True once this broker leads, or a signal has come; else write a heartbeat."""
+        self.role = RolePage.find(self.settings.instance, self.page.data_id)
+        role = self.role.read() if self.role is not None else None
+        if role is not None and role.role == LEADING:
+            self.generation = role.generation
+            return True
+        self._state("following" if role is not None and role.role in (FOLLOWING, STARTING) else "unled")
+        self.page.keep_in_place("gateway")
+        return self.stopping.is_set()
+
+    def _begin(self) -> None:
         logging.basicConfig(handlers=[_Logfmt(self.incidents)])
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+
+    async def run(self) -> None:
+        """Serve until a signal arrives, or the role of this broker is over."""
+        self._begin()
         server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, _SERVICES)
         counted = self.calls, self.requests, self.incidents
         server.add_generic_rpc_handlers((podbus_handler(self.bus, *counted), kmq_handler(self.kmq, *counted)))
@@ -136,7 +184,8 @@ class Gateway:
             self.lines.stop()
             self.status.stop()
             self.health.stop()
-            await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup(), metrics.cleanup())
+            grace_s = 0.0 if self.has_left else DRAIN_S / 2  # another broker leads: nothing is answered here any more
+            await asyncio.gather(server.stop(grace_s), runner.cleanup(), metrics.cleanup())
             await self.calls.drain()
             await self.lines.drain()
             keeping.cancel()
@@ -176,6 +225,8 @@ class Gateway:
                 await keeping
             self._state("ready" if self.offsets.is_loaded else "recovering")
             self.page.keep_in_place("gateway")
+            if self.has_left:
+                return
             self.doors.sweep()
             self.calls.sweep()
             await self.core.answers.tidy()

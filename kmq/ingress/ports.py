@@ -231,14 +231,14 @@ class Askers:
 
 # --- entrance --------------------------------------------------------------------------------------------------------
 
-_OWN_DESCRIPTORS = files.OWN + 8  # not for connections: our own, and some to refuse connections with
+OWN_DESCRIPTORS = files.OWN + 8  # not for connections: our own, and some to refuse connections with
 
 
 class Entrance:
     """The listeners for producers. New connections are entered in the table and in the epoll."""
 
     def __init__(self, stage: Stage, poll: select.epoll, table: ConnectionTable, strangers: Strangers) -> None:
-        free = stage.most_files - _OWN_DESCRIPTORS - most_askers(stage.most_files)
+        free = stage.most_files - OWN_DESCRIPTORS - most_askers(stage.most_files)
         self.max_connections = min(stage.settings.connections, max(1, free))
         self._poll, self._table, self._row, self._strangers = poll, table, stage.row, strangers
         self._farewells = Farewells()

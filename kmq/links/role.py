@@ -103,7 +103,7 @@ class RolePage:
 
     @property
     def leader(self) -> dict[str, str]:
-        """Return who leads: `broker=b`, and the address of each of its doors by name; {} if nobody knows."""
+        """Return who else leads: `broker=b`, and the address of each of its ports by name; {} if nobody does."""
         return dict(word.split("=", 1) for word in self._text(_LEADER).split(" ") if "=" in word)
 
     def read(self) -> RoleReading:

@@ -44,11 +44,15 @@ _NOTE_S = 10.0  # between two notes that only say that our end has moved
 
 
 class Duty(NamedTuple):
-    """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if nobody knows it."""
+    """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if nobody knows it.
+
+    `doors`: the leader's broker, and its ports for clients.
+    """
 
     register: Register
     me: str
     leader: str
+    doors: tuple[tuple[str, str], ...] = ()
 
 
 class Work(Protocol):
@@ -65,6 +69,9 @@ class Work(Protocol):
 
     def adopt(self, lineage: str) -> None:
         """Take the lineage of the shard, with a directory that has no records. Raises CorruptError."""
+
+    def doors(self) -> dict[str, str]:
+        """Return the addresses of the ports for clients, as others reach them."""
 
     def went_back(self) -> bool:
         """Return True once if the leader remembers more of us than we have."""
@@ -275,15 +282,19 @@ class Replica:
         yield from self._promise(view)
         yield from self._show_promise(view)
         note, noted = self._new_note(), self._note
-        is_due = noted is None or note.version != noted.version or self._clock() - self._noted_at >= _NOTE_S
+        is_due = noted is None or (note.version, note.doors) != (noted.version, noted.doors)
+        is_due |= self._clock() - self._noted_at >= _NOTE_S
         if note != noted and is_due:
             yield from self._say(note)
         register = view.register
         if not self.problem and register is not None and register == self.files.promised:
-            leader = view.members.get(register.leader)
-            me = self.files.identity.id
-            is_spent = register.leader == me and register.epoch == self._spent  # what came of it before is not known
-            duty = Duty(register, me, leader.note.replica if leader is not None else "")
+            leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
+            if leader is not None:
+                doors = (("broker", leader.note.broker), *leader.note.doors)
+                duty = duty._replace(leader=leader.note.replica, doors=doors)
+            is_spent = (
+                register.leader == duty.me and register.epoch == self._spent
+            )  # what came of it before is not known
             self._work.act(None if is_spent else duty)
             yield from self._decide(view, register)
 
@@ -354,9 +365,8 @@ class Replica:
         promised = self.files.promised
         version = promised.version if promised is not None else None
         epoch, end = self._work.position()
-        return Note(
-            self._broker, start or self._start, version, epoch, end, lineage=self._lineage, replica=self._address()
-        )
+        found = Note(self._broker, start or self._start, version, epoch, end, lineage=self._lineage)
+        return found._replace(replica=self._address(), doors=tuple(self._work.doors().items()))
 
     def _say(self, note: Note) -> Steps[None]:
         """Write our note. Raises SessionLost if our key is not locked by us any more."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from kmq.broker.door import addresses
 from kmq.broker.stats import REPLICA, Row, StatsPage
 from kmq.broker.tls import client_context, make_context
 from kmq.cluster.consul import Transport
@@ -157,6 +158,9 @@ class Roles:
     # --- what the replica asks (replica.Work) ------------------------------------------------------------------------
 
     def act(self, duty: Duty | None) -> None:
+        doors = dict(duty.doors) if duty is not None and duty.register.leader != duty.me else {}
+        if doors != self.stages.page.leader:
+            self.stages.page.show_leader(doors)
         self._duty = duty
         if duty is not None and self.role is not None and is_same(duty, self.role.duty):
             self.role.take(duty)
@@ -184,6 +188,9 @@ class Roles:
             )
         segment.remove(segment.survey(f"{data}/append"))  # empty; their indexes name our lineage
         replace_file(f"{data}/lineage", f"{lineage}\n".encode())
+
+    def doors(self) -> dict[str, str]:
+        return addresses(self.settings.pipes, wire.advertised(self.settings))
 
     def went_back(self) -> bool:
         went, self._went_back = self._went_back, False

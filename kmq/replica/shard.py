@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kmq.broker.door import PORTS
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Pause, Steps, cas
 from kmq.cluster.presence import NAME, Keys, decode_fields, encode_fields
@@ -54,11 +55,14 @@ class Note(NamedTuple):
     level: int = LEVEL
     lineage: str = ""
     replica: str = ""  # host:port by which other replicas reach it
+    doors: tuple[tuple[str, str], ...] = ()  # the ports for its clients (kmq/broker/door.py): name, host:port
 
 
 def encode_note(note: Note) -> bytes:
     """Return the value of a replica's key."""
-    return encode_fields(**note._replace(version=note.version or "")._asdict())  # type: ignore[arg-type]
+    fields = note._asdict() | {"version": note.version or ""} | dict(note.doors)
+    del fields["doors"]
+    return encode_fields(**fields)
 
 
 def decode_note(value: bytes) -> Note:
@@ -69,8 +73,17 @@ def decode_note(value: bytes) -> Note:
     except (KeyError, ValueError):
         return Note("", "")
     version, text = Version.parse(fields.get("version", "")), fields.get
+    doors = tuple((name, fields[name]) for name in PORTS if name in fields)
     return Note(
-        text("broker", ""), text("start", ""), version, epoch, end, level, text("lineage", ""), text("replica", "")
+        text("broker", ""),
+        text("start", ""),
+        version,
+        epoch,
+        end,
+        level,
+        text("lineage", ""),
+        text("replica", ""),
+        doors,
     )
 
 

@@ -9,6 +9,7 @@ from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError
 from kmq.log import identity
 from kmq.replica.files import STARTS, ReplicaFiles, new_identity
+from kmq.replica.shard import Note, decode_note, encode_note
 
 LINEAGE = "0123456789abcdef" * 2
 A, B = "aaaaaaaaaaaaaaa1", "bbbbbbbbbbbbbbb2"
@@ -152,3 +153,9 @@ def test_settings_with_which_a_replica_could_lose_what_it_has_confirmed_are_refu
 
 def test_a_shard_with_its_consul_is_accepted():
     assert load(SHARD, "no such file").replica_lag == 5.0
+
+
+def test_a_note_gives_back_what_it_says_of_its_doors():
+    note = Note("a", "5c1f", end=7, replica="pod-a:5677", doors=(("lines", "pod-a:5673"), ("http", "[::1]:8082")))
+    assert decode_note(encode_note(note)) == note
+    assert decode_note(encode_note(Note("a", "5c1f"))) == Note("a", "5c1f")
