@@ -257,8 +257,8 @@ class FollowerDoors:
             if now - max(client.since, self._changed_at) >= WAIT_S:
                 if client.other is not None:
                     self._disconnect(client)
-                where = self._known.get(client.door.name, "no leader")
-                self._strangers.note("no_leader", client.peer, f"{where} has not accepted it for {WAIT_S:g} s")
+                where = self._known.get(client.door.name, "a leader with this port")
+                self._strangers.note("no_leader", client.peer, f"waited {WAIT_S:g} s for {where}")
                 self._refuse(client, _no_leader(client.door.speaks))
             elif client.other is None and free:
                 free -= self._connect(client, self._known.get(client.door.name, ""))

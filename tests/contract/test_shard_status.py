@@ -1,6 +1,8 @@
 """What `kmq up`, `kmq status`, `kmq doctor` and /readyz say of a broker's replica, with a real Consul."""
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 
@@ -154,3 +156,25 @@ def test_a_leader_that_is_left_alone_refuses_with_not_enough_replicas_and_says_s
     wait_for("the reason", lambda: "not_enough_replicas" in brokers.reasons("a"))
     refused = brokers.kmq("a", "produce", "t.k", "-m", "x", "--timeout", "1")
     assert refused.returncode == 75 and "not_enough_replicas" in refused.stderr, refused
+
+
+def test_a_client_of_a_follower_is_served_by_whoever_leads(brokers):
+    started = [brokers.kmq(name, "up", *(["--no-gateway"] if name == "c" else [])) for name in BROKERS]
+    assert [each.returncode for each in started] == [0, 0, 0], [each.stderr for each in started]
+    assert brokers.command("init", "--brokers", "a,b,c").returncode == 0
+    brokers.await_whole()
+    for name in BROKERS:
+        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+
+    def is_acked(n):
+        port = int((brokers.root / "b/pipes/ingress.port").read_text())
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 20) as sock:
+            sock.sendall(b"!hello acks=1 producer=p\nt.k|1|%d|x\n" % n)
+            sock.shutdown(socket.SHUT_WR)
+            return any(word in sock.makefile("rb").read() for word in (b"\n!ack 1 ", b"\n!dup 1 "))
+
+    wait_for("an ack through b", lambda: is_acked(1))
+    assert brokers.view("b", "http")["broker"] == "a" and brokers.view("b")["broker"] == "b"
+    assert brokers.kmq("a", "down").returncode == 0
+    wait_for("an ack of the next leader", lambda: is_acked(2))
+    assert brokers.view("b")["leader"] in ("b", "c")

@@ -285,7 +285,7 @@ def test_a_leader_whose_port_refuses_is_tried_again_and_then_is_no_leader(leader
             doorway.ahead_s += WAIT_S
             assert client.recv(200).startswith(b"!err 0 no_leader ")
             until(lambda: bool(doorway.log.of("no_leader")), "no log line")
-            assert f"{HOST}:1 " in str(doorway.log.of("no_leader")[0]["reason"])
+            assert f" {HOST}:1" in str(doorway.log.of("no_leader")[0]["reason"])
 
 
 def test_a_leader_without_this_port_is_no_leader(leader):
