@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from kmq.cluster.register import Register, UnreadableRegister, decode
 from kmq.errors import CorruptError, RetryError
-from kmq.files import replace_file
+from kmq.files import FULL, replace_file
 from kmq.links.layout import Framed, Stamp
 from kmq.links.ring import RingWriter
 from kmq.links.role import FOLLOWING
@@ -60,7 +60,6 @@ class Following:
         self.received = 0  # last seq that was taken from the leader
         self.confirmed = 0
         self.hw = 0
-        self.cut_records = 0
         self.heard = 0.0
         self.epochs = stages.epochs()
         self._ring: RingWriter | None = None
@@ -78,6 +77,11 @@ class Following:
         if duty.register != self.register:
             self.register = duty.register
             self._have(is_due=True)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return True if our disk lacks something that the leader has, as far as we know."""
+        return not self._is_agreed or self.confirmed < self.received
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,7 @@ class Following:
             await asyncio.sleep(_TICK_S)
             self.stages.drop_fifo()
             self.stages.note_hw()
+            await self._take_snapshot()
             self._have(is_due=time.monotonic() - self._said > _BEAT_S)
 
     # --- one connection ----------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ class Following:
                 " one of the two is damaged; compare them (kmq cluster verify), then reset this one"
             )
         count, path = cut_after(stages.data, keep, last)
-        self.cut_records += count
+        self.stages.cut_records += count
         self.epochs.cut(keep)
         self.log.warn("records_cut", first_seq=keep + 1, last_seq=end, kept_in=path, reason="they were not committed")
 
@@ -271,9 +276,19 @@ class Following:
         self.hw = max(self.hw, min(seq, self.received))
         if self._ring is not None and self.stages.page.raise_hw(self.hw):
             self._ring.wake_reader()
-        if self._snapshot is not None and self._snapshot.seq <= self.hw:
-            replace_file(dedupe_file.path(self.stages.data), bytes(self._snapshot.content))
-            self._snapshot = None
+
+    async def _take_snapshot(self) -> None:
+        """Take in the leader's producers.ckpt once our log has all that it speaks of."""
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.seq > min(self.hw, self.confirmed):
+            return
+        self._snapshot = None
+        try:
+            await asyncio.to_thread(replace_file, dedupe_file.path(self.stages.data), bytes(snapshot.content))
+        except OSError as err:
+            if err.errno not in FULL:
+                raise
+            self._snapshot = snapshot  # the old one stays, and retention keeps what it does not cover
 
     def _on_sync(self) -> None:
         try:

@@ -22,9 +22,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kmq.errors import RetryError
+from kmq.files import file_id
 from kmq.links.ring import RingObserver
 from kmq.links.role import STARTING
-from kmq.log import wal
+from kmq.log import dedupe_file, wal
 from kmq.log.committed import Epochs
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
@@ -39,6 +40,7 @@ from kmq.replica.wire import Link
 _TICK_S = 0.05  # hw is looked at at least this often, whatever was not heard
 _READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
 _TAIL_RINGS = 4
+_START_LAGS = 3  # so many lags has a new leader until its first record is committed
 _BEAT_S = 0.5  # a follower hears at least this often
 
 
@@ -63,6 +65,7 @@ class FollowerLink:
         self.sent_hw = -1
         self.heard = self.reached = time.monotonic()  # when it was last heard; when it last had all that was there then
         self.told = 0.0
+        self.snapshot = 0  # up to which seq it has producers.ckpt
         self._on_the_way: deque[tuple[int, int]] = deque()  # last seq, bytes
         self._bytes = 0
 
@@ -93,6 +96,8 @@ class Leading:
         self.followers: dict[str, FollowerLink] = {}
         self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
         self._failed: Exception | None = None
+        self._snapshot: wire.FileText | None = None  # producers.ckpt as it is now
+        self._snapshot_file: object = None  # which file that was
         self._changed_at = 0.0  # when the version changed: hw may stand until all have promised it
         self._confirmed: dict[str, int] = {}  # the last position of each replica in this epoch
         self._asked: list[frozenset[str]] = []  # changes of the ISR at the present version
@@ -137,8 +142,9 @@ class Leading:
     @property
     def stands(self) -> bool:
         """Return True if what was numbered the lag ago is not committed, although it could be."""
-        since = self.stands_since
-        return since is not None and time.monotonic() - max(since, self._changed_at) > self.lag_s
+        since, is_starting = self.stands_since, self.stages.page.read().role == STARTING
+        patience = self.lag_s * (_START_LAGS if is_starting else 1)  # all have to change their roles first
+        return since is not None and time.monotonic() - max(since, self._changed_at) > patience
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +165,7 @@ class Leading:
                     raise self._failed
                 self._turn()
                 stages.note_hw()
+                await self._send_snapshot()
                 if not has_begun and stages.has_wal() and self._ring.synced_seq is not None:
                     has_begun, starts = True, stages.durability_starts()
                 if has_begun and stages.durability_starts() != starts:
@@ -213,6 +220,20 @@ class Leading:
         self._count()
         answering = 1 + sum(map(self.hears, self.followers))
         self.stages.page.refuse(answering < self.register.min_insync)
+
+    async def _send_snapshot(self) -> None:
+        """Send producers.ckpt to the followers whenever it is another one: it speaks of committed records only."""
+        path = dedupe_file.path(self.stages.data)
+        file = file_id(path)
+        if file is not None and file != self._snapshot_file:
+            content = await asyncio.to_thread(_read, path)
+            self._snapshot_file = file
+            if len(content) <= wire.FILE_BYTES and (seq := dedupe_file.checkpoint_seq(self.stages.data)):
+                self._snapshot = wire.FileText("producers.ckpt", seq, crc32(content), content)
+        for follower in self.followers.values():
+            if self._snapshot is not None and follower.snapshot < self._snapshot.seq <= follower.position:
+                follower.snapshot = self._snapshot.seq
+                follower.link.send(self._snapshot)
 
     def _keep(self, chunk: SentBlock) -> None:
         self._tail[chunk.first] = chunk
@@ -366,3 +387,8 @@ class Leading:
             lines = lines[: start_of(lines, high + 1, (0, first), (len(lines), last + 1))]
             last = high
         return SentBlock(first, last, 0, crc32(lines), lines) if lines else None
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

@@ -24,6 +24,7 @@ from kmq.config.settings import Settings
 from kmq.errors import CorruptError, RetryError
 from kmq.files import replace_file
 from kmq.links.ownership import FileLock, describe
+from kmq.links.role import WAITING
 from kmq.log import identity, segment, wal
 from kmq.logfmt import Logger
 from kmq.message.routing import LEVEL
@@ -65,7 +66,7 @@ class Roles:
         self._duty: Duty | None = None
         self._changed = asyncio.Event()
         self._is_ending = self._went_back = False
-        self._cut_records = 0  # by followings that are over
+        self._end = 0, 0  # epoch and seq of the end of the WAL, while no stage works
 
     def publish(self, row: Row) -> None:
         """Say in the row of the stats page what this broker does, after Replica.publish has said what was promised.
@@ -73,9 +74,10 @@ class Roles:
         A follower is behind while it is out of the ISR, a leader while hw stands.
         """
         page, leading, following, now = self.stages.page, self.leading, self.following, time.monotonic_ns()
-        row.role, row.hw = 1 + page.read().role, page.hw  # 0: no value
+        role = page.read().role
+        row.role, row.hw = 1 + role, page.hw if role != WAITING else self.stages.shown()  # role 0: no value
         row.followers = len(leading.followers) if leading is not None else 0
-        row.cut_records = self._cut_records + (following.cut_records if following is not None else 0)
+        row.cut_records = self.stages.cut_records
         if leading is not None:
             row.behind_since = int((leading.stands_since or 0) * 1e9)
         else:
@@ -175,7 +177,9 @@ class Roles:
         if self.following is not None and self.following.confirmed:
             return self.following.epochs.epoch_at(self.following.confirmed), self.following.confirmed
         end = self.stored()
-        return self.stages.epochs().epoch_at(end), end
+        if end != self._end[1]:
+            self._end = self.stages.epochs().epoch_at(end), end
+        return self._end
 
     def adopt(self, lineage: str) -> None:
         data = self.stages.data

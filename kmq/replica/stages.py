@@ -49,6 +49,7 @@ class Stages:
         self.raw = open_fifo(settings.pipes, "raw")
         self.synced = open_fifo(settings.pipes, SYNCED)
         self.dropped = 0  # messages that went with a role
+        self.cut_records = 0
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
         self._fifo_lines = 0
