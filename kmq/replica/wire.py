@@ -373,6 +373,7 @@ class Link(asyncio.BufferedProtocol):
         sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else ""
         with suppress(OSError):  # the peer may be gone already
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a reply waits for the next one: 40 ms
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 7)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
