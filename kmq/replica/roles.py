@@ -106,8 +106,6 @@ class Roles:
             else:
                 self.following = Following(self.stages, duty, self._call, partial(hear, self.files), self._log)
             await self._play(self.leading or self.following)  # type: ignore[arg-type]
-            if self.following is not None:
-                self._cut_records += self.following.cut_records
             self.leading = self.following = None
             if not self._is_ending:
                 await self.stages.leave()
