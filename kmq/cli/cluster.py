@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from kmq.broker.supervisor import is_data
-from kmq.cli.output import examples, open_queue, table
+from kmq.cli.output import examples, open_queue, seconds, table
 from kmq.config import terminal
 from kmq.config.settings import load
 from kmq.errors import EXIT_FAILED, ConfigError
@@ -138,17 +138,26 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"problem: {found['problem']}", markup=False)
 
 
-@cluster_app.command(epilog=examples("kmq cluster resign", "kmq cluster resign --shard s"))
-def resign(shard: Annotated[str, _SHARD] = "") -> None:
+@cluster_app.command(epilog=examples("kmq cluster resign", "kmq cluster resign --wait --timeout 8s"))
+def resign(
+    shard: Annotated[str, _SHARD] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Return once the doors of the next leader are open.")] = False,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time.")
+    ] = "10s",
+) -> None:
     """If this broker (KMQ_BROKER) leads, let another member of the ISR lead. Else change nothing.
 
-    Exit code 75 if no other member of the ISR is alive.
+    Exit code 75 if no other member of the ISR is alive, or if --wait took too long.
     """
+    patience_s = seconds("--timeout", timeout)
 
     def hand_over(keys: "ShardKeys", broker: str) -> "Steps[tuple[str, str | None]]":
-        from kmq.replica.shard import resign
+        from kmq.replica.shard import await_open, resign
 
         successor = yield from resign(keys, broker)
+        if wait and successor is not None:
+            successor = yield from await_open(keys, broker, patience_s)
         return broker, successor
 
     broker, successor = _run(shard, hand_over)

@@ -76,6 +76,9 @@ class Work(Protocol):
     def went_back(self) -> bool:
         """Return True once if the leader remembers more of us than we have."""
 
+    def opened(self) -> int:
+        """Return the epoch in which we lead with open doors; 0: they are not open."""
+
     def is_spent(self, epoch: int) -> bool:
         """Return True if we lead this epoch and cannot go on."""
 
@@ -282,7 +285,7 @@ class Replica:
         yield from self._promise(view)
         yield from self._show_promise(view)
         note, noted = self._new_note(), self._note
-        is_due = noted is None or (note.version, note.doors) != (noted.version, noted.doors)
+        is_due = noted is None or note != noted._replace(epoch=note.epoch, end=note.end)
         is_due |= self._clock() - self._noted_at >= _NOTE_S
         if note != noted and is_due:
             yield from self._say(note)
@@ -366,7 +369,8 @@ class Replica:
         version = promised.version if promised is not None else None
         epoch, end = self._work.position()
         found = Note(self._broker, start or self._start, version, epoch, end, lineage=self._lineage)
-        return found._replace(replica=self._address(), doors=tuple(self._work.doors().items()))
+        doors = tuple(self._work.doors().items())
+        return found._replace(replica=self._address(), doors=doors, opened=self._work.opened())
 
     def _say(self, note: Note) -> Steps[None]:
         """Write our note. Raises SessionLost if our key is not locked by us any more."""

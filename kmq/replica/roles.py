@@ -24,7 +24,7 @@ from kmq.config.settings import Settings
 from kmq.errors import CorruptError, RetryError
 from kmq.files import replace_file
 from kmq.links.ownership import FileLock, describe
-from kmq.links.role import WAITING
+from kmq.links.role import LEADING, WAITING
 from kmq.log import identity, segment, wal
 from kmq.logfmt import Logger
 from kmq.message.routing import LEVEL
@@ -197,6 +197,10 @@ class Roles:
     def went_back(self) -> bool:
         went, self._went_back = self._went_back, False
         return went
+
+    def opened(self) -> int:
+        leading = self.leading
+        return leading.epoch if leading is not None and self.stages.page.read().role == LEADING else 0
 
     def is_spent(self, epoch: int) -> bool:
         return self.leading is not None and self.leading.epoch == epoch and self.leading.is_spent

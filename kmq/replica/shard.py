@@ -14,6 +14,7 @@ Unknown     Nobody knows what came of a write that got no answer. The caller rea
 """
 
 import contextlib
+import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from kmq.cluster.presence import NAME, Keys, decode_fields, encode_fields
 from kmq.cluster.register import Register, UnreadableRegister, Version, begin, check_size, decode
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.message.routing import LEVEL
+
+_LOOK_S = 0.1  # between two looks at what others do
 
 
 class ShardKeys:
@@ -45,7 +48,10 @@ class ShardKeys:
 
 
 class Note(NamedTuple):
-    """What a replica says of itself. `version`: its promise; `epoch`, `end`: its last record on disk."""
+    """What a replica says of itself. `version`: its promise; `epoch`, `end`: its last record on disk.
+
+    `opened`: the epoch in which it leads with open doors; 0: its doors are not open.
+    """
 
     broker: str
     start: str  # mark of its last start
@@ -56,6 +62,7 @@ class Note(NamedTuple):
     lineage: str = ""
     replica: str = ""  # host:port by which other replicas reach it
     doors: tuple[tuple[str, str], ...] = ()  # the ports for its clients (kmq/broker/door.py): name, host:port
+    opened: int = 0
 
 
 def encode_note(note: Note) -> bytes:
@@ -70,6 +77,7 @@ def decode_note(value: bytes) -> Note:
     fields = decode_fields(value)
     try:
         epoch, end, level = (int(fields[name]) for name in ("epoch", "end", "level"))
+        opened = int(fields.get("opened", "0"))
     except (KeyError, ValueError):
         return Note("", "")
     version, text = Version.parse(fields.get("version", "")), fields.get
@@ -84,6 +92,7 @@ def decode_note(value: bytes) -> Note:
         text("lineage", ""),
         text("replica", ""),
         doors,
+        opened,
     )
 
 
@@ -297,10 +306,29 @@ def resign(keys: ShardKeys, broker: str) -> Steps[str | None]:
             return view.broker(successor)
 
 
+def await_open(keys: ShardKeys, broker: str, patience_s: float) -> Steps[str]:
+    """Return the broker that leads with open doors, once that is another one than `broker`.
+
+    Raises RetryError if the time is over, or if `broker` leads again.
+    """
+    until, why = time.monotonic() + patience_s, "nobody leads"
+    while time.monotonic() < until:
+        view = yield from read_shard(keys)
+        register = view.register
+        if register is not None and register.leader:
+            leader = view.broker(register.leader)
+            if leader == broker:
+                raise RetryError(f"shard {keys.shard}: {broker} leads again; see: kmq cluster status")
+            if view.is_alive(register.leader) and view.members[register.leader].note.opened == register.epoch:
+                return leader
+            why = f"the doors of {leader} are not open"
+        yield Pause(_LOOK_S)
+    raise RetryError(f"shard {keys.shard}: after {patience_s:g} s {why}; {broker} does not lead any more")
+
+
 # --- a register that was lost ----------------------------------------------------------------------------------------
 
 _AWAITED_S = 30.0  # within which living replicas promise a hold
-_LOOK_S = 0.1
 _MOST = 60  # shown promises that are deleted at once: of replicas that will not come back, too
 
 

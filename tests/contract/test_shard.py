@@ -76,9 +76,9 @@ class Shard:
         environment = self.environment(broker, **more)
         return subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=self.root, timeout=60)
 
-    def begin(self):
+    def begin(self, **more):
         """Start all three, and the shard."""
-        self.start(*BROKERS)
+        self.start(*BROKERS, **more)
         for name in BROKERS:
             self.await_event(name, "replica_entered")
         done = self.command("init", "--brokers", "a,b,c")
@@ -404,6 +404,24 @@ def test_resign_hands_the_lead_over_and_does_nothing_elsewhere(shard):
     shard.await_whole()
     assert shard.leader() == successor
     shard.check()
+
+
+def test_resign_waits_until_the_doors_of_another_broker_are_open(shard):
+    shard.begin(KMQ_SESSION_TTL="8s", KMQ_REPLICA_LAG="8s")  # on a busy machine nobody else is elected meanwhile
+    shard.await_event("a", "doors_opened")
+    elsewhere = shard.command("resign", "--wait", broker="b")
+    assert elsewhere.returncode == 0 and "b does not lead; nothing was changed" in elsewhere.stdout
+    done = shard.command("resign", "--wait", broker="a")
+    assert done.returncode == 0, done.stderr
+    successor = done.stdout.split()[0]
+    epoch = str(shard.register().epoch)
+    assert successor != "a" and [each["epoch"] for each in shard.events(successor, "doors_opened")] == [epoch]
+    shard.await_whole()
+    for name in {*BROKERS} - {successor}:  # without it nobody puts the record of the epoch into the WAL
+        shard.stages[name, "framer"].kill()
+        shard.stages[name, "framer"].wait()
+    late = shard.command("resign", "--wait", "--timeout", "1s", broker=successor)
+    assert late.returncode == 75 and "are not open" in late.stderr, (late.stdout, late.stderr)
 
 
 def test_init_names_who_is_missing_and_refuses_two_brokers_and_two_full_directories(shard):

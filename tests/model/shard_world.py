@@ -122,6 +122,9 @@ class StillWork:
     def went_back(self) -> bool:
         return False
 
+    def opened(self) -> int:
+        return 0
+
     def is_spent(self, epoch: int) -> bool:
         return False
 
