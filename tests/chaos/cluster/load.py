@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from line_client import LineClient
@@ -234,11 +233,10 @@ class Clients:
         for sender in (*self.numbered, self.plain):
             sender.finish()
 
-    def finish_reading(self, replica: Replica) -> None:
-        """Wait until each reader has come to the end of the topic's partitions."""
-        ends = {(TOPIC, n): len(replica.logs.get((TOPIC, n), ())) for n in range(PARTITIONS)}
+    def finish_reading(self, load: Callable[[], Replica]) -> None:
+        """Wait until each reader has come to the end of the topic's partitions; then groups commit no more either."""
         for reader in self.readers:
-            self._wait(partial(_is_at, reader, ends), f"{reader.process}: {reader.next} of {ends}")
+            self._wait(lambda reader=reader: reader.next == _ends(load()), f"{reader.process} at the end")  # type: ignore[misc]
             reader.finish()
         self.crowd.finish()
 
@@ -258,5 +256,5 @@ class Clients:
         self._service.wait()
 
 
-def _is_at(reader: Reader, ends: dict[Place, int]) -> bool:
-    return reader.next == ends
+def _ends(replica: Replica) -> dict[Place, int]:
+    return {(TOPIC, n): len(replica.logs.get((TOPIC, n), ())) for n in range(PARTITIONS)}

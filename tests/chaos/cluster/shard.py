@@ -255,7 +255,7 @@ class Shard:
         self.consul.repair()
 
     def heal(self, what: str) -> None:
-        """End all faults: the network, Consul, those who are paused, those who were killed."""
+        """End all faults: the network, Consul, those who are paused, those who were killed. Healed is once all have started."""
         self.consul.repair()
         for name in sorted(self.paused):
             self.brokers[name].signal(signal.SIGCONT)
@@ -263,6 +263,7 @@ class Shard:
         while self._ballast:
             self._ballast.pop().unlink(missing_ok=True)  # a power cut may have taken it
         self.up(*(name for name, broker in self.brokers.items() if not broker.processes()))
+        self.wait(lambda: all(start.poll() is not None for start in self._starts), "the end of all starts")
         self.healed.append(Healed(what, time.monotonic()))
 
     # --- the end -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_one_broker_that_is_killed_under_load_is_found_good(
             broker.up()
         clients.finish_writing()
         broker.wait_routed(int(broker.wal()[-1].split(b"|", 1)[0]))
-        clients.finish_reading(load_replica("a", broker.data))
+        clients.finish_reading(lambda: load_replica("a", broker.data))
         broker.kill_all()
         witness.finish()
         verdict = judge(clients.history(), [load_replica("a", broker.data)], witness.root)
