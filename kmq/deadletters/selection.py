@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, back_digest, rewrite
 from kmq.errors import ConfigError
 from kmq.log import dedupe_file, dropped, identity, reader, topic_changes, topics
+from kmq.log.committed import readable_seq
 from kmq.message import ids, record
 from kmq.message.letters import DLQ, Letter, is_dead_letters, parse_letter
 from kmq.message.message import Message
@@ -218,7 +219,8 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
             names[row.name] = row
     log = reader.wal(data)
     first = max(log.first_offset, saved.seq + 1 if saved is not None else 0)
-    for lines in reader.read(data, first, log.end_offset() - 1):
+    last = readable_seq(data)  # what is not committed may be cut, and would then never have gone back
+    for lines in reader.read(data, first, log.end_offset() - 1 if last is None else last):
         tick()
         for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
             seq, id, name = match.groups()

@@ -181,6 +181,14 @@ def shown_seq(data: str) -> int:
     return min(wal.last_stored(data)[0], max(_shown(data).values()))
 
 
+def readable_seq(data: str) -> int | None:
+    """Return up to which seq readers may see the WAL; None: to its end, because the directory is of no shard.
+
+    The end of the WAL of a shard may yet be cut.
+    """
+    return shown_seq(data) if os.path.exists(f"{data}/replica") else None
+
+
 def _shown(data: str) -> dict[str, int]:
     others = {"committed": read_committed(data), "router.ckpt": checkpoint.routed_seq(data)}
     return others | checkpoint.queue_end(data)

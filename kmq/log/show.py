@@ -1,6 +1,7 @@
 """What `kmq log` shows of a log: its lines, where a record lies, and sizes. Read-only, also while the broker writes.
 
 A log is `append` (the WAL), `<topic>` or `<topic>/<partition>`. All partitions of a topic are shown in order of seq.
+Of the WAL of a shard only what is committed is shown (kmq/log/committed.py).
 """
 
 import heapq
@@ -14,6 +15,7 @@ from kmq.config.values import parse_duration
 from kmq.errors import ConfigError
 from kmq.files import find_tail
 from kmq.log import reader, segment, topics
+from kmq.log.committed import readable_seq
 from kmq.log.reader import FoundRecord, LogReader
 from kmq.log.segment import RECV_TS, SEQ, is_stored
 from kmq.log.segment_reader import SegmentReader
@@ -81,6 +83,12 @@ def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
                 yield *stamp, line
 
 
+def _last_shown(data: str, log: LogReader) -> int:
+    """Return the last seq that may be shown of this log. A partition has nothing that is not committed."""
+    last = readable_seq(data) if log.by_seq else None
+    return 1 << 63 if last is None else last
+
+
 def cat(
     data: str, what: str, from_seq: int = 0, offset: int | None = None, since: str = "", until: str = ""
 ) -> Iterator[bytes]:
@@ -92,8 +100,9 @@ def cat(
     else:
         begin = [(log, log.offset_of_seq(from_seq)) for _, log in logs(data, what)]
     end = parse_time(until) if until else 1 << 63
-    for _, recv_ts, line in heapq.merge(*(records(log, start) for log, start in begin)):
-        if recv_ts >= end:
+    last = _last_shown(data, begin[0][0])
+    for seq, recv_ts, line in heapq.merge(*(records(log, start) for log, start in begin)):
+        if recv_ts >= end or seq > last:
             return
         yield line
 
@@ -104,7 +113,7 @@ def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> 
         if offset is not None:
             seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
         found = log.find(parse_time(at), RECV_TS) if at else log.find(seq or 0, SEQ)
-        if found is not None:
+        if found is not None and record.seq_of(found.line) <= _last_shown(data, log):
             yield name, found
 
 
@@ -132,7 +141,8 @@ def stat(data: str, what: str) -> Iterator[Stat]:
                 blocks += sum(1 for _ in segment_reader.index.entries())
         oldest = log.find(0, SEQ)
         ages = _age_s(oldest.line if oldest else b""), _age_s(_last(listed[-1][1]) if listed else b"")
-        yield Stat(name, len(listed), log.first_offset, log.end_offset(), size, blocks, *ages)
+        end = min(log.end_offset(), _last_shown(data, log) + 1)
+        yield Stat(name, len(listed), log.first_offset, end, size, blocks, *ages)
 
 
 def _age_s(line: bytes) -> float:

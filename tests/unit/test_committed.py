@@ -1,9 +1,11 @@
 """What of the WAL is committed: records of epochs, where each begins, the file `committed`, the cut of the rest."""
 
+import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -13,11 +15,14 @@ from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room, stored, write_wal
 from model import cluster_model
 
+from kmq.deadletters import selection
+from kmq.deadletters.redrive import BACK, back_digest
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, committed, dedupe_file, identity, reader, segment, topic_changes, wal
 from kmq.log.committed import EPOCH_KEY, Epochs, decode_epoch, encode_epoch
 from kmq.repair.verify import Verifier
 from kmq.router.queues import Queues
+from kmq.spark.source import brokers
 
 CHANGE = topic_changes.encode(topic_changes.TopicChange("create", "orders", 0, {"partitions": "3"}, "0001-2"), b"1.0")
 
@@ -209,6 +214,41 @@ def test_what_any_reader_may_have_seen_is_shown_and_never_more_than_the_wal_has(
     assert checkpoint.routed_seq(data) == 10 and committed.shown_seq(data) == 25
     committed.write_committed(data, 61)
     assert committed.shown_seq(data) == 60 == wal.last_stored(data)[0]
+
+
+def shown(data, *arguments):
+    argv = [sys.executable, "-m", "kmq", "log", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"KMQ_DATA": data}, timeout=60)
+    return done.returncode, done.stdout
+
+
+def test_readers_of_a_shards_wal_see_only_what_is_committed(data):
+    write_wal(data, mixed()).close()
+    assert len(shown(data, "cat", "append")[1].splitlines()) == 60
+    assert brokers.Directory("a", data).bounds(["__append"]) == {("__append", 0): (1, 61)}
+    Path(f"{data}/replica").write_text("")
+    committed.write_committed(data, 41)
+    lines = shown(data, "cat", "append", "--from-seq", "40")[1].splitlines()
+    assert [line.partition("|")[0] for line in lines] == ["40", "41"]
+    assert shown(data, "find", "append", "--seq", "41")[0] == 0
+    assert shown(data, "find", "append", "--seq", "42") == (1, "")
+    assert json.loads(shown(data, "stat", "append", "--json")[1])["logs"][0]["last"] == 41
+    assert brokers.Directory("a", data).bounds(["__append"]) == {("__append", 0): (1, 42)}
+
+
+def test_a_letter_whose_way_back_is_not_committed_has_not_gone_back(data):
+    os.makedirs(f"{data}/topics/t.dlq/0")
+    name = f"{BACK}{back_digest(identity.read(data, 'id'), 't.dlq', 0)}-1-x"
+    write_wal(data, [b"t|1|%d;p=%b|x" % (number, name.encode()) for number in (1, 2, 3)]).close()
+
+    def last(data):
+        [names] = selection.went_back(data, "t.dlq", lambda: None)
+        return names[name.encode()].last_id
+
+    assert last(data) == 3
+    Path(f"{data}/replica").write_text("")
+    committed.write_committed(data, 2)
+    assert last(data) == 2
 
 
 # --- the cut ---------------------------------------------------------------------------------------------------------

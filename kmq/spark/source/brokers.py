@@ -31,6 +31,7 @@ from kmq.config.settings import SHM
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, segment_reader, topics
+from kmq.log.committed import readable_seq
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.repair import ledger
@@ -149,7 +150,8 @@ class Directory(Broker):
         """Return the bounds of the durable WAL, without records that durability has written but not yet synced."""
         log = reader.wal(self.path)
         synced = self._synced_seq()
-        end = synced + 1 if synced else log.end_offset()
+        last = synced or readable_seq(self.path)
+        end = log.end_offset() if last is None else last + 1
         return min(log.first_offset, end), end
 
     def _synced_seq(self) -> int:
