@@ -85,7 +85,6 @@ def init(
     register, first = _run(shard, begin)
     would = "would be begun" if dry_run else "is begun"
     print(f"the shard {would}: {', '.join(register.brokers)}; min_insync={register.min_insync}; {first} leads first")
-    print("this release elects a leader; it copies no records: each broker keeps only what it was sent itself")
 
 
 @cluster_app.command(epilog=examples("kmq cluster status --shard s", "kmq cluster status --shard s --json"))
