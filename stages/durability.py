@@ -372,6 +372,7 @@ def run(stage: Stage) -> None:
                 break
             stage.check()
         job.framed.wait(job.is_news)  # returns at once if there is more
+    job.uncommitted.clear()  # they look into the ring
     job.wal.close()
     job.durable.close()
     job.framed.close()

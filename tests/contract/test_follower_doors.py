@@ -1,4 +1,4 @@
-"""Ingress and gateway of a follower: their ports are those of the leader, until their own broker leads.
+"""Ingress and gateway of a follower: their ports are those of the leader, until their own broker leads, or ends.
 
 The leader is a broker without a shard, and the test is the replica of the follower: it writes the role page.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from kmq.broker.door import addresses
 from kmq.broker.stats import peek
-from kmq.links.role import FOLLOWING, LEADING, RolePage
+from kmq.links.role import FOLLOWING, LEADING, STARTING, RolePage
 from tests.brokers import PATIENCE_S, ROOT, STAGES, Broker
 
 HOST = "127.0.0.1"
@@ -177,3 +177,13 @@ def test_a_role_changes_in_place_and_each_port_is_served_by_who_leads(leader, fo
         follower.started[name].send_signal(signal.SIGTERM)
         assert follower.started[name].wait(20) == 0
         assert follower.state(name) == "stopped"
+
+
+def test_a_leader_whose_epoch_was_never_committed_ends_in_order(follower):
+    follower.start("framer", "durability")
+    follower.become(STARTING, {})
+    follower.await_state("durability", "ready")
+    until(lambda: b"__kmq.epoch|" in (follower.data / "append.log").read_bytes(), "no record of the epoch")
+    for name in ("framer", "durability"):
+        follower.started[name].send_signal(signal.SIGTERM)
+        assert follower.started[name].wait(PATIENCE_S) == 0, (follower.root / f"{name}.err").read_text()
