@@ -131,11 +131,11 @@ def _partitions(topic: str) -> "list[TopicPartition]":
     from kmq.client.consumer_calls import discover
     from kmq.client.lines import no_connection
 
-    host, port, token = local_consumer_address()
+    server = local_consumer_address()
     try:
-        return list(discover([topic], host, port, token, None, None))
+        return list(discover([topic], server.host, server.port, server.token, None, None))
     except OSError as err:
-        reason = no_connection(f"{host}:{port}", err)
+        reason = no_connection(str(server), err)
         raise RetryError(reason.replace("broker up?", "broker up, with its gateway? (kmq status)")) from err
 
 

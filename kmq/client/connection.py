@@ -1,13 +1,15 @@
 """What every client needs for a connection: the broker's address, when to retry, and the socket."""
 
 import contextlib
+import itertools
 import logging
 import random
+import re
 import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq.client.failures import Refused
@@ -15,33 +17,71 @@ from kmq.client.lines import no_connection, read_port
 from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
-from kmq.errors import KmqError, RetryError
+from kmq.errors import ConfigError, KmqError, RetryError
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
+# host, host:port, [IPv6], [IPv6]:port, or an IPv6 address alone.
+_HOST = re.compile(
+    r"(?:\[(?P<ip6>[^\s\[\]]+)\]|(?P<name>[^\s\[\]:]+))(?::(?P<port>\d{1,5}))?|(?P<only>[^\s\[\]:]*(?::[^\s\[\]:]*){2,})"
+)
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
-Address = Callable[[], tuple[str, int, str]]  # host, port, token
+
+class ServerAddress(NamedTuple):
+    """Where the next connection goes. `among`: all addresses of the client if it has several, for errors."""
+
+    host: str
+    port: int
+    token: str = ""
+    among: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" + (f" (one of {self.among})" if self.among else "")
+
+
+Address = Callable[[], ServerAddress]  # called before each connection
 
 
 def address_of(host: str, port: int | Callable[[], int]) -> Address:
-    """Return the address of a broker; a `port` that is a function is asked before each connection."""
-    return lambda: (host, port() if callable(port) else port, "")
+    """Return the address of a broker, or of a shard that `host` names as `a:5673,b:5673`: each call returns the next.
+
+    `port` is the one of a host without a port; a function is called before each connection. Raises ConfigError.
+    """
+    found = list(read_hosts(host))
+    among = host if len(found) > 1 else ""
+    turns = itertools.cycle(found)
+
+    def turn() -> ServerAddress:
+        name, own = next(turns)
+        return ServerAddress(name, own or (port() if callable(port) else port), "", among)
+
+    return turn
 
 
-def local_address() -> tuple[str, int, str]:
+def read_hosts(text: str) -> Iterator[tuple[str, int | None]]:
+    """Yield the hosts of a comma-separated list, each with the port that it names. Raises ConfigError."""
+    for part in text.split(","):
+        match = _HOST.fullmatch(part.strip())
+        port = match["port"] if match is not None else None
+        if match is None or (port is not None and not 0 < int(port) < 1 << 16):
+            raise ConfigError(f"host={text!r}: {part.strip()!r} must be a host, or host:port with a port of 1 to 65535")
+        yield match["ip6"] or match["only"] or match["name"], int(port) if port else None
+
+
+def local_address() -> ServerAddress:
     """Return where the broker of this directory's settings listens, and the token for programs of its pod.
 
     Ask again for each connection: after a restart the port may be another one.
     """
     settings = load()
-    return settings.host, read_port(settings, "ingress", settings.port), _local_token(settings)
+    return ServerAddress(settings.host, read_port(settings, "ingress", settings.port), _local_token(settings))
 
 
-def local_consumer_address() -> tuple[str, int, str]:
+def local_consumer_address() -> ServerAddress:
     """Return the same of the port for consumers."""
     settings = load()
-    return settings.host, read_port(settings, "egress", settings.egress_port), _local_token(settings)
+    return ServerAddress(settings.host, read_port(settings, "egress", settings.egress_port), _local_token(settings))
 
 
 def _local_token(settings: Settings) -> str:
@@ -97,10 +137,10 @@ def dial(address: Address, core: ProducerCore) -> Greeted:
     where = "the broker"
     with contextlib.ExitStack() as undo:
         try:
-            host, port, token = address()
-            where = f"{host}:{port}"
-            sock = undo.enter_context(open_socket(host, port, options.tls, options.server_hostname))
-            sock.sendall(core.hello(token))
+            server = address()
+            where = str(server)
+            sock = undo.enter_context(open_socket(server.host, server.port, options.tls, options.server_hostname))
+            sock.sendall(core.hello(server.token))
             greeting = b""
             while not core.is_greeting(greeting):
                 data = sock.recv(4 * KIB)

@@ -26,7 +26,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
-from kmq.client.connection import CONNECT_S, Address, Channel, address_of, backoff, local_consumer_address, open_socket
+from kmq.client.connection import (
+    CONNECT_S,
+    Address,
+    Channel,
+    ServerAddress,
+    address_of,
+    backoff,
+    local_consumer_address,
+    open_socket,
+)
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Offsets, OnPlaces, Result, at_once
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import ConsumerCore
@@ -55,8 +64,9 @@ class Consumer(ConsumerCalls):
         on_lost: OnPlaces | None = None,
         **options: Unpack[ConsumerChoices],
     ) -> None:
-        """`port`: a number, or a function that is called before each connection.
+        """`host`: one, or those of a shard, `a:5674,b:5674,c:5674`, which are tried in turn until one serves.
 
+        `port`: the port of a host without one; a number, or a function that is called before each connection.
         on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
@@ -294,12 +304,12 @@ class ConsumerDriver(Mover):
         finally:
             self._dialing.release()
 
-    async def _open(self, host: str, port: int, token: str, timeout_s: float) -> None:
+    async def _open(self, server: ServerAddress, timeout_s: float) -> None:
         options = self.core.options
-        sock = open_socket(host, port, options.tls, options.server_hostname, timeout_s)
+        sock = open_socket(server.host, server.port, options.tls, options.server_hostname, timeout_s)
         with self.lock:
             try:
-                sock.sendall(self.core.opening(token))
+                sock.sendall(self.core.opening(server.token))
             except OSError:
                 sock.close()
                 raise

@@ -18,7 +18,15 @@ from inspect import isawaitable
 from types import TracebackType
 from typing import Unpack
 
-from kmq.client.connection import CONNECT_S, Address, address_of, backoff, keep_alive, local_consumer_address
+from kmq.client.connection import (
+    CONNECT_S,
+    Address,
+    ServerAddress,
+    address_of,
+    backoff,
+    keep_alive,
+    local_consumer_address,
+)
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Result
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import ConsumerCore
@@ -271,13 +279,15 @@ class ConsumerLink(Mover, asyncio.Protocol):
             await asyncio.sleep(backoff(self._attempts))
             self._attempts += 1
 
-    async def _open(self, host: str, port: int, token: str, timeout_s: float) -> None:
+    async def _open(self, server: ServerAddress, timeout_s: float) -> None:
         options, loop = self.core.options, asyncio.get_running_loop()
-        name = (options.server_hostname or host) if options.tls is not None else None
+        name = (options.server_hostname or server.host) if options.tls is not None else None
         async with asyncio.timeout(timeout_s):
-            transport, _ = await loop.create_connection(lambda: self, host, port, ssl=options.tls, server_hostname=name)
+            transport, _ = await loop.create_connection(
+                lambda: self, server.host, server.port, ssl=options.tls, server_hostname=name
+            )
             self._gone.clear()
-            transport.write(self.core.opening(token))
+            transport.write(self.core.opening(server.token))
             self.core.connected()
             self._transport = transport
 

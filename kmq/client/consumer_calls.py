@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
-from kmq.client.connection import CONNECT_S, Address, open_socket
+from kmq.client.connection import CONNECT_S, Address, ServerAddress, open_socket
 from kmq.client.consumer_options import Start, logger, to_place, to_position, to_topic
 from kmq.client.consumer_protocol import ConsumerCore, Phase
 from kmq.client.consumer_state import Chunk, Kind, Owned, PartitionEvent, Pending
@@ -507,7 +507,7 @@ class Mover(ABC):
         """Leave the group and close the connection."""
 
     @abstractmethod
-    async def _open(self, host: str, port: int, token: str, timeout_s: float) -> None:
+    async def _open(self, server: ServerAddress, timeout_s: float) -> None:
         """Connect, and write the opening."""
 
     @abstractmethod
@@ -526,12 +526,12 @@ class Mover(ABC):
         """Make one attempt to connect. Returns True if there is a connection."""
         where, reason = "the broker", ""
         try:
-            host, port, token = self.address()
-            where = f"{host}:{port}"
+            server = self.address()
+            where = str(server)
             if self.discovers or self.core.lacks_ends:
-                await self._discover(host, port, token)
+                await self._discover(server)
             if self.core.has_something_to_read:
-                await self._open(host, port, token, timeout_s)
+                await self._open(server, timeout_s)
                 return True
             reason = f"no partitions of {', '.join(self.discovers) or 'any topic'} yet"
         except Refused as err:
@@ -544,19 +544,18 @@ class Mover(ABC):
             self.core.lost(reason)
         return False
 
-    async def _discover(self, host: str, port: int, token: str) -> bool:
+    async def _discover(self, server: ServerAddress) -> bool:
         """Ask for partitions and ends. Returns True if there are partitions that are not read yet."""
         options, topics = self.core.options, self.discovers or self.core.topics
-        found = await self.aside(
-            lambda: discover(topics, host, port, options.token or token, options.tls, options.server_hostname)
-        )
+        host, port, token = server.host, server.port, options.token or server.token
+        found = await self.aside(lambda: discover(topics, host, port, token, options.tls, options.server_hostname))
         self._discover_at = time.monotonic() + _DISCOVER_S
         with self.lock:
             return self.core.discovered(found)
 
     async def _look_for_partitions(self) -> None:
         with suppress(OSError, KmqError):
-            if await self._discover(*self.address()):
+            if await self._discover(self.address()):
                 with self.lock:
                     self.drop("there are new partitions")
 

@@ -59,7 +59,10 @@ class Producer:
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        """`port`: a number, or a function that is called before each connection."""
+        """`host`: one, or those of a shard, `a:5673,b:5673,c:5673`, which are tried in turn until one serves.
+
+        `port`: the port of a host without one; a number, or a function that is called before each connection.
+        """
         self._start(address_of(host, port), Options(**options))
 
     @classmethod

@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Unpack
 
-from kmq.client.connection import CONNECT_S, Address, address_of, backoff, keep_alive, local_address, logger
+from kmq.client.connection import (
+    CONNECT_S,
+    Address,
+    ServerAddress,
+    address_of,
+    backoff,
+    keep_alive,
+    local_address,
+    logger,
+)
 from kmq.client.delivery import Choices, Delivery, Options, in_parts
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
@@ -32,7 +41,7 @@ class AsyncProducer:
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        """`port`: a number, or a function that is called before each connection."""
+        """`host`: one, or several as `a:5673,b:5673`. `port`: of hosts without one; a function is called each time."""
         self.options = Options(**options)
         self._core = ProducerCore(self.options)
         self._link = ProducerLink(self._core, address_of(host, port))
@@ -378,10 +387,10 @@ class ProducerLink(asyncio.Protocol):
         self._greeting_so_far = b""
         where = "the broker"
         try:
-            host, port, token = self.address()
-            where = f"{host}:{port}"
+            server = self.address()
+            where = str(server)
             async with asyncio.timeout(CONNECT_S):
-                await self._say_hello(host, port, token)
+                await self._say_hello(server)
                 data = await greeting
             self.core.greeted(data)
             return True
@@ -394,13 +403,15 @@ class ProducerLink(asyncio.Protocol):
                 greeting.exception()  # otherwise asyncio would report an exception that was never retrieved
             self._greeting = None
 
-    async def _say_hello(self, host: str, port: int, token: str) -> None:
+    async def _say_hello(self, server: ServerAddress) -> None:
         options, loop = self.core.options, asyncio.get_running_loop()
-        name = (options.server_hostname or host) if options.tls is not None else None
-        transport, _ = await loop.create_connection(lambda: self, host, port, ssl=options.tls, server_hostname=name)
+        name = (options.server_hostname or server.host) if options.tls is not None else None
+        transport, _ = await loop.create_connection(
+            lambda: self, server.host, server.port, ssl=options.tls, server_hostname=name
+        )
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
-        transport.write(self.core.hello(token))
+        transport.write(self.core.hello(server.token))
 
     async def _look(self) -> None:
         """Let expired messages fail, and report stalls."""

@@ -19,6 +19,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Protocol
 
+from kmq.client.connection import read_hosts
 from kmq.client.consumer_calls import ConsumerCalls
 from kmq.client.consumer_options import PORT, ConsumerOptions, logger
 from kmq.client.failures import Refused
@@ -227,8 +228,10 @@ def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakePr
     """
     tls = options.tls
     usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)
-    if port != usual:
+    hosts = list(read_hosts(host))
+    if any((own or port) != usual for _, own in hosts):
         return None
+    host = ",".join(f"[{name}]" if ":" in name else name for name, _ in hosts)
 
     def make(window: str) -> Producer:
         name = options.server_hostname

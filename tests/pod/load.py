@@ -22,6 +22,7 @@ from chaos.producer_load import judge as judge_producers
 from play import Pod
 
 from kmq.broker import stats
+from kmq.client.connection import ServerAddress
 from kmq.config.settings import SHM, STAGES
 from kmq.links import fifo, layout
 
@@ -106,7 +107,7 @@ class Traffic:
         self.producer = ProducerLoad(ports, f"producer{number}", rng.randrange(1 << 30), host=pod.ip)
         self.producer.rest_s = 0.3
         # A Service has a name that is looked up for each connection; here it is the pod that knows where it is.
-        self.producer.producer._driver.address = lambda: (pod.ip, PORT, "")
+        self.producer.producer._driver.address = lambda: ServerAddress(pod.ip, PORT)
         self.loads: tuple[TcpLoad | AnsweredLoad | ProducerLoad, ...] = (self.plain, self.answered, self.producer)
         for load in self.loads:
             load.start()

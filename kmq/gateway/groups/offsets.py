@@ -36,6 +36,7 @@ from typing import NamedTuple
 from kmq.access import local_token
 from kmq.broker import stats
 from kmq.broker.clock import AgeClock
+from kmq.client.connection import ServerAddress
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import read_port
@@ -112,10 +113,10 @@ class OffsetWriter:
         self._link = ProducerLink(self._core, self._address)
         self._opened = time.monotonic()
 
-    def _address(self) -> tuple[str, int, str]:
+    def _address(self) -> ServerAddress:
         """Return where ingress listens now, and the token by which it knows a program of its pod."""
         settings = self._settings
-        return settings.host, read_port(settings, "ingress", settings.port), local_token.read(settings)
+        return ServerAddress(settings.host, read_port(settings, "ingress", settings.port), local_token.read(settings))
 
     async def write(self, lines: Sequence[Line]) -> None:
         """Return once all lines are durable. Raises RequestRefused; then some of them may be durable all the same.

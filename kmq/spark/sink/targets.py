@@ -118,7 +118,7 @@ class Target(NamedTuple):
         `connection`: the sink's options for token, TLS and timeout; for our own broker only the timeout is used.
         """
         if not producers:
-            host, port, token = local_address()
+            host, port, token, _ = local_address()
             kept = {name: text for name, text in connection.items() if name == "kmq.timeout"}
             connection, producers = kept | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
         found = addresses(option, producers, tls_of(connection) is not None)

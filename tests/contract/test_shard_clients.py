@@ -1,0 +1,96 @@
+"""Clients that know all brokers of a shard by address, while its leader is killed. With a real Consul."""
+
+import itertools
+import threading
+from contextlib import suppress
+
+import psutil
+import pytest
+from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard_status import Brokers
+
+import kmq
+
+HOST = "127.0.0.1"
+
+
+class Whole(Brokers):
+    """Three whole brokers of a shard, their ports fixed by what they had at their first start."""
+
+    def begin(self):
+        for name in BROKERS:
+            started = self.kmq(name, "up")
+            assert started.returncode == 0, started.stderr
+        assert self.command("init", "--brokers", "a,b,c").returncode == 0
+        self.await_whole()
+        for name in BROKERS:
+            wait_for(f"readiness of {name}", lambda name=name: self.status(name)["ready"])
+
+    def hosts(self, port):
+        return ",".join(
+            f"{HOST}:{(self.root / name / 'pipes' / f'{port}.port').read_text().strip()}" for name in BROKERS
+        )
+
+    def kill(self, name):
+        """SIGKILL all of a broker, until nothing is left: its supervisor may have started a stage just now."""
+        while left := [process for process in psutil.process_iter() if self._is_of(process, name)]:
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, PATIENCE_S)
+
+    def _is_of(self, process, name):
+        with suppress(psutil.Error):
+            return process.environ().get("KMQ_INSTANCE") == f"{self.cluster}-{name}"
+        return False
+
+
+@pytest.fixture
+def shard(consul, tmp_path):
+    made = Whole(consul.address, tmp_path)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_killed_leader_costs_producer_and_group_nothing(shard):
+    """Every message that was acked is read once, in order, though the leader is killed in the middle."""
+    acked, read, stop = {}, [], threading.Event()
+
+    def produce():
+        with kmq.Producer(shard.hosts("ingress"), timeout_s=PATIENCE_S) as producer:
+            for n in itertools.count():
+                if stop.is_set():
+                    return
+                acked[n] = producer.send("t", b"%d" % n, key="k").result()
+
+    def consume():
+        with kmq.Consumer("t", host=shard.hosts("egress"), group_id="g", max_poll_records=20) as consumer:
+            while not stop.is_set() or len(read) < len(acked):
+                batch = consumer.poll(timeout=0.5)
+                read.extend((message.partition, message.offset, int(message.value)) for message in batch)
+                if batch:
+                    with suppress(kmq.Refused):  # fenced: others may read on; poll says what is assigned
+                        consumer.commit(timeout=PATIENCE_S)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (produce, consume)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for("messages", lambda: len(acked) > 50 and len(read) > 50)
+        leader = shard.leader()
+        shard.kill(leader)
+        before = len(acked)
+        wait_for("messages of the next leader", lambda: len(acked) > before + 50)
+        assert shard.leader() != leader
+    finally:
+        stop.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert sorted(acked) == list(range(len(acked))) and len(set(acked.values())) == len(acked)
+    assert [value for _, _, value in read] == list(range(len(read))), "each once, in order"
+    offsets = [offset for _, offset, _ in read]
+    assert offsets == sorted(set(offsets)) and len(read) >= len(acked)
