@@ -1,0 +1,336 @@
+"""A leader over real sockets, rings and logs; its followers say by hand whatever a test wants."""
+
+import pytest
+from shard_parts import LEADING, STARTING, first_register, play
+
+from kmq.log.committed import encode_epoch
+from kmq.replica import wire
+
+B, C = "b" * 16, "c" * 16
+
+
+async def leads(shard, a, *isr, epoch=1):
+    """Let `a` lead with this ISR, until the record of its epoch is on its disk."""
+    a.promise(first_register(a.id, [a.id, *isr], epoch))
+    await shard.until(lambda: a.leading is not None and a.leading.epoch_seq)
+
+
+async def stores(shard, a, *lines):
+    """Let `a` number and store these lines; return the last seq."""
+    wanted = a.end + len(lines)
+    a.send(*lines)
+    await shard.until(lambda: a.leading.synced == wanted)
+    return wanted
+
+
+def change(a, isr):
+    """The register has another ISR; return it."""
+    register = a.files.promised.with_isr(isr)
+    a.promise(register)
+    return register
+
+
+def test_what_all_of_the_isr_have_is_committed(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B, C)
+        b, c = await shard.peer(a, "b"), await shard.peer(a, "c")
+        await b.joins(0, 0), await c.joins(0, 0)
+        end = await stores(shard, a, b"t|||1", b"t|||2")
+        b.have(end), c.have(end - 1)
+        await b.answered(), await c.answered()
+        assert a.leading.hw == end - 1 == a.page.hw
+        c.have(end)
+        await shard.until(lambda: a.page.hw == end)
+        assert wire.Hw(end) in await b.answered()
+
+    play(tmp_path, scene, "a")
+
+
+def test_a_position_counts_only_after_comparing(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        b.have(1)
+        assert await b.has_ended()
+        b = await shard.peer(a)
+        b.fetch(1, 7)
+        assert await b.read(wire.Diverged) == wire.Diverged(1, 1, 2, 7)
+        b.have(1)
+        assert await b.has_ended()
+        assert a.leading.hw == 0
+
+    play(tmp_path, scene, "a")
+
+
+def test_a_follower_of_another_epoch_is_refused(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        for epoch in (0, 2):
+            b.fetch(1, 1, epoch=epoch)
+            assert await b.read((wire.RefusedText, wire.Hw)) == wire.RefusedText("other_epoch")
+        b.have(1)
+        assert await b.has_ended()
+        assert a.leading.hw == 0
+
+    play(tmp_path, scene, "a")
+
+
+def test_a_position_counts_only_under_the_version_in_force(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        before = b.register
+        b.register = change(a, [a.id, B])
+        b.have(1, before.version.number)
+        await b.answered()
+        assert a.leading.hw == 0
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 1
+
+    play(tmp_path, scene, "a")
+
+
+def test_what_was_confirmed_under_the_version_before_does_not_count(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B, C)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        b.have(1)
+        await b.answered()
+        b.register = change(a, [a.id, B])
+        told = await b.answered()
+        assert a.leading.hw == 0
+        assert [bytes(each.text) for each in told if isinstance(each, wire.RegisterText)] == [b.register.encode()]
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 1
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_has_promised_another_version_is_told_the_register_first(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        before, b.register = b.register, change(a, [a.id, B])
+        b.fetch(0, 0, register=before)
+        assert bytes((await b.read((wire.RegisterText, wire.Hw))).text) == b.register.encode()
+        b.fetch(0, 0, register=first_register(a.id, [a.id, B]))
+        assert await b.read((wire.RefusedText, wire.Hw)) == wire.RefusedText("forked")
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_leaves_counts_until_the_register_says_so(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B, C)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        a.roles.asks([a.id, B])
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 0
+        b.register = change(a, [a.id, B])
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 1
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        a.roles.asks([a.id, B, C])
+        a.promise(a.files.promised)  # read again: the write has not come to Consul, or will
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 0
+        b.register = change(a, [a.id, B])  # another write came first, so this one never will
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 1
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_joins_has_all_that_is_committed_and_the_record_of_the_epoch(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B, epoch=2)
+        assert (a.leading.hw, a.leading.epoch_seq) == (2, 4)
+        c = await shard.peer(a, "c")
+        await c.joins(2, 1)
+        for position, may in ((2, False), (3, False), (4, True)):
+            c.have(position)
+            await c.answered()
+            assert a.roles.may_join(C) == may
+        assert not a.roles.may_join(B)
+
+    play(tmp_path, scene, "a", lines=[encode_epoch(1, 1, "b", 1, b"0"), b"t|||1", b"t|||2"], routed=2)
+
+
+def test_nothing_is_committed_while_the_isr_is_too_small(tmp_path):
+    async def scene(shard, a):
+        a.promise(first_register(a.id, [a.id]))
+        await shard.until(lambda: a.leading is not None and a.leading.epoch_seq)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        b.have(1)
+        await b.answered()
+        assert a.leading.hw == 0 and a.roles.may_join(B)
+        b.register = change(a, [a.id, B])
+        b.have(1)
+        await shard.until(lambda: a.page.hw == 1)
+
+    play(tmp_path, scene, "a")
+
+
+def test_nobody_is_served_before_the_record_of_the_epoch_is_on_disk(tmp_path):
+    async def scene(shard, a):
+        a.stores = False
+        a.promise(first_register(a.id, [a.id, B]))
+        await shard.until(lambda: a.leading is not None and a.leading.numbered == 1)
+        b = await shard.peer(a)
+        b.fetch(0, 0)
+        assert await b.read((wire.RefusedText, wire.Hw)) == wire.RefusedText("not_ready")
+        a.stores = True
+        await shard.until(lambda: a.leading.epoch_seq)
+        await b.joins(0, 0)
+
+    play(tmp_path, scene, "a")
+
+
+def test_only_what_is_on_disk_is_sent(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(1, 1)
+        a.stores = False
+        a.send(b"t|||1")
+        await shard.until(lambda: a.leading.numbered == 2)
+        assert not [each for each in await b.answered() if isinstance(each, wire.Data)]
+        a.stores = True
+        assert (await b.read(wire.Data)).first == 2
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_is_behind_gets_the_wal_and_then_the_blocks_without_a_seam(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        end = await stores(shard, a, *(b"t|||%d" % n for n in range(20)))
+        b = await shard.peer(a)
+        await b.joins(3, 1)
+        end, got, at = await stores(shard, a, b"t|||end"), b"", 4
+        while at <= end:
+            data = await b.read(wire.Data)
+            assert data.first == at
+            got, at = got + bytes(data.lines), data.last + 1
+        [log] = (tmp_path / "a/data/append").glob("*.log")
+        assert log.read_bytes().endswith(got) and got.count(b"\n") == end - 3
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_confirms_more_than_it_was_sent_is_let_go(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        b.have(2)
+        assert await b.has_ended()
+        assert a.leading.hw == 0
+
+    play(tmp_path, scene, "a")
+
+
+def test_who_has_confirmed_more_than_it_has_is_told_that_it_went_back(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B, C)
+        await stores(shard, a, b"t|||1", b"t|||2")
+        b = await shard.peer(a)
+        await b.joins(3, 1)
+        b.have(3)
+        await b.answered()
+        b = await shard.peer(a)
+        b.fetch(2, 1)
+        assert await b.read((wire.RefusedText, wire.Hw)) == wire.RefusedText("went_back")
+
+    play(tmp_path, scene, "a")
+
+
+def test_the_doors_open_when_the_record_of_the_epoch_is_committed_and_routed(tmp_path):
+    async def scene(shard, a):
+        turns, note = [0], a.stages.note_hw
+
+        def count():
+            turns[0] += 1
+            note()
+
+        async def some_turns():
+            wanted = turns[0] + 3
+            await shard.until(lambda: turns[0] >= wanted)
+
+        a.stages.note_hw, a.routes = count, False
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        await some_turns()
+        assert a.page.read().role == STARTING
+        b.have(1)
+        await b.answered()
+        await some_turns()
+        assert a.page.read().role == STARTING and not a.roles.opened()
+        a.routes = True
+        await shard.until(lambda: a.page.read().role == LEADING)
+        assert a.roles.opened() == 1
+
+    play(tmp_path, scene, "a")
+
+
+def test_an_epoch_in_which_durability_was_started_again_is_spent(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        b.have(1)
+        await shard.until(lambda: a.page.read().role == LEADING)
+        assert not a.roles.is_spent(1)
+        a.stages.stats.rows["durability"].starts += 1
+        await shard.until(lambda: a.roles.is_spent(1))
+
+    play(tmp_path, scene, "a")
+
+
+def test_a_leader_whose_numbered_records_are_not_committed_for_the_lag_stands(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        b.have(1)
+        await shard.until(lambda: a.page.read().role == LEADING)
+        assert not a.roles.stands()
+        a.send(b"t|||1")
+        await shard.until(a.roles.stands)
+        await b.read(wire.Data)
+        b.have(2)
+        await shard.until(lambda: not a.roles.stands())
+
+    play(tmp_path, scene, "a", env={"KMQ_REPLICA_LAG": "1s"})
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_new_messages_are_refused_while_too_few_replicas_answer(tmp_path, answers):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        if answers:
+            b = await shard.peer(a)
+            await b.joins(0, 0)
+        await shard.until(lambda: a.page.refuses is not answers)
+
+    play(tmp_path, scene, "a")
