@@ -4,8 +4,9 @@ live        The process has written a heartbeat within LIVE_S; it may wait or re
             or dead is not live.
 ready       Nothing is wrong with this process (broker/health.py): it is in its loop, and not starting, recovering, without
             its peers, refusing messages for lack of space, or draining. For the gateway this is /readyz for the whole
-            broker, asked from inside, because its ports may be on loopback or require a certificate. So a full disk
-            takes the pod out of its Service, and never restarts a container.
+            broker, asked from inside, because its ports may be on loopback or require a certificate; in a shard on the
+            port for metrics, which is this broker's own. So a full disk takes the pod out of its Service, and never
+            restarts a container.
 
 A kubelet runs this every few seconds for each container, so it imports little. It changes nothing.
 """
@@ -27,9 +28,13 @@ def why_broker_not_ready(settings: Settings, row: Row) -> str:
     import json
     import socket
 
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    host, port = settings.host, row.port
     try:
-        with socket.create_connection((host, row.port), _ANSWER_S) as sock, sock.makefile("rb") as answer:
+        if settings.shard:  # a follower passes its other ports to the leader
+            with open(f"{settings.pipes}/metrics.port", encoding="ascii") as file:
+                host, port = settings.own_host, int(file.read())
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        with socket.create_connection((host, port), _ANSWER_S) as sock, sock.makefile("rb") as answer:
             sock.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
             status = answer.readline().split(b" ")[1]
             body = answer.read().partition(b"\r\n\r\n")[2]
