@@ -13,12 +13,14 @@ from play.engine import ROOT, PlayError
 
 ADAPTATIONS = {
     "StatefulSet, Deployment": "their pod template becomes a Pod for each replica: podman has no controllers",
+    "DaemonSet": "one pod: this machine is one node",
     "Services": "where there are several pods, their names lead to them by /etc/hosts; nothing is balanced",
     "volumeClaimTemplates, emptyDir": "a directory of the pod's own: podman's emptyDir is one volume for all pods of a name",
     "emptyDir medium Memory": "a tmpfs of the size that sizeLimit says",
     "fsGroup": "those directories are made with that group: podman has no fsGroup",
     "volumes of Secrets, ConfigMaps": "a directory with the files: podman keeps both by name, for all pods and after them",
     "variables from Secrets": "are written into the pod, for the same reason",
+    "variables with the pod's name": "are written into the pod, too: podman's pod has another name",
     "initContainers with restartPolicy Always": "containers, in the same order: podman has no native sidecars",
     "probes, lifecycle": "run from outside, by Pod.probe and Kubelet: podman never runs them",
     "ports": "left out: podman would open them on this machine; the pod's own address has them",
@@ -27,7 +29,7 @@ ADAPTATIONS = {
 }
 STAND_INS = {"docker.io/hashicorp/consul": "localhost/kmq-consul:dev"}  # by scripts/image <what is behind kmq->
 Document = dict[str, Any]
-_CONTROLLERS = ("StatefulSet", "Deployment", "Job")
+_CONTROLLERS = ("StatefulSet", "Deployment", "DaemonSet", "Job")
 
 
 def render(overlay: str | Path) -> list[Document]:
@@ -99,12 +101,20 @@ def image_of(container: Document) -> str:
     return STAND_INS.get(image.rpartition(":")[0], image)
 
 
-def _environment(container: Document, documents: list[Document]) -> list[Document]:
-    """`env` with the values of Secrets; without those that are optional and not there."""
-    found = []
+def _environment(container: Document, documents: list[Document], pod: str) -> list[Document]:
+    """`env` with the values of Secrets and the name of the pod; without those that are optional and not there."""
+    found: list[Document] = []
     for variable in container.get("env", []):
-        wanted = variable.get("valueFrom", {}).get("secretKeyRef")
-        if wanted is None:
+        source = variable.get("valueFrom", {})
+        wanted = source.get("secretKeyRef")
+        if source.get("fieldRef", {}).get("fieldPath") == "metadata.name":
+            found.append({"name": variable["name"], "value": pod})
+        elif "value" in variable:
+            text = variable["value"]
+            for each in found:
+                text = text.replace(f"$({each['name']})", each.get("value", ""))
+            found.append({"name": variable["name"], "value": text})
+        elif wanted is None:
             found.append(variable)
         elif (value := secret_values(documents, wanted["name"]).get(wanted["key"])) is not None:
             found.append({"name": variable["name"], "value": value.decode()})
@@ -136,7 +146,7 @@ def adapted(
             container.pop(field, None)
         container["image"] = image_of(container)
         if "env" in container:
-            container["env"] = _environment(container, documents)
+            container["env"] = _environment(container, documents, manifest["metadata"]["name"])
     spec.pop("subdomain", None)
     spec["volumes"] = volumes
     spec["restartPolicy"] = restart_policy

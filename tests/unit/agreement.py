@@ -20,8 +20,11 @@ Document = dict[str, Any]
 Check = Callable[[list[Document]], Iterator[str]]
 
 AGENT = "agent"
+REPLICA = "replica"
 PROCESSES = (*STAGES, "gateway")  # of every broker
-MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"} | {name: f"stages.{name}" for name in STAGES}
+MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"} | {
+    name: f"stages.{name}" for name in STAGES
+}
 # Port name in the manifests → whose it is, its setting, and the setting of the address it listens on.
 PORTS = {
     "lines": ("ingress", "port", "host"),
@@ -35,6 +38,7 @@ PORTS = {
     "https": ("gateway", "https_port", "tls_host"),
     "grpcs": ("gateway", "grpcs_port", "tls_host"),
     "kmq-metrics": ("gateway", "metrics_port", "metrics_host"),
+    "replica": ("replica", "replica_port", "host"),
 }
 SIDECAR = "kmq-"  # what containers, volumes and ports of ours begin with in a pod that is not ours
 _PAGE = 4096
@@ -55,7 +59,7 @@ def of_kind(documents: list[Document], *kinds: str) -> list[Document]:
 
 def workloads(documents: list[Document]) -> list[Document]:
     nested = [document["spec"]["jobTemplate"] for document in of_kind(documents, "CronJob")]
-    return [*of_kind(documents, "StatefulSet", "Deployment", "Job"), *nested]
+    return [*of_kind(documents, "StatefulSet", "Deployment", "DaemonSet", "Job"), *nested]
 
 
 def pods(documents: list[Document]) -> list[Document]:
@@ -82,8 +86,9 @@ def role(container: Document) -> str:
 
 
 def processes(pod: Document) -> tuple[str, ...]:
-    """The processes of ours in this pod: one that belongs to a fleet has one more."""
-    return (*PROCESSES, AGENT) if any(role(container) == AGENT for container in containers(pod)) else PROCESSES
+    """The processes of ours in this pod: one that belongs to a fleet or to a shard has one more."""
+    found = {role(container) for container in containers(pod)}
+    return (*PROCESSES, *(name for name in (AGENT, REPLICA) if name in found))
 
 
 def is_beside(pod: Document) -> bool:
@@ -114,7 +119,7 @@ def ports_of(pod: Document) -> dict[str, tuple[str, int]]:
         port["name"]: (role(container), port["containerPort"])
         for container in containers(pod)
         for port in container.get("ports", [])
-        if role(container) in PROCESSES
+        if role(container) in (*PROCESSES, REPLICA)
     }
 
 
@@ -177,12 +182,14 @@ def leads_elsewhere(documents: list[Document], service: Document) -> bool:
 
 
 def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
-    """Services, policies, monitors and probes name ports that the pod has; clients reach all of them."""
+    """Services, policies, monitors and probes name ports that the pod has; clients reach all but those of a shard."""
     for pod, workload in brokers(documents):
         labels, ports = pod["metadata"]["labels"], ports_of(pod)
         if not workload["spec"]["selector"]["matchLabels"].items() <= labels.items():
             yield "the workload does not select its own pods"
-        ports.pop("kmq-metrics", None)  # a PodMonitor finds it without a Service
+        if REPLICA not in processes(pod):
+            ports.pop("kmq-metrics", None)  # a PodMonitor finds it without a Service
+        own = {"kmq-metrics", "replica"} & set(ports)  # of each broker by itself
         selecting = [s for s in of_kind(documents, "Service") if s["spec"]["selector"].items() <= labels.items()]
         governing = [s for s in selecting if s["metadata"]["name"] == workload["spec"].get("serviceName")]
         if workload["kind"] == "StatefulSet" and not any(s["spec"].get("clusterIP") == "None" for s in governing):
@@ -195,7 +202,8 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
             for port in service["spec"].get("ports", []):
                 if (port["name"], port["port"]) != (port["targetPort"], ports.get(port["targetPort"], ("", 0))[1]):
                     yield f"Service {service['metadata']['name']}: port {port['name']} leads nowhere"
-            if {port["name"] for port in service["spec"].get("ports", [])} != set(ports):
+            wanted = set(ports) if service in governing or is_beside(pod) else set(ports) - own
+            if {port["name"] for port in service["spec"].get("ports", [])} != wanted:
                 yield f"Service {service['metadata']['name']} has not the ports of the pod"
         for policy in of_kind(documents, "NetworkPolicy", "PodDisruptionBudget"):
             selector = policy["spec"].get("podSelector") or policy["spec"]["selector"]
@@ -208,14 +216,23 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
 
 
 def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
-    """Clients to every port, monitoring to HTTP alone, nobody else; the broker calls nobody, an agent Consul and DNS."""
+    """Clients to every port, monitoring to HTTP alone, nobody else; the broker calls nobody, an agent Consul and DNS.
+
+    The pods of a shard reach all ports of each other, and nobody else reaches 5677.
+    """
     clients = {"matchExpressions": [{"key": "kmq-client", "operator": "In", "values": ["true"]}]}
     monitoring = {"kubernetes.io/metadata.name": "monitoring"}
     for pod, _ in brokers(documents):
         ports = set(ports_of(pod))
+        shard = [{"podSelector": {"matchLabels": pod["metadata"]["labels"]}}]
+        is_shard = REPLICA in processes(pod)
         wanted = [
-            (ports, [{"podSelector": clients}]),
-            ({"https" if "https" in ports else "http"}, [{"namespaceSelector": {"matchLabels": monitoring}}]),
+            (ports - {"kmq-metrics", "replica"} if is_shard else ports, [{"podSelector": clients}]),
+            (
+                {"kmq-metrics" if is_shard else "https" if "https" in ports else "http"},
+                [{"namespaceSelector": {"matchLabels": monitoring}}],
+            ),
+            *([(set(), shard)] if is_shard else []),
         ]
         for policy in of_kind(documents, "NetworkPolicy"):
             spec = policy["spec"]
@@ -223,9 +240,9 @@ def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
             if allowed != wanted:
                 yield f"lets in {allowed}"
             out = [sorted({port["port"] for port in rule.get("ports", [])}) for rule in spec.get("egress", [])]
-            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or out != [[53, 8500, 8501]] * (
-                AGENT in processes(pod)
-            ):
+            named_out: list[list[int]] = [[]] * is_shard + [[53, 8500, 8501]] * (is_shard or AGENT in processes(pod))
+            peers = [rule.get("to") for rule in spec.get("egress", []) if not rule.get("ports")]
+            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or out != named_out or peers != [shard] * is_shard:
                 yield "the broker may call out"
 
 
@@ -295,6 +312,9 @@ def volumes_are_where_the_settings_say(documents: list[Document]) -> Iterator[st
                 mounted = volumes.get(mounts.get(path.rpartition("/")[0], ""), {})
                 if path and name in ("ingress", "gateway") and "secret" not in mounted:
                     yield f"{name}: nobody brings {path}"
+            secret = volumes.get(mounts.get(found.replica_secret.rpartition("/")[0], ""), {})
+            if found.shard and (name == REPLICA) != ("secret" in secret):
+                yield f"{name}: KMQ_REPLICA_SECRET is the replica's alone"
         if f"{ours}data" not in claimed:
             yield "data does not outlive the pod"
         shm = volumes[f"{ours}shm"].get("emptyDir", {})
@@ -407,7 +427,7 @@ def the_drain_is_waited_for(documents: list[Document]) -> Iterator[str]:
         if pod["spec"].get("initContainers"):
             if (grace_s or 0) < GRACE_S + DRAIN_S * len(STAGES):
                 yield f"{grace_s} s are not enough for the stages one after the other"
-        elif grace_s != GRACE_S:
+        elif grace_s != GRACE_S and REPLICA not in processes(pod):
             yield f"the grace period is {grace_s}, GRACE_S is {GRACE_S}"
 
 
@@ -460,6 +480,29 @@ def addresses_in_arguments_are_ports(documents: list[Document]) -> Iterator[str]
                     yield f"{container['name']}: nobody listens on {number}"
 
 
+def a_shard_survives_its_upgrade(documents: list[Document]) -> Iterator[str]:
+    """A leader hands over within the grace period; replicas find each other before they are ready; one ends at a time."""
+    for pod, workload in brokers(documents):
+        if REPLICA not in processes(pod):
+            continue
+        spec, replica = workload["spec"], named(pod, REPLICA)
+        if (spec["replicas"], spec["podManagementPolicy"]) not in ((3, "Parallel"), (5, "Parallel")):
+            yield f"{spec['replicas']} replicas, {spec['podManagementPolicy']}"
+        command = replica.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        timeout = values.parse_duration(command[-1]) if command[-2:-1] == ["--timeout"] else float("inf")
+        grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
+        if command[:4] != ["kmq", "cluster", "resign", "--wait"] or grace_s != GRACE_S + timeout:
+            yield f"preStop does not hand over within the grace period: {command}"
+        governing = [s for s in of_kind(documents, "Service") if s["metadata"]["name"] == spec["serviceName"]]
+        if not all(s["spec"].get("publishNotReadyAddresses") for s in governing):
+            yield "a replica is found only once it is ready, and is ready only once it was found"
+        if environment(documents, replica).get("KMQ_ADVERTISE") != f"$(POD_NAME).{spec['serviceName']}":
+            yield "a replica is not reached by its pod's name"
+        budgets = [each["spec"].get("maxUnavailable") for each in of_kind(documents, "PodDisruptionBudget")]
+        if budgets != [1]:
+            yield f"{budgets} pods may be evicted at once"
+
+
 CHECKS: tuple[Check, ...] = (
     settings_are_good,
     ports_are_those_of_the_settings,
@@ -478,6 +521,7 @@ CHECKS: tuple[Check, ...] = (
     pods_are_restricted,
     pods_keep_to_themselves,
     addresses_in_arguments_are_ports,
+    a_shard_survives_its_upgrade,
 )
 
 

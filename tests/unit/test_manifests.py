@@ -42,7 +42,8 @@ COMBINATIONS = [
 MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+alerts+sidecar-fleet")
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in MORE_BESIDE]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
-BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS]
+SHARDS = ["base+shard", "base+monitoring+tokens+shard"]
+BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
 SINCE = dict.fromkeys(
@@ -315,6 +316,7 @@ def claim_of(spec, storage):
 
 
 ALL = "base+monitoring+tls+client-ca+tokens"
+SHARD = "overlays/cluster"
 SIDECAR, BOTH = "overlays/sidecar", "StatefulSet+sidecar+sidecar-monitoring"
 BREAKS = {
     agreement.settings_are_good: [
@@ -390,6 +392,9 @@ BREAKS = {
         (ALL, of("NetworkPolicy", lambda spec: spec["ingress"][0]["ports"].append({"port": "lines"})), "lets in"),
         ("base", of("NetworkPolicy", lambda spec: spec["policyTypes"].remove("Egress")), "may call out"),
         ("base", of("NetworkPolicy", lambda spec: spec["egress"].append({})), "may call out"),
+        (SHARD, of("NetworkPolicy", lambda spec: spec["ingress"][0]["ports"].append({"port": "replica"})), "lets in"),
+        (SHARD, of("NetworkPolicy", lambda spec: spec["ingress"].pop()), "lets in"),
+        (SHARD, of("NetworkPolicy", lambda spec: spec["egress"][0].pop("to")), "may call out"),
     ],
     agreement.monitor_finds_one_target_a_broker: [
         (
@@ -513,6 +518,19 @@ BREAKS = {
         (SIDECAR, pod(lambda spec: spec.update(enableServiceLinks=True)), "service links"),
         ("base", pod(lambda spec: spec.pop("shareProcessNamespace")), "a pid means"),
     ],
+    agreement.a_shard_survives_its_upgrade: [
+        (SHARD, of("StatefulSet", lambda spec: spec.update(replicas=2)), "2 replicas"),
+        (SHARD, of("StatefulSet", lambda spec: spec.update(podManagementPolicy="OrderedReady")), "OrderedReady"),
+        (SHARD, container("replica", lambda c: c.pop("lifecycle")), "preStop does not hand over"),
+        (
+            SHARD,
+            container("replica", lambda c: c["lifecycle"]["preStop"]["exec"]["command"].append("60s")),
+            "preStop does not hand over",
+        ),
+        (SHARD, of("Service", lambda spec: spec.pop("publishNotReadyAddresses", None)), "only once it is ready"),
+        (SHARD, container("replica", lambda c: c.pop("env")), "not reached by its pod's name"),
+        (SHARD, of("PodDisruptionBudget", lambda spec: spec.update(maxUnavailable=2)), "may be evicted"),
+    ],
     agreement.addresses_in_arguments_are_ports: [
         (SIDECAR, of("ConfigMap", lambda data: data.update(KMQ_GRPC_PORT="8081")), "consumer: nobody listens on 8080"),
     ],
@@ -599,6 +617,15 @@ def test_an_overlay_names_its_cluster_and_the_agent_alone_knows_consul(render):
     found = {c["name"]: agreement.environment(documents, c) for c in containers(broker)}
     assert {env["KMQ_CLUSTER"] for env in found.values()} == {"dev"}
     assert [name for name, env in found.items() if "KMQ_CONSUL" in env] == ["agent"]
+
+
+def test_the_replicas_of_a_shard_are_on_nodes_of_their_own(render):
+    (broker,) = [pod for pod, _ in agreement.brokers(render(SHARD))]
+    (term,) = broker["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert selects(term["labelSelector"], broker["metadata"]["labels"])
+    (dev,) = [pod for pod, _ in agreement.brokers(render("overlays/cluster-dev"))]
+    assert "affinity" not in dev["spec"]
 
 
 def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
