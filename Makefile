@@ -29,7 +29,7 @@ image: $(STAMP)  ## build the image localhost/kmq:dev (TAG=…, BASE=…, BUILDE
 image-spark: $(STAMP)  ## build localhost/kmq-spark:dev, driver and executors of k8s/overlays/spark, out of the image before
 	@scripts/image spark $(TAG)
 
-pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev, until Ctrl-C or SIGTERM (OVERLAY=fleet: three and a Consul); root on Debian
+pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev, until Ctrl-C or SIGTERM (OVERLAY=fleet: three and a Consul; cluster-dev: a shard); root on Debian
 	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play $(OVERLAY)
 
 pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian

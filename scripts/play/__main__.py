@@ -1,4 +1,4 @@
-"""`python scripts/play dev|fleet`: the pods of an overlay to play with; Ctrl-C, SIGTERM or SIGHUP ends them."""
+"""`python scripts/play dev|fleet|cluster-dev`: the pods of an overlay to play with; Ctrl-C, SIGTERM or SIGHUP ends them."""
 
 import argparse
 import signal
@@ -27,6 +27,8 @@ def _lines(pods: list[Pod]) -> Iterator[str]:
     yield f"  podman exec -it {pod.name}-{pod.containers[-1]} kmq status"
     if "agent" in pod.containers:
         yield f"  podman exec -it {pod.name}-agent kmq fleet status"
+    if "replica" in pod.containers:
+        yield f"  podman exec -it {pod.name}-replica kmq cluster status"
     yield f"  podman logs {pod.name}-framer"
     yield "Ctrl-C (SIGTERM, SIGHUP) removes all and their volumes."
 
@@ -66,6 +68,7 @@ def main() -> int:
         remove_leftovers()
         with play_all(arguments.overlay, **settings) as pods, ExitStack() as stack:
             kubelets = [stack.enter_context(Kubelet(pod)) for pod in pods.all]
+            pods.begin_shard()
             pods.wait_ready()
             print(*_lines(pods.all), sep="\n", flush=True)
             said = dict.fromkeys(kubelets, 0)

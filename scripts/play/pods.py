@@ -3,6 +3,7 @@
 import itertools
 import os
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,7 @@ from types import TracebackType
 from play.engine import ROOT, PlayError, podman
 from play.manifest import STAND_INS, Document, containers_of, image_of, names_of, pods_of, render
 from play.network import Network, Place
-from play.pod import Pod
+from play.pod import PATIENCE_S, Pod
 
 _numbers = itertools.count()
 
@@ -69,6 +70,16 @@ class Pods:
             list(pool.map(Pod.down, self.all))
         if self._network:
             self._network.remove()
+
+    def begin_shard(self) -> None:
+        """If they are brokers of a shard, begin it, as an operator does once; they are ready only after that."""
+        brokers = [pod for pod in self.all if "replica" in pod.containers]
+        command = ("kmq", "cluster", "init", "--brokers", ",".join(pod.role for pod in brokers))
+        deadline = time.monotonic() + PATIENCE_S
+        while brokers and (done := brokers[0].exec("replica", *command)).returncode:
+            if time.monotonic() > deadline:
+                raise PlayError(f"{' '.join(command)}: {done.stderr.strip()}\n{brokers[0].logs('replica')[-2000:]}")
+            time.sleep(0.5)
 
     def wait_ready(self) -> None:
         """Until all readiness probes pass. Raises PlayError with what the containers said."""
