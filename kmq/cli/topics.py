@@ -16,7 +16,7 @@ from kmq.config import terminal
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
-from kmq.errors import ConfigError, KmqError
+from kmq.errors import BusyError, ConfigError, KmqError
 from kmq.log import topic_changes, topics
 from kmq.log.bounds import measure
 from kmq.log.identity import open_data
@@ -47,6 +47,21 @@ def _require(settings: Settings, name: str) -> None:
     nearest = difflib.get_close_matches(name, names, 1, 0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else "see: kmq topics list"
     raise ConfigError(f"topic {name!r} does not exist; {hint}")
+
+
+def _require_leader(settings: Settings) -> None:
+    """Raise BusyError if this broker does not lead its shard: it would refuse the request, and only its log would say so."""
+    if not settings.shard:
+        return
+    from kmq.links.role import LEADING, STARTING, RolePage
+
+    page = RolePage.find(settings.instance, known_id(settings))
+    if page is None or page.read().role not in (STARTING, LEADING):
+        leader = page.leader.get("broker") if page is not None else None
+        advice = f"run it at broker {leader}, which does" if leader else "kmq cluster status says who does"
+        raise BusyError(
+            f"this broker does not lead the shard {settings.shard}, and only who leads changes topics; {advice}"
+        )
 
 
 def _is_carried_out(settings: Settings, request: TopicRequest) -> bool:
@@ -89,6 +104,7 @@ def create(
     """Declare a topic. It is in force from the next routed message on."""
     settings = load()
     open_data(settings.data, known_id(settings), settings.shard)
+    _require_leader(settings)
     limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
@@ -175,6 +191,7 @@ def set_limits(
     """
     settings = load()
     _require(settings, name)
+    _require_leader(settings)
     if partitions is not None:
         _check_growth(settings, name, partitions, force)
     if changes or unset or partitions is None:
@@ -339,6 +356,7 @@ def delete(
     if name.startswith("__"):
         raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be deleted")
     _require(settings, name)
+    _require_leader(settings)
     found = describe(settings, name)
     from_seq = topics.known_from_seq(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"

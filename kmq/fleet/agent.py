@@ -33,6 +33,7 @@ from kmq.config.settings import SHARED, Settings
 from kmq.errors import EXIT_OK, BusyError, KmqError, RetryError, exit_code_of
 from kmq.fleet.applying import Applier, Commands
 from kmq.links.ownership import FileLock, describe
+from kmq.links.role import LEADING, RolePage
 from kmq.logfmt import Logger
 
 _BEAT_S = 0.25
@@ -89,7 +90,7 @@ class Agent:
         os.makedirs(settings.pipes, exist_ok=True)
         self._owner = FileLock(f"{settings.pipes}/agent.owner")
         self._owner.acquire("the agent of this broker", describe(AGENT, settings.data))
-        self._applier = Applier(settings, log)
+        self._applier = Applier(settings, log, self._leads)
         self._queue = _Queue(place, self._applier, self)
         self._commands = Commands(settings, log, self._write_result)
         self._subscriber: Subscriber | None = None  # while we have the place in Consul
@@ -139,6 +140,12 @@ class Agent:
         subscriber = self._subscriber
         if subscriber is not None:
             self._row.newest = max(subscriber.newest, self._row.epoch)
+
+    def _leads(self) -> int:
+        """Return the generation of the role in which this broker leads its shard with open doors; 0: it does not."""
+        page = RolePage.find(self.settings.instance, self._page.data_id) if self.settings.shard else None
+        role = page.read() if page is not None else None
+        return role.generation if role is not None and role.role == LEADING else 0
 
     # --- following ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +221,7 @@ class Agent:
             subscriber = self._subscriber
             try:
                 self._applier.keep()
+                self._applier.lead()
                 if subscriber is None:
                     continue
                 if time.monotonic() - looked >= _FINDINGS_S or epoch != self._applier.epoch:

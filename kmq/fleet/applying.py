@@ -13,6 +13,9 @@ Crash       Killed before an item is marked: it comes again. Killed in the middl
             at the next start.
 Memory      KEPT commands that are told, MOST in all: beyond that the oldest go, those with a result first.
             Of what a command prints, the first findings.
+Shard       The agent of the leader alone reaches the states of topics; followers have the topics by the WAL. Whenever its
+            broker begins to lead, all of them are reached again: what the former leader's agent has asked for may have
+            been cut before it was committed.
 Not covered A topic that is here with another number of partitions, or a limit that was changed here afterwards, stays as
             it is: local commands are local. `findings` tells the fleet.
 """
@@ -45,8 +48,11 @@ from kmq.logfmt import Logger
 class Applier:
     """Brings this broker to the states of its fleet."""
 
-    def __init__(self, settings: Settings, log: Logger) -> None:
-        self._settings, self._log = settings, log
+    def __init__(self, settings: Settings, log: Logger, leads: Callable[[], int] = lambda: 0) -> None:
+        """`leads`: in a shard, the generation of the role in which this broker leads; 0: it does not lead."""
+        self._settings, self._log, self._leads = settings, log, leads
+        self._led = 0  # the generation in which all topics were reached
+        self._reaching = threading.Lock()  # a state that is not reached, as another one leads, is noted before we lead
         self._path = path_of(settings)
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         sync_directory(settings.data)
@@ -91,6 +97,23 @@ class Applier:
             self._pass(item)
 
     def _reach(self, states: States, changed: dict[str, str]) -> None:
+        with self._reaching:
+            self._reach_each(changed)
+            self._write(states)
+
+    def lead(self) -> None:
+        """Reach all topics again if this broker has begun to lead its shard; call it now and then. Raises OSError."""
+        generation = self._leads()
+        if generation in (0, self._led):
+            return
+        with self._reaching:
+            values = self.states.values if self.states is not None else {}
+            self._reach_each({key: value for key, value in values.items() if key.startswith(TOPICS)})
+        self._led = generation
+
+    def _reach_each(self, changed: dict[str, str]) -> None:
+        if self._settings.shard and not self._leads():
+            changed = {key: value for key, value in changed.items() if not key.startswith(TOPICS)}
         has_topics = any(key.startswith(TOPICS) for key in changed)
         names, asked = self._topics() if has_topics else (set[str](), {})
         for key, value in changed.items():
@@ -103,7 +126,6 @@ class Applier:
             if why:
                 effect = "it stays as it is here; kmq fleet status shows it"
                 self._log.warn("state_not_applied", state=key, reason=why, effect=effect)
-        self._write(states)
 
     def _write(self, states: States) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, reader, segment, topics, wal
 from kmq.log.partition import EMPTY, PartitionState, directory_of
@@ -396,11 +397,24 @@ def _settle(rewriter: Rewriter, progress: Callable[[int], None]) -> bool:
         misplaced += [each for each in differences if each.kind == "misplaced"]
         if at not in compared.damaged:
             lost += [each for each in differences if each.kind == "lost"]
+    if kept or misplaced or lost:
+        _refuse_in_shard(rewriter.data, [*kept, *misplaced, *lost])
     if kept:
         _keep_both(rewriter, kept)
     placed, copied = _keep_place(rewriter, misplaced)
     _send_again(rewriter, [each for each in lost if each.seq not in placed], copied)
     return bool(found)
+
+
+def _refuse_in_shard(data: str, found: list[Difference]) -> None:
+    """Raise CorruptError in a shard: a record that its leader did not number would stand where another one belongs."""
+    if os.path.exists(f"{data}/replica"):
+        first = found[0]
+        raise CorruptError(
+            f"{data}: WAL and queues differ in {len(found)} records, seq {first.seq} of {first.topic}/{first.partition}"
+            f" first ({first.kind}); a repair would number them anew, and in a shard only the leader numbers:"
+            " run kmq cluster reset, then kmq up copies all from the leader"
+        )
 
 
 def _set_aside(rewriter: Rewriter, at: At) -> None:

@@ -246,4 +246,8 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes:
     if not as_json:
         print(f"{len(done)} file{'s' if len(done) != 1 else ''} healed" if done else "nothing to heal")
     is_lost = left or any(healed.lost for healed in done)
+    if is_lost and not as_json and os.path.exists(f"{data}/replica"):
+        print(
+            "other replicas of the shard have what is lost here: kmq cluster reset, then kmq up copies all from the leader"
+        )
     return Checked(EXIT_CORRUPT if is_lost else EXIT_OK, len(left), is_complete=True)

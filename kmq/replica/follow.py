@@ -124,6 +124,7 @@ class Following:
         while True:
             await asyncio.sleep(_TICK_S)
             self.stages.drop_fifo()
+            self.stages.refuse_requests()
             self.stages.note_hw()
             await self._take_snapshot()
             self._have(is_due=time.monotonic() - self._said > _BEAT_S)

@@ -26,7 +26,7 @@ from kmq.links.layout import Identity, make_identity
 from kmq.links.ownership import FileLock
 from kmq.links.role import SYNCED, RolePage
 from kmq.links.staging import area_bytes
-from kmq.log import checkpoint, wal
+from kmq.log import checkpoint, topic_changes, wal
 from kmq.log.committed import Epochs, read_committed, shown_seq, write_committed
 from kmq.log.segment import Limits
 from kmq.logfmt import Logger
@@ -53,6 +53,7 @@ class Stages:
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
         self._fifo_lines = 0
+        self._looked_at = 0  # the time of topics/ when its requests were refused last
         self._mend()
 
     @property
@@ -145,6 +146,14 @@ class Stages:
             self.log.warn("fifo_lines_dropped", count=self._fifo_lines, reason="this broker does not lead its shard")
             self.dropped += self._fifo_lines
             self._fifo_lines, self._fifo_told = 0, now
+
+    def refuse_requests(self) -> None:
+        """As a follower, refuse what was laid into topics/: a later promotion would carry it out. Call it all the time."""
+        with contextlib.suppress(FileNotFoundError):
+            changed = os.stat(f"{self.data}/topics").st_mtime_ns
+            if changed != self._looked_at:
+                topic_changes.refuse_requests(self.data, self.log)
+                self._looked_at = changed
 
     # --- what is committed -------------------------------------------------------------------------------------------
 

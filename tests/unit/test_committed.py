@@ -249,6 +249,10 @@ def test_a_letter_whose_way_back_is_not_committed_has_not_gone_back(data):
     Path(f"{data}/replica").write_text("")
     committed.write_committed(data, 2)
     assert last(data) == 2
+    letter = selection.StoredRecord("t.dlq", 0, 0, "t", b"")
+    before = [*selection.to_send([(letter, b"t")], data)]
+    Path(f"{data}/id").write_text("0" * 32 + "\n")  # of another replica of the shard
+    assert last(data) == 2 and [*selection.to_send([(letter, b"t")], data)] == before
 
 
 # --- the cut ---------------------------------------------------------------------------------------------------------

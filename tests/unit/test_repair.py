@@ -340,6 +340,12 @@ def test_two_records_of_one_seq_are_both_kept(data, original):
     wal.append([(others.data, 851, others.count, FIRST_TS + 851)])
     wal.close()
     assert any("another record than the WAL has" in each.what for each in findings(data))
+    files = {path: path.read_bytes() for path in pathlib.Path(data).rglob("*.log")}
+    pathlib.Path(f"{data}/replica").write_text("")
+    with pytest.raises(CorruptError, match="only the leader numbers: run kmq cluster reset"):
+        heal.repair(data)
+    os.unlink(f"{data}/replica")
+    assert files == {path: path.read_bytes() for path in files}, "a shard's records were numbered anew"
     assert [each.what for each in heal.repair(data) if "could not keep their seqs" in each.what]
     assert findings(data) == []
     after = everything(reader.wal(data))

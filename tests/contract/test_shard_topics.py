@@ -1,0 +1,78 @@
+"""Topics of a shard: who may change them, what the fleet says of them, and a change of leader meanwhile."""
+
+import json
+import os
+import signal
+
+import pytest
+from test_shard import BROKERS, wait_for
+from test_shard_status import Brokers
+
+from kmq.log import topic_changes
+
+
+@pytest.fixture
+def brokers(consul, tmp_path):
+    made = Brokers(consul.address, tmp_path)
+    yield made
+    made.close()
+
+
+def topics(brokers, name):
+    """The number of partitions of each topic in force."""
+    rows = json.loads(brokers.kmq(name, "topics", "list", "--json").stdout)["topics"]
+    in_force = [row["topic"] for row in rows if row["from_seq"] is not None]
+    return {topic: in_force.count(topic) for topic in in_force}
+
+
+def logged(brokers, name, event):
+    lines = (brokers.root / name / "pipes" / "kmq.log").read_text().splitlines()
+    return [line for line in lines if f"event={event} " in line]
+
+
+def states(brokers, name):
+    path = brokers.root / name / "data" / "cluster" / "states"
+    return path.read_text() if path.exists() else ""
+
+
+def pid(brokers, name, stage):
+    return next(each["pid"] for each in brokers.status(name)["stages"] if each["name"] == stage)
+
+
+def test_the_leader_alone_changes_topics_and_its_successor_reaches_what_the_fleet_says(brokers):
+    for name in BROKERS:
+        assert brokers.kmq(name, "up", "--no-gateway").returncode == 0
+    assert brokers.command("init", "--brokers", "a,b,c").returncode == 0
+    brokers.await_whole()
+    for name in BROKERS:
+        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+
+    refused = brokers.kmq("b", "topics", "create", "x")
+    assert refused.returncode == 69 and "run it at broker a" in refused.stderr, refused
+    assert brokers.kmq("a", "topics", "create", "x").returncode == 0
+    wait_for("x", lambda: topics(brokers, "b") == {"x": 1})
+    for change in (("set", "x", "segment_age=1d"), ("delete", "x", "--yes")):
+        assert brokers.kmq("b", "topics", *change).returncode == 69
+    data = f"{brokers.root}/b/data"
+    laid = topic_changes.submit(data, topic_changes.CREATE, "laid", {"partitions": "2"})
+    wait_for("a refusal", lambda: not laid.is_waiting)
+    assert "topic=laid" in logged(brokers, "b", "request_refused")[0]
+
+    assert brokers.kmq("a", "fleet", "topics", "create", "orders", "--partitions", "3").returncode == 0
+    for name in BROKERS:
+        wait_for(f"orders at {name}", lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3})
+    refusals = {name: logged(brokers, name, "request_refused") for name in BROKERS}
+    assert not refusals["a"] and not refusals["c"] and len(refusals["b"]) == 1, refusals
+
+    framer = pid(brokers, "a", "framer")
+    os.kill(framer, signal.SIGSTOP)  # what the agent of the leader asks for is not numbered
+    try:
+        assert brokers.kmq("b", "fleet", "topics", "create", "late", "--partitions", "2").returncode == 0
+        for name in BROKERS:
+            wait_for(f"the mark of {name}", lambda name=name: "late" in states(brokers, name))
+        assert brokers.kmq("a", "cluster", "resign").returncode == 0
+        wait_for("late", lambda: any(topics(brokers, name).get("late") == 2 for name in "bc"))
+    finally:
+        os.kill(framer, signal.SIGCONT)
+    for name in BROKERS:
+        wait_for(f"late at {name}", lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3, "late": 2})
