@@ -95,7 +95,7 @@ class Framer:
         topics, self.requests = known_topics(stage, ring)
         self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
         self.saver = DedupeSaver(stage.settings.data, self.table, stage.beat, is_behind)
-        if ring.created and stage.role is not None:
+        if ring.last.next_seq == ring.base_seq and stage.role is not None:  # the one who made it may have been killed
             self._begin_epoch(stage.role.read())
 
     def turn(self) -> bool:

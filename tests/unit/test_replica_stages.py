@@ -1,5 +1,9 @@
 """What `replica` says of its WAL before a stage has started on it: also of a WAL as a power cut leaves it."""
 
+import os
+import subprocess
+import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -10,8 +14,10 @@ from made_data import write_data
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.links.ownership import FileLock
+from kmq.links.ring import RingObserver, RingWriter
+from kmq.links.role import STARTING
 from kmq.log import identity, wal
-from kmq.log.committed import encode_epoch, write_committed
+from kmq.log.committed import decode_epoch, encode_epoch, write_committed
 from kmq.replica.stages import Stages
 
 LINES = [encode_epoch(1, 0xC1D, "a", 1, b"0"), b"t|0||x", b"t|0||y"]
@@ -63,3 +69,24 @@ def test_a_wal_that_durability_writes_is_left_alone(stages, tmp_path):
     stages()
     assert log.read_bytes() == before
     lock.release()
+
+
+def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_before_it(stages):
+    begun = stages()
+    settings, instance = begun.settings, begun.settings.instance
+    RingWriter(instance, "framed", begun.ring, "framer", lambda: (4, 0), FakeLogger()).close()
+    begun.page.take(STARTING, 7, 0xC1D, 3)
+    more = {"KMQ_SHARD": "s", "KMQ_BROKER": "b", "KMQ_CLUSTER": "c", "KMQ_CONSUL": "127.0.0.1:1"}
+    more |= {"KMQ_REPLICA_SECRET": "/dev/null", "KMQ_INSTANCE": instance}
+    more |= {"KMQ_DATA": settings.data, "KMQ_PIPES": settings.pipes}
+    framer = subprocess.Popen([sys.executable, "-m", "stages.framer"], env=os.environ | more)
+    try:
+        ring, until = RingObserver.find(instance, "framed", begun.ring), time.monotonic() + 30
+        os.write(begun.raw, b"t|0||before it\n")
+        while ring.committed().next_seq < 6 and time.monotonic() < until:
+            time.sleep(0.01)
+        (_, first), (_, second) = ring.take()
+        assert decode_epoch(first).epoch == 7 and b"before it" in second
+    finally:
+        framer.kill()
+        framer.wait()
