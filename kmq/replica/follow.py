@@ -62,7 +62,7 @@ class Following:
         self.hw = 0
         self.heard = 0.0
         self.epochs = stages.epochs()
-        self._ring: RingWriter | None = None
+        self.ring: RingWriter | None = None
         self._backlog: deque[Framed] = deque()
         self._backlog_bytes = 0
         self._said = 0.0
@@ -115,9 +115,9 @@ class Following:
             self._told = reason
 
     def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
 
     async def _beat(self) -> None:
         """Say where we are, now and then; nobody but the leader writes lines here."""
@@ -171,7 +171,7 @@ class Following:
 
     def _fetch(self, link: Link) -> tuple[int, int]:
         """Ask to go on behind our end; return that."""
-        end = self.received if self._ring is not None else wal.last_stored(self.stages.data)[0]
+        end = self.received if self.ring is not None else wal.last_stored(self.stages.data)[0]
         last = self.epochs.epoch_at(end)
         link.send(wire.FetchText(self.register.version, self.epoch, end + 1, last, 0))
         return end + 1, last
@@ -190,7 +190,7 @@ class Following:
     async def _cut(self, diverged: wire.Diverged) -> None:
         """Cut our WAL to where it agrees with the leader's, with the stages let go."""
         stages = self.stages
-        if self._ring is not None:
+        if self.ring is not None:
             self.close()
             await stages.leave()
         end = wal.last_stored(stages.data)[0]
@@ -207,17 +207,17 @@ class Following:
 
     async def _start(self) -> None:
         """Let durability and router work behind the end that the leader agrees with."""
-        if self._ring is not None:
+        if self.ring is not None:
             return
         stages = self.stages
         seq, recv_ts = agreed_end(stages.data, ask_queues=True)
-        self._ring = RingWriter(
+        self.ring = RingWriter(
             stages.settings.instance, "framed", stages.ring, stages.who, lambda: (seq + 1, recv_ts), self.log
         )
         self.received = self.confirmed = seq
         self.hw = stages.shown()
         stages.page.take(FOLLOWING, self.epoch, int(self.register.version.mark, 16), self.hw)
-        while self._ring.synced_seq is None:
+        while self.ring.synced_seq is None:
             await asyncio.sleep(_TICK_S / 5)
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ class Following:
 
     def _blocks(self, data: wire.Data) -> Iterator[Framed]:
         """Cut lines into blocks: what KMQ says of itself alone, with its key, because routing depends on it."""
-        assert self._ring is not None
-        limits, first, key = self._ring.limits, data.first, data.key
+        assert self.ring is not None
+        limits, first, key = self.ring.limits, data.first, data.key
         for part, own in topic_changes.parts(bytes(data.lines)):
             if own:
                 key = len(own)
@@ -256,7 +256,7 @@ class Following:
 
     def _fill(self) -> None:
         """Put into the ring what it has room for."""
-        ring = self._ring
+        ring = self.ring
         if self._is_filling or ring is None:
             return
         while self._backlog:
@@ -275,8 +275,8 @@ class Following:
 
     def _raise_hw(self, seq: int) -> None:
         self.hw = max(self.hw, min(seq, self.received))
-        if self._ring is not None and self.stages.page.raise_hw(self.hw):
-            self._ring.wake_reader()
+        if self.ring is not None and self.stages.page.raise_hw(self.hw):
+            self.ring.wake_reader()
 
     async def _take_snapshot(self) -> None:
         """Take in the leader's producers.ckpt once our log has all that it speaks of."""
@@ -300,9 +300,9 @@ class Following:
 
     def _have(self, is_due: bool = False) -> None:
         """Confirm what is on our disk."""
-        if self._ring is None or self._link is None or not self._is_agreed:
+        if self.ring is None or self._link is None or not self._is_agreed:
             return
-        synced = self._ring.synced_seq
+        synced = self.ring.synced_seq
         if synced is None or (synced <= self.confirmed and not is_due):
             return
         self.confirmed, self._said = synced, time.monotonic()

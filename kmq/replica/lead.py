@@ -41,6 +41,7 @@ _TICK_S = 0.05  # hw is looked at at least this often, whatever was not heard
 _READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
 _TAIL_RINGS = 4
 _START_LAGS = 3  # so many lags has a new leader until its first record is committed
+HUNG_S = 60.0  # a stage that takes longer to begin, or to let go, hangs
 _BEAT_S = 0.5  # a follower hears at least this often
 
 
@@ -95,6 +96,7 @@ class Leading:
         self.epoch_seq = 0  # of the record of the epoch; 0: not numbered yet
         self.followers: dict[str, FollowerLink] = {}
         self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
+        self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_turn`
         self._failed: Exception | None = None
         self._snapshot: wire.FileText | None = None  # producers.ckpt as it is now
         self._snapshot_file: object = None  # which file that was
@@ -141,10 +143,13 @@ class Leading:
 
     @property
     def stands(self) -> bool:
-        """Return True if what was numbered the lag ago is not committed, although it could be."""
-        since, is_starting = self.stands_since, self.stages.page.read().role == STARTING
+        """Return True if for the lag nothing was committed that was numbered, or nothing could be numbered."""
+        is_starting = self.stages.page.read().role == STARTING
         patience = self.lag_s * (_START_LAGS if is_starting else 1)  # all have to change their roles first
-        return since is not None and time.monotonic() - max(since, self._changed_at) > patience
+        if not self.epoch_seq:
+            patience = max(patience, HUNG_S)
+        begins = [since for since in (self.stands_since, self._idles_since) if since is not None]
+        return bool(begins) and time.monotonic() - max(min(begins), self._changed_at) > patience
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
 
@@ -211,15 +216,17 @@ class Leading:
         self.numbered = ring.committed().next_seq - 1
         self.synced = ring.synced_seq or 0
         if not self.epoch_seq and self.synced > ring.base_seq - 1:
-            self.epoch_seq = ring.base_seq
+            self.epoch_seq, self._idles_since = ring.base_seq, None
             assert self._epochs is not None
             self._epochs.add(self.epoch, self.epoch_seq)
         self._sample()
         for follower in [*self.followers.values()]:
             self._push(follower)
         self._count()
-        answering = 1 + sum(map(self.hears, self.followers))
-        self.stages.page.refuse(answering < self.register.min_insync)
+        is_short = 1 + sum(map(self.hears, self.followers)) < self.register.min_insync
+        self.stages.page.refuse(is_short)
+        is_idle = is_short or not self.epoch_seq  # nothing that was numbered stands then
+        self._idles_since = (self._idles_since or time.monotonic()) if is_idle else None
 
     async def _send_snapshot(self) -> None:
         """Send producers.ckpt to the followers whenever it is another one: it speaks of committed records only."""

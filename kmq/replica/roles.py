@@ -31,7 +31,7 @@ from kmq.message.routing import LEVEL
 from kmq.replica import wire
 from kmq.replica.files import ReplicaFiles
 from kmq.replica.follow import Following, WentBack
-from kmq.replica.lead import Leading
+from kmq.replica.lead import HUNG_S, Leading
 from kmq.replica.replica import Duty, Replica, hear
 from kmq.replica.shard import ShardKeys, document
 from kmq.replica.stages import Stages
@@ -64,6 +64,7 @@ class Roles:
         self.leading: Leading | None = None
         self.following: Following | None = None
         self._duty: Duty | None = None
+        self._asked_at = 0.0  # when the promised register asked for this role
         self._changed = asyncio.Event()
         self._is_ending = self._went_back = False
         self._end = 0, 0  # epoch and seq of the end of the WAL, while no stage works
@@ -161,6 +162,8 @@ class Roles:
         doors = dict(duty.doors) if duty is not None and duty.register.leader != duty.me else {}
         if doors != self.stages.page.leader:
             self.stages.page.show_leader(doors)
+        if duty is not None and (self._duty is None or not is_same(duty, self._duty)):
+            self._asked_at = time.monotonic()
         self._duty = duty
         if duty is not None and self.role is not None and is_same(duty, self.role.duty):
             self.role.take(duty)
@@ -207,7 +210,12 @@ class Roles:
 
     def stands(self) -> bool:
         leading, duty = self.leading, self._duty
-        return leading is not None and duty is not None and is_same(duty, leading.duty) and leading.stands
+        if duty is None or duty.register.leader != duty.me:
+            return False
+        if leading is not None and is_same(duty, leading.duty):
+            return leading.stands
+        # A stage that hangs has not let go of the former role: another member of the ISR may be able to lead.
+        return time.monotonic() - self._asked_at > HUNG_S
 
     def asks(self, isr: list[str]) -> None:
         if self.leading is not None:
@@ -232,16 +240,17 @@ def is_same(duty: Duty, other: Duty) -> bool:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-async def _beat(page: StatsPage, owner: FileLock, publish: Callable[[Row], None]) -> None:
-    """Keep the row of the replica up to date. Raises RetryError once nobody can find the lock any more."""
+async def _beat(page: StatsPage, owner: FileLock, roles: Roles, publish: Callable[[Row], None]) -> None:
+    """Keep the row of the replica up to date. Raises RetryError once nobody can find what it holds any more."""
     row = page.rows[REPLICA]
     while True:
         row.heartbeat = time.monotonic_ns()
         publish(row)
         await asyncio.sleep(_BEAT_S)
         page.keep_in_place(REPLICA)
-        if not owner.is_in_place():
-            raise RetryError(f"{owner.path}: was removed, or replaced, while the replica used it")
+        for held in (owner, roles.stages.page, roles.following.ring if roles.following is not None else None):
+            if held is not None and not held.is_in_place():
+                raise RetryError(f"{held.path}: was removed, or replaced, while the replica used it")
 
 
 def _show(settings: Settings, found: dict[str, Any]) -> None:
@@ -287,7 +296,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
         await roles.end()
         has_ended.set()
 
-    lasting = asyncio.ensure_future(_beat(page, owner, publish))
+    lasting = asyncio.ensure_future(_beat(page, owner, roles, publish))
     tasks = [asyncio.ensure_future(each) for each in (transport.run(replica.live()), roles.run(), end())]
     try:
         await port.open(wire.bind_host(settings), settings.replica_port)

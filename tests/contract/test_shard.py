@@ -494,3 +494,28 @@ def test_status_shows_each_replica_and_a_shard_that_was_not_begun(shard):
     assert (found["leader"], found["role"], sorted(found["isr"])) == ("a", "following", ["a", "b", "c"])
     assert found["brokers"]["a"]["role"] == "leading" and found["lineage"] == shard.register().lineage
     assert begin(found["lineage"], ["a"], None, "0" * 16).min_insync == 1
+
+
+def test_a_leader_that_hears_nobody_lets_another_one_lead_although_nothing_was_sent(shard):
+    shard.begin(KMQ_SESSION_TTL="12s")
+    wait_for("open doors", lambda: shard.events("a", "doors_opened"))
+    for name in ("b", "c"):  # their sessions last longer than the lag: as if only their connections were cut
+        shard.processes[name].send_signal(signal.SIGSTOP)
+    assert wait_for("another leader", lambda: shard.leader() != "a")
+
+
+@pytest.mark.parametrize("what", ["role", "framed"])
+def test_a_follower_whose_page_or_ring_was_removed_follows_anew(shard, what):
+    shard.begin()
+    shard.await_event("b", "leader_followed")
+    Path(f"/dev/shm/{shard.cluster}-b.{what}").unlink()
+    assert shard.processes["b"].wait(timeout=PATIENCE_S) == 75
+    shard.start("b")
+
+    def follows():
+        for stage in ("framer", "durability", "router"):  # as their supervisor does
+            if shard.stages["b", stage].poll() is not None:
+                shard.stages["b", stage] = shard._start("b", f"stages.{stage}", {})
+        return len(shard.events("b", "leader_followed")) > 1
+
+    wait_for("a follower again", follows)
