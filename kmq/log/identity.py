@@ -210,6 +210,11 @@ def lineage(path: str) -> str:
     return ""
 
 
+def of_records(path: str) -> str:
+    """Return by what readers know the records: the id; in a shard the lineage, which all of its replicas have."""
+    return lineage(path) if os.path.exists(f"{path}/replica") else read(path, "id")
+
+
 def _write_once(path: str, name: str, text: str) -> None:
     """Write the file unless it exists: of several stages that start at once, the first one's file counts."""
     if os.path.exists(f"{path}/{name}"):

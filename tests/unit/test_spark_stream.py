@@ -87,6 +87,20 @@ def test_another_directory_at_the_same_place_is_refused(tmp_path):
         next_offset(planner(tmp_path / "other"), start)
 
 
+def test_a_stream_goes_on_at_another_replica_of_its_shard(tmp_path):
+    made = write_data(tmp_path / "a", lines(0, 10), closed=False)
+    (tmp_path / "a" / "replica").write_text("0c1d4f2a9be87356 shard=s\n")
+    start = read_all(tmp_path / "a")
+    append(made, lines(10, 15))
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    (tmp_path / "b" / "id").write_text("another\n")
+    stream = planner(tmp_path / "b")
+    assert spans(stream, start, next_offset(stream, start, ALL)) == [("t", 0, 10, 15)]
+    (tmp_path / "b" / "lineage").write_text("detached\n")
+    with pytest.raises(ConfigError, match="not among the brokers"):
+        next_offset(planner(tmp_path / "b"), start)
+
+
 def test_two_names_of_one_directory_are_refused(tmp_path):
     write_data(tmp_path / "data", lines(0, 10))
     (tmp_path / "link").symlink_to("data")

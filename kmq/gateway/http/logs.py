@@ -100,7 +100,7 @@ class LogCalls:
         def identify() -> dict[str, str | int]:
             form, _ = identity.version(self._data) or (0, 0)
             return {
-                "data_id": identity.read(self._data, "id"),
+                "data_id": identity.of_records(self._data),
                 "format": str(form),
                 "instance": self._settings.instance,
                 "marks_from": identity.marks_from(self._data),

@@ -114,7 +114,7 @@ class Directory(Broker):
 
     def identity(self) -> str:
         try:
-            return identity.read(self.path, "id")
+            return identity.of_records(self.path)
         except FileNotFoundError:
             why = "it has no file `id`" if os.path.isdir(self.path) else "it does not exist"
             inside = os.path.join(self.name, "data")
@@ -162,7 +162,7 @@ class Directory(Broker):
         """Return the seq of the stage that owns a directory here; 0 without an owner or a visible page."""
         if not FileLock(f"{self.path}/{owns}/.owner").is_held():
             return 0
-        mine = f"data_id={self.identity()} "
+        mine = f"data_id={identity.read(self.path, 'id')} "
         for path in glob.glob(f"{SHM}/*.stats"):
             page = stats.peek(os.path.basename(path).removesuffix(".stats"))
             if page is not None and mine in page.identity():
