@@ -273,6 +273,34 @@ def test_recover_names_what_each_has_where_too_few_are_there_and_goes_on_from_a_
     shard.check()
 
 
+def test_a_consul_restored_to_before_a_restart_keeps_nobody_out(tmp_path):
+    """It holds the key of the restarted one by a session that died long ago, and whose check passes again."""
+    consul = Consul(tmp_path / "consul.log")
+    shard = Shard(consul.address, tmp_path)
+    try:
+        shard.begin()
+        ids = shard.ids()
+        snapshot = httpx.get(f"http://{consul.address}/v1/snapshot", trust_env=False).raise_for_status().content
+        shard.end("a")
+        wait_for("another leader", lambda: shard.register().epoch == 2)
+        shard.start("a")
+        shard.await_whole()
+        url = f"http://{consul.address}/v1/snapshot"
+        httpx.put(url, content=snapshot, trust_env=False, timeout=PATIENCE_S).raise_for_status()
+        for name in BROKERS:
+            shard.await_event(name, "register_went_back")
+        shard.await_event("a", "replica_entered", 3)
+        assert len(shard.events("a", "replica_own_session_found")) == 1
+        done = shard.command("recover", "--yes")
+        assert done.returncode == 0, done.stderr
+        shard.await_whole()
+        assert shard.ids() == ids and all(shard.processes[name].poll() is None for name in BROKERS)
+        shard.check()
+    finally:
+        shard.close()
+        consul.close()
+
+
 def test_a_register_with_a_former_value_is_obeyed_by_nobody_until_it_is_the_last_again(shard):
     shard.begin()
     former = shard.register().encode()

@@ -190,3 +190,25 @@ def test_wiped_and_restored_disks_come_back_as_new_replicas(trial: Trial) -> Non
         trial.shard.restore(name)
         trial.heal(f"restore {name}")
     trial.end()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("loss", ["restored", "emptied"])
+def test_a_register_that_went_back_loses_nothing_and_recover_rebuilds_it(trial: Trial, loss: str) -> None:
+    shard, leader = trial.shard, trial.shard.leader()
+    shard.consul.snapshot("save", shard.root / "consul.snapshot")
+    trial.befall("kill", leader)
+    shard.wait(lambda: shard.register().leader != leader, "another leader")
+    trial.heal("kill")
+    shard.wait_whole()
+    if loss == "restored":
+        shard.consul.snapshot("restore", shard.root / "consul.snapshot")
+    else:
+        shard.empty_consul()
+    for broker in shard.brokers.values():
+        shard.wait(lambda broker=broker: "event=register_went_back" in broker.log(), f"{broker.name} says so")
+    recovered = shard.brokers["a"].kmq("cluster", "recover", "--shard", "s", "--yes")
+    assert recovered.returncode == 0, recovered.stderr
+    trial.heal(f"Consul {loss}")
+    trial.end()
