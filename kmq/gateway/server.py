@@ -74,7 +74,7 @@ class Gateway:
         self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
         self.strangers = Strangers(self.row, self.incidents)
-        self.core = Core(settings, page, log, self.strangers)
+        self.core = Core(settings, page, log, self.strangers, lambda: self.role is not None and self.role.is_unsure)
         self.broker = self.core.broker
         self.certificates = certificates(settings, log, self.row)
         self.tokens = open_tokens(settings, log.warn)

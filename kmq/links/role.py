@@ -32,7 +32,7 @@ WAITING, FOLLOWING, STARTING, LEADING = range(4)
 ROLES = ("waiting", "following", "starting", "leading")
 SYNCED = "synced"  # the FIFO into which durability writes a byte after each sync: `replica` waits for it
 
-_GENERATION, _ROLE, _EPOCH, _MARK, _HW, _REFUSES = range(6)  # words
+_GENERATION, _ROLE, _EPOCH, _MARK, _HW, _REFUSES, _UNSURE = range(7)  # words
 _DATA_ID, _LEADER, _TEXT = 1024, 2048, 1024  # texts: where they begin, and their longest
 _BYTES = 4096
 
@@ -102,6 +102,11 @@ class RolePage:
         return bool(self._words[_REFUSES])
 
     @property
+    def is_unsure(self) -> bool:
+        """Return True if so few replicas have answered lately that another broker may lead, and know later records."""
+        return bool(self._words[_UNSURE])
+
+    @property
     def leader(self) -> dict[str, str]:
         """Return who else leads: `broker=b`, and the address of each of its ports by name; {} if nobody does."""
         return dict(word.split("=", 1) for word in self._text(_LEADER).split(" ") if "=" in word)
@@ -131,7 +136,7 @@ class RolePage:
         self._words[_ROLE] = WAITING
         fence()
         self._words[_GENERATION] += 1
-        self._words[_REFUSES] = self._words[_HW] = 0
+        self._words[_REFUSES] = self._words[_UNSURE] = self._words[_HW] = 0
         fence()
 
     def take(self, role: int, epoch: int, mark: int, hw: int) -> None:
@@ -152,9 +157,9 @@ class RolePage:
         fence()
         return True
 
-    def refuse(self, refuses: bool) -> None:
-        """Take no new messages, or take them again."""
-        self._words[_REFUSES] = 1 if refuses else 0
+    def refuse(self, refuses: bool, is_unsure: bool = False) -> None:
+        """Take no new messages, or take them again. `is_unsure`: see there."""
+        self._words[_REFUSES], self._words[_UNSURE] = int(refuses), int(is_unsure)
 
     def show_leader(self, fields: dict[str, str]) -> None:
         """Say who leads; see `leader`."""

@@ -133,8 +133,11 @@ class Leading:
         return follower is not None and self.epoch_seq > 0 and self.synced >= least and follower.position >= least
 
     def hears(self, replica: str) -> bool:
+        return self._has_heard(replica, self.lag_s)
+
+    def _has_heard(self, replica: str, within_s: float) -> bool:
         follower = self.followers.get(replica)
-        return follower is not None and time.monotonic() - follower.heard < self.lag_s
+        return follower is not None and time.monotonic() - follower.heard < within_s
 
     def is_behind(self, replica: str) -> bool:
         """Return True if it is silent, or has not reached what was on our disk the lag ago."""
@@ -224,7 +227,10 @@ class Leading:
             self._push(follower)
         self._count()
         is_short = 1 + sum(map(self.hears, self.followers)) < self.register.min_insync
-        self.stages.page.refuse(is_short)
+        # Nobody else is elected before our session has ended, which takes one TTL of silence.
+        session_s = self.stages.settings.session_ttl
+        is_unsure = 1 + sum(self._has_heard(each, session_s) for each in self.followers) < self.register.min_insync
+        self.stages.page.refuse(is_short, is_unsure)
         is_idle = is_short or not self.epoch_seq  # nothing that was numbered stands then
         self._idles_since = (self._idles_since or time.monotonic()) if is_idle else None
 

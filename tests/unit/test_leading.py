@@ -331,6 +331,20 @@ def test_new_messages_are_refused_while_too_few_replicas_answer(tmp_path, answer
         if answers:
             b = await shard.peer(a)
             await b.joins(0, 0)
-        await shard.until(lambda: a.page.refuses is not answers)
+        await shard.until(lambda: a.page.refuses is a.page.is_unsure is not answers)
 
     play(tmp_path, scene, "a")
+
+
+def test_a_leader_that_heard_nobody_for_one_session_does_not_know_whether_it_leads(tmp_path):
+    """Others may have elected another one, although it takes new messages until the lag is over."""
+
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(0, 0)
+        await shard.until(lambda: not a.page.is_unsure)
+        await shard.until(lambda: a.page.is_unsure)  # b is silent from now on
+        assert not a.page.refuses
+
+    play(tmp_path, scene, "a", env={"KMQ_SESSION_TTL": "1s", "KMQ_REPLICA_LAG": "1h"})

@@ -53,6 +53,19 @@ def all_batches(log, offset, max_bytes):
 # --- partitions ------------------------------------------------------------------------------------------------------
 
 
+def test_an_offset_that_another_leader_may_have_shown_is_asked_for_again(data):
+    """A leader that was paused past its session knows an older end, until it notices; its readers may know more."""
+    is_unsure = True
+    log = Partitions(data, lambda: is_unsure).open("t", 0)
+    with pytest.raises(RequestRefused) as refused:
+        log.locate(Position("offset", 2001))
+    assert refused.value.code == "not_ready" and log.locate(Position("offset", 2000)) == 2000
+    is_unsure = False
+    with pytest.raises(RequestRefused) as refused:
+        log.locate(Position("offset", 2001))
+    assert refused.value.code == "out_of_range"
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_topic_that_is_just_being_made_does_not_become_another_one(data, is_empty):
     """The router makes the directory, then the file that says since when the topic is in force."""

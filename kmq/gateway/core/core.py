@@ -1,5 +1,7 @@
 """The core of the gateway: what every door serves from. One for the whole process."""
 
+from collections.abc import Callable
+
 from kmq.broker.stats import StatsPage, Strangers
 from kmq.config.settings import Settings
 from kmq.gateway.core.answers import ANSWER_BYTES, Budget
@@ -15,12 +17,19 @@ from kmq.logfmt import Logger
 class Core:
     """The broker's state, its topics, produced and fetched messages."""
 
-    def __init__(self, settings: Settings, page: StatsPage, log: Logger, strangers: Strangers | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        page: StatsPage,
+        log: Logger,
+        strangers: Strangers | None = None,
+        is_unsure: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.settings = settings
         self.broker = Broker(settings, page)
         self.watermark = Watermark(page)
         self.waking = Waking(self.watermark)
-        self.partitions = Partitions(settings.data)
+        self.partitions = Partitions(settings.data, is_unsure)
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
         self.answers = Budget(ANSWER_BYTES, strangers=strangers)

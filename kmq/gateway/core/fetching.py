@@ -421,6 +421,8 @@ class Fetching:
         place = f"{cursor.partition.topic}/{cursor.partition.number}"
         if self._router.state_name != "ready" and cursor.offset > cursor.end:
             raise RequestRefused("not_ready", f"{place}: the router is down or recovers, so the end is unknown")
+        if cursor.offset > cursor.end:
+            self.partitions.check_ends()
         if cursor.is_strict:
             text = f"offset {cursor.offset}: {place} has {start} to {cursor.end}"
             raise RequestRefused("out_of_range", text, field="offset", first=start, end=cursor.end)

@@ -20,7 +20,7 @@ Not covered Who may read, and how far a group has come. A disk that returns othe
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
@@ -326,6 +326,7 @@ class Partition:
             return self._log.offset_of_time(position.value)
         start, end = self.start(), self.end()
         if position.value > end:
+            self._owner.check_ends()
             text = f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
             raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
         return max(start, position.value)
@@ -397,8 +398,9 @@ def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
 class Partitions:
     """All partitions of a data directory."""
 
-    def __init__(self, data: str) -> None:
-        self.data, self.marks_from = data, identity.marks_from(data)
+    def __init__(self, data: str, is_unsure: Callable[[], bool] = lambda: False) -> None:
+        """`is_unsure`: another broker of our shard may lead, and know later records."""
+        self.data, self.marks_from, self._is_unsure = data, identity.marks_from(data), is_unsure
         self._bounds = Bounds(data)
         self._reached: dict[tuple[str, int], int] = {}
 
@@ -407,6 +409,12 @@ class Partitions:
         place = partition.topic, partition.number
         if end > self._reached.get(place, 0):
             self._reached[place] = end
+
+    def check_ends(self) -> None:
+        """Raise RequestRefused if an offset beyond the end may be one that another broker has shown."""
+        if self._is_unsure():
+            text = "too few replicas answer: another broker may lead, and know a later end; ask again"
+            raise RequestRefused("not_ready", text)
 
     def reached(self, place: tuple[str, int]) -> int:
         """Return up to which offset a partition is known to have records, without a look at its files."""
