@@ -21,7 +21,6 @@ from collections import deque
 from typing import NamedTuple
 from zlib import crc32
 
-from kmq.errors import RetryError
 from kmq.files import file_id
 from kmq.links.ring import RingObserver
 from kmq.links.role import STARTING
@@ -373,7 +372,9 @@ class Leading:
             chunk = self._tail.get(follower.sent + 1)
             if chunk is None:
                 chunk = self._read(follower.sent + 1)
-                if chunk is None:
+                if chunk is None or chunk.first != follower.sent + 1:
+                    if chunk is not None:  # retention has deleted what comes next: it asks again, and hears so
+                        follower.link.close()
                     return
             elif chunk.last > self.synced:
                 return
@@ -393,8 +394,6 @@ class Leading:
             return None
         if not lines:
             return None
-        if first != low:
-            raise RetryError(f"the WAL has no record {low}: it goes on with {first}")
         last = record.seq_of(wal.last_line(lines))
         if last > high:
             lines = lines[: start_of(lines, high + 1, (0, first), (len(lines), last + 1))]

@@ -237,6 +237,24 @@ def test_who_is_behind_gets_the_wal_and_then_the_blocks_without_a_seam(tmp_path)
     play(tmp_path, scene, "a")
 
 
+def test_who_lacks_what_retention_has_just_deleted_is_let_go_and_harms_nobody(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        await stores(shard, a, *(b"t|||%d" % n for n in range(20)))
+        a.leading._tail.clear()
+        read = a.leading._wal.read
+        a.leading._wal.read = lambda low, most: read(low + 5, most)  # the segment went between two looks
+        b = await shard.peer(a)
+        await b.joins(3, 1)
+        assert await b.has_ended()
+        a.leading._wal.read = read
+        again = await shard.peer(a)
+        await again.joins(3, 1)
+        assert (await again.read(wire.Data)).first == 4
+
+    play(tmp_path, scene, "a")
+
+
 def test_who_confirms_more_than_it_was_sent_is_let_go(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
