@@ -28,6 +28,7 @@ from kmq.log.committed import cut_after
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.replica import wire
+from kmq.replica.bootstrap import in_thread, receive_files, settle
 from kmq.replica.replica import Duty
 from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
@@ -36,6 +37,7 @@ _AGAIN_S = 0.2  # between two calls
 _TICK_S = 0.05
 _BEAT_S = 0.5  # the leader hears at least this often
 _WAIT_S = 0.002  # while the ring is full
+_BOOTSTRAP_AGAIN_S = 5.0  # after one that failed: a full disk does not get room by trying
 
 
 class WentBack(RetryError):
@@ -118,6 +120,8 @@ class Following:
         if self.ring is not None:
             self.ring.close()
             self.ring = None
+        self._backlog.clear()
+        self._backlog_bytes = 0
 
     async def _beat(self) -> None:
         """Say where we are, now and then; nobody but the leader writes lines here."""
@@ -162,8 +166,9 @@ class Following:
                 self._snapshot = message
             elif isinstance(message, wire.RefusedText) and message.reason == "went_back":
                 raise WentBack("the leader remembers more of this replica than it has")
-            elif isinstance(message, wire.Gone):
-                return f"its WAL begins with seq {message.first}: its files are needed"
+            elif isinstance(message, wire.Gone) and not self._is_agreed:
+                await self._replace(link, message.first)
+                asked = self._fetch(link)
             elif isinstance(message, wire.RefusedText):
                 return f"refused: {message.reason}"
             else:
@@ -186,6 +191,26 @@ class Following:
         if promised is not None:
             self.register = promised
         return promised is not None
+
+    async def _replace(self, link: Link, first: int) -> None:
+        """Take the leader's files in place of ours: its WAL begins with seq `first`, or we have nothing."""
+        stages, began = self.stages, time.monotonic()
+        self._snapshot = None
+        self.log.info("bootstrap_begun", leader=link.peer.broker, end=wal.last_stored(stages.data)[0], first_seq=first)
+        if self.ring is not None:
+            self.close()
+            await stages.leave()
+        try:
+            nbytes = await receive_files(link, stages.data, self.register.lineage)
+        except OSError as err:
+            self.log.warn("bootstrap_failed", reason=err, effect=f"it begins again after {_BOOTSTRAP_AGAIN_S:g} s")
+            await asyncio.sleep(_BOOTSTRAP_AGAIN_S)
+            raise
+        await in_thread(settle, stages.data)
+        await stages.leave()  # it mends the end of the WAL, which was copied while it grew
+        self.epochs = stages.epochs()
+        end, seconds = wal.last_stored(stages.data)[0], round(time.monotonic() - began, 3)
+        self.log.info("bootstrapped", leader=link.peer.broker, bytes=nbytes, end=end, seconds=seconds)
 
     async def _cut(self, diverged: wire.Diverged) -> None:
         """Cut our WAL to where it agrees with the leader's, with the stages let go."""

@@ -32,6 +32,7 @@ from kmq.log.segment import start_of
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.replica import wire
+from kmq.replica.bootstrap import send_files
 from kmq.replica.replica import Duty
 from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
@@ -94,6 +95,7 @@ class Leading:
         self.hw, self.synced, self.numbered = 0, 0, 0
         self.epoch_seq = 0  # of the record of the epoch; 0: not numbered yet
         self.followers: dict[str, FollowerLink] = {}
+        self._links: set[Link] = set()  # of followers, of those too that were not compared yet
         self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
         self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_turn`
         self._failed: Exception | None = None
@@ -193,8 +195,8 @@ class Leading:
         return ring
 
     def close(self) -> None:
-        for follower in self.followers.values():
-            follower.link.close()
+        for link in self._links:
+            link.close()
         if self._ring is not None:
             self._ring.close()
 
@@ -302,6 +304,7 @@ class Leading:
         follower = FollowerLink(link)
         if link.peer.max_line < self.stages.settings.max_line:
             return link.send(wire.RefusedText("max_line"))  # its ring may be too small for our lines
+        self._links.add(link)
         try:
             while True:
                 follower.heard = time.monotonic()
@@ -314,10 +317,14 @@ class Leading:
                     if self.followers.get(replica) is not follower:
                         return  # before it was compared, or after a newer connection
                     self._have(follower, message)
+                elif isinstance(message, wire.FilesText) and self.epoch_seq:
+                    nbytes = await send_files(link, self.stages.data)
+                    self.log.info("files_sent", broker=link.peer.broker, bytes=nbytes)
                 elif not isinstance(message, wire.FetchText):
                     return
                 message = await link.read()
         finally:
+            self._links.discard(link)
             if self.followers.get(replica) is follower:
                 del self.followers[replica]
             link.close()
@@ -340,7 +347,8 @@ class Leading:
         if position < self._confirmed.get(link.peer.replica, 0):
             link.send(wire.RefusedText("went_back"))
             return False
-        if fetch.next < wal.first_seq(self.stages.data):
+        # An empty directory gets the files too: not all that routing depends on needs to have a record (bootstrap.py).
+        if not position or fetch.next < wal.first_seq(self.stages.data):
             link.send(wire.Gone(wal.first_seq(self.stages.data)))
             return False
         end = min(epochs.end_of(fetch.last, self.synced), self.synced)

@@ -28,7 +28,7 @@ from kmq.links.role import LEADING, WAITING
 from kmq.log import identity, segment, wal
 from kmq.logfmt import Logger
 from kmq.message.routing import LEVEL
-from kmq.replica import wire
+from kmq.replica import bootstrap, wire
 from kmq.replica.files import ReplicaFiles
 from kmq.replica.follow import Following, WentBack
 from kmq.replica.lead import HUNG_S, Leading
@@ -264,6 +264,8 @@ def _show(settings: Settings, found: dict[str, Any]) -> None:
 async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:
     """Take part in the shard until told to end."""
     place, has_ended = Place.of(settings), asyncio.Event()
+    if bootstrap.settle(settings.data):  # no stage works: they were let go before it was begun
+        log.info("bootstrap_finished", reason="a kill had interrupted it")
     files = ReplicaFiles(settings.data, settings.shard)
     stages = Stages(settings, page, describe(REPLICA, settings.data, settings.instance), log)
     roles = Roles(stages, files, place.broker, wire.read_secret(settings.replica_secret))

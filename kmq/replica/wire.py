@@ -6,7 +6,7 @@
     → !fetch version=31:0c1d… epoch=8 next=1024723 last=8 room=4194304        ← !data epoch=8 first=… … bytes=…, its bytes
 
 Text        A line of ASCII, at most LINE_BYTES: a word, then each field by its name, in the order of the classes below.
-            After `!data`, `!register` and `!file` come as many bytes as `bytes` says.
+            After `!data`, `!register`, `!file` and `!piece` come as many bytes as `bytes` says.
 Proof       HMAC-SHA256 with the shard's secret over the direction, the shard, the lineage, and of both sides broker,
             replica, level, max_line and nonce. So no proof is good in another session, for another replica, or for the
             other side. The server proves itself first: a follower shows its proof to nobody who does not know the secret.
@@ -39,6 +39,7 @@ LINE_BYTES = 1024
 BUFFER_BYTES = 4096  # for texts, and the first bytes of what follows one: the rest goes straight to its place
 REGISTER_BYTES = 64 << 10  # a register has at most 25 KB
 FILE_BYTES = 64 << 20  # a file is held in memory, on both sides
+PIECE_BYTES = 1 << 20  # of a file of a bootstrap
 HANDSHAKE_S = 5.0  # TLS and proof together
 STRANGERS = 32  # connections without a proof
 REPORT_S = 60.0  # between two log lines about refused peers
@@ -159,7 +160,24 @@ class FileText(NamedTuple):
     content: bytes | bytearray
 
 
-Message = FetchText | Have | Data | Hw | Diverged | Gone | RefusedText | AskPromise | RegisterText | FileText
+class FilesText(NamedTuple):
+    """Asks for the leader's files (bootstrap.py). `got`: how many pieces have come."""
+
+    got: int
+
+
+class PieceText(NamedTuple):
+    """The bytes of a file from `offset` on. `left`: how many pieces come after it."""
+
+    name: str
+    offset: int
+    left: int
+    crc: int
+    content: bytes | bytearray
+
+
+_Reply = Data | Hw | Diverged | Gone | RefusedText | RegisterText | FileText | PieceText
+Message = FetchText | Have | AskPromise | FilesText | _Reply
 
 _TYPES: dict[str, type[Message]] = {
     "!fetch": FetchText,
@@ -172,12 +190,14 @@ _TYPES: dict[str, type[Message]] = {
     "!promise": AskPromise,
     "!register": RegisterText,
     "!file": FileText,
+    "!files": FilesText,
+    "!piece": PieceText,
 }
 _WORDS = {each: word for word, each in _TYPES.items()}
-_BODIES: dict[type, str] = {Data: "lines", RegisterText: "text", FileText: "content"}  # what follows the text as bytes
+_BODIES: dict[type, str] = {Data: "lines", RegisterText: "text"} | dict.fromkeys((FileText, PieceText), "content")
 _NAMES = {each: ["bytes" if name == _BODIES.get(each) else name for name in each._fields] for each in _WORDS}
 _N = "(0|[1-9][0-9]{0,17})"
-_NUMBER, _REASON = re.compile(_N), re.compile("[!-~]{1,200}")
+_NUMBER, _REASON, _PATH = re.compile(_N), re.compile("[!-~]{1,200}"), re.compile("[!-~]{1,300}")
 
 
 def encode(message: Message) -> str:
@@ -210,7 +230,7 @@ def _value(form: type[Message], name: str, value: str) -> Version | int | str | 
     if name == "version" and form is FetchText:
         return Version.parse(value)
     if name == "name":
-        return value if value in FILES else None
+        return value if value in FILES or (form is PieceText and _PATH.fullmatch(value)) else None
     if name == "reason":
         return value if _REASON.fullmatch(value) else None
     return int(value) if _NUMBER.fullmatch(value) else None
@@ -220,10 +240,10 @@ def _with_body(message: Message, body: bytearray) -> Message:
     """Return the message with the bytes that followed it. Raises WireError if they are not what it says."""
     if isinstance(message, RegisterText):
         return RegisterText(body)
-    assert isinstance(message, (Data, FileText))
+    assert isinstance(message, (Data, FileText, PieceText))
     if (crc := zlib.crc32(body)) != message.crc:
         raise WireError(f"{encode(message)}: the crc of what came is {crc}")
-    if isinstance(message, FileText):
+    if not isinstance(message, Data):
         return message._replace(content=body)
     count = body.count(b"\n")
     if not message.first or message.last - message.first + 1 != count or not body.endswith(b"\n"):
@@ -261,13 +281,18 @@ class Link(asyncio.BufferedProtocol):
         """Return the next message. Raises WireError for what the protocol does not allow, ConnectionError at the end."""
         if self._message is None:
             message, size = decode(await self.text())
-            if not isinstance(message, (Data, RegisterText, FileText)):
+            if type(message) not in _BODIES:
                 return message
-            most = {Data: self.max_data, RegisterText: REGISTER_BYTES, FileText: FILE_BYTES}[type(message)]
+            limits = {RegisterText: REGISTER_BYTES, FileText: FILE_BYTES, PieceText: PIECE_BYTES}
+            most = limits.get(type(message), self.max_data)
             if size > most:
                 raise WireError(f"bytes={size}: a {type(message).__name__} has at most {most}")
             self._message = message
-            self._begin_body(size)
+            here = min(size, self._end - self._begin)  # bytes of the body that have come with the text
+            self._body = bytearray(size)
+            self._body[:here] = self._texts[self._begin : self._begin + here]
+            self._begin += here
+            self._missing = size - here
         while self._missing:
             await self._more()
         message, self._message = self._message, None
@@ -283,14 +308,6 @@ class Link(asyncio.BufferedProtocol):
         text = self._texts[self._begin : at].decode("latin-1")
         self._begin = at + 1
         return text
-
-    def _begin_body(self, size: int) -> None:
-        """Let the next bytes be those of a body; those that are here already are its first."""
-        self._body = bytearray(size)
-        here = min(size, self._end - self._begin)
-        self._body[:here] = self._texts[self._begin : self._begin + here]
-        self._begin += here
-        self._missing = size - here
 
     async def _more(self) -> None:
         """Wait until more has arrived."""
@@ -338,12 +355,6 @@ class Link(asyncio.BufferedProtocol):
         """
         self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
 
-    def send_data(
-        self, epoch: int, first: int, last: int, key: int, crc: int, hw: int, lines: bytes | bytearray | memoryview
-    ) -> None:
-        """Write `!data`."""
-        self.write(encode(Data(epoch, first, last, key, crc, hw, lines)), lines)  # type: ignore[arg-type]
-
     def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:
         """Write a text, and the bytes that follow it."""
         if self._transport is None or self._transport.is_closing():
@@ -354,11 +365,6 @@ class Link(asyncio.BufferedProtocol):
         else:
             self._transport.write(head)
             self._transport.write(data)
-
-    @property
-    def unsent(self) -> int:
-        """Return how many bytes wait here because the peer does not take them."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     # --- begin and end
 

@@ -25,6 +25,7 @@ FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
 FORMATS = "tests/scenario/test_formats.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 WIRE, UNIT_WIRE = "kmq/replica/wire.py", "tests/unit/test_wire.py"
+BOOTSTRAP, UNIT_BOOTSTRAP = "kmq/replica/bootstrap.py", "tests/unit/test_bootstrap.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
 
@@ -959,6 +960,36 @@ MUTANTS = [
         "compaction: a tombstone goes while other records of its key are left",
         [("kmq/log/replaced.py", "== _DELETES:", "& _DELETES:")],
         ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
+        "bootstrap: a leader may write any file",
+        [(BOOTSTRAP, "if not _KNOWN.fullmatch(piece.name):", "if False:")],
+        [UNIT_BOOTSTRAP],
+    ),
+    Mutant(
+        "bootstrap: a directory of another lineage is replaced",
+        [(BOOTSTRAP, "if identity.lineage(data) != lineage:", "if False:")],
+        [UNIT_BOOTSTRAP],
+    ),
+    Mutant(
+        "bootstrap: files of different moments are sent",
+        [(BOOTSTRAP, "if _survey(data) == before:", "if True:")],
+        [UNIT_BOOTSTRAP],
+    ),
+    Mutant(
+        "bootstrap: the WAL is older than the queues",
+        [(BOOTSTRAP, '_LOGS = ("topics", "append")', '_LOGS = ("append", "topics")')],
+        [UNIT_BOOTSTRAP],
+    ),
+    Mutant(
+        "bootstrap: what only the old directory had stays",
+        [(BOOTSTRAP, "for name in {*_entries(data)} - {*names}:", "for name in ():")],
+        [UNIT_BOOTSTRAP],
+    ),
+    Mutant(
+        "bootstrap: a follower confirms what it was not sent",
+        [(BOOTSTRAP, "not got < message.got <= total - left:", "False:")],
+        [UNIT_BOOTSTRAP],
     ),
     Mutant(
         "replica port: a proof of an earlier session is good again",

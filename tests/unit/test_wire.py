@@ -21,12 +21,14 @@ from kmq.replica.wire import (
     Data,
     Diverged,
     FetchText,
+    FilesText,
     FileText,
     Gone,
     Have,
     Hw,
     Me,
     Peer,
+    PieceText,
     RefusedText,
     RegisterText,
     ReplicaPort,
@@ -50,6 +52,9 @@ MESSAGES = (
     AskPromise(),
     RegisterText(b"lineage=\n"),
     FileText("producers.ckpt", 7, zlib.crc32(b"\0" * 9), b"\0" * 9),
+    FilesText(3),
+    PieceText("append/00000000000000000001.log", 1 << 20, 2, zlib.crc32(LINES), LINES),
+    PieceText("dropped.log", 0, 0, 0, b""),
 )
 PATIENCE_S = 30.0
 
@@ -119,7 +124,7 @@ def test_each_message_comes_as_it_was_sent():
             for message in MESSAGES:
                 link.send(message)
             assert [await link.read() for _ in MESSAGES] == list(MESSAGES)
-            link.send_data(*MESSAGES[2][:-1], memoryview(LINES))
+            link.send(MESSAGES[2]._replace(lines=memoryview(LINES)))
             assert await link.read() == MESSAGES[2]
 
     play(scene)
@@ -485,7 +490,7 @@ def test_a_peer_that_takes_nothing_is_cut_off(monkeypatch):
             lines = b"x" * 99_999 + b"\n"
             for _ in range(640):
                 link.send(Data(1, 1, 1, 0, 0, 0, lines))
-            assert link.unsent
+            assert link._transport.get_write_buffer_size()
             with suppress(ConnectionError):
                 await link.read()
             ended.set()
@@ -511,6 +516,10 @@ CRC = zlib.crc32(LINES)
         (b"!register bytes=65537\n", "has at most 65536"),
         (b"!file name=producers.ckpt seq=1 crc=0 bytes=67108865\n", "has at most 67108864"),
         (b"!file name=../x seq=1 crc=0 bytes=0\n", "wrong name"),
+        (b"!piece name=format offset=0 left=0 crc=0 bytes=1048577\n", "has at most 1048576"),
+        (b"!piece name=a\xc3\xa9 offset=0 left=0 crc=0 bytes=0\n", "wrong name"),
+        (b"!piece name=" + b"x" * 301 + b" offset=0 left=0 crc=0 bytes=0\n", "wrong name"),
+        (b"!files got=-1\n", "wrong got"),
         (b"!hw seq=01\n", "wrong seq"),
         (b"!hw seq=-1\n", "wrong seq"),
         (b"!hw seq=\xb2\n", "wrong seq"),

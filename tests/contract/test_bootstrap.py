@@ -1,0 +1,189 @@
+"""Followers that need the leader's files: brokers by `kmq up`, a real Consul, directories compared byte by byte."""
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from made_data import append, write_data
+from made_up import no_room
+from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard_status import Brokers
+
+from kmq.log import checkpoint, committed, dropped, wal
+from kmq.replica.disks import compare
+
+ALONE = {"KMQ_SHARD": ""}
+SMALL = {"KMQ_SEGMENT_BYTES": "64KiB"}
+
+
+class Copies(Brokers):
+    """Brokers of which one begins with records, or loses them."""
+
+    def data(self, name):
+        return self.root / name / "data"
+
+    def up(self, *names, **more):
+        for name in names:
+            started = self.kmq(name, "up", "--no-gateway", **SMALL | more)
+            assert started.returncode == 0, started.stderr
+
+    def init(self, *arguments):
+        begun = self.command("init", "--brokers", "a,b,c", *arguments)
+        assert begun.returncode == 0, begun.stderr
+
+    def send(self, name, topic, count, payload="x" * 200):
+        lines = "".join(f"{payload}{number}\n" for number in range(count))
+        with socket.create_connection(("127.0.0.1", int(self.port(name)))) as sock:
+            sock.sendall("".join(f"{topic}|0||{line}\n" for line in lines.splitlines()).encode())
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+
+    def port(self, name):
+        return wait_for("a port", lambda: (self.root / name / "pipes" / "ingress.port").read_text().strip())
+
+    def events(self, name, event):
+        log = self.root / name / "pipes" / "kmq.log"
+        if not log.exists():
+            return []
+        found = [line for line in log.read_text().splitlines() if f"event={event} " in line + " "]
+        return [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in found]
+
+    def processes(self, name, module="kmq.replica"):
+        pipes = str(self.root / name / "pipes")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if module in process.cmdline() and process.environ().get("KMQ_PIPES") == pipes:
+                    found.append(process)
+        return found
+
+    def await_same(self, *names):
+        """Wait until all have all records, then compare WALs and queues; return the ends of what was compared."""
+        names = names or BROKERS
+        directories = [str(self.data(name)) for name in names]
+
+        def are_even():
+            ends = {wal.last_stored(each)[0] for each in directories}
+            routed = {max(checkpoint.routed_seq(each), *checkpoint.queue_end(each).values()) for each in directories}
+            return len(ends) == 1 and ends == routed == {committed.shown_seq(each) for each in directories}
+
+        wait_for("the same end", are_even)
+        found = [*compare(directories)]
+        assert not [line for each in found for line in each.differences]
+        return {each.log: (each.first, each.last) for each in found}
+
+
+@pytest.fixture
+def copies(consul, tmp_path):
+    made = Copies(consul.address, tmp_path)
+    yield made
+    made.close()
+
+
+def layout(data):
+    """What routing depends on beside the WAL."""
+    names = ["format", "lineage", "deletions", "topics/.deletions", "dropped.log"]
+    found = {name: (data / name).read_bytes() for name in names if (data / name).exists()}
+    return found | {str(path.relative_to(data)): path.read_bytes() for path in data.glob("topics/*/topic.toml")}
+
+
+def test_what_a_directory_has_without_a_record_is_on_all_brokers_of_its_shard(copies):
+    (copies.root / "a").mkdir()
+    made = write_data(copies.data("a"), [b"t.k%d|0||x" % n for n in range(300)], {"t": 3}, 4096, closed=False)
+    dropped.append(str(copies.data("a")), "framed", made[2], made[2] + 9, no_room)
+    made[2] += 10
+    append(made, [b"t.k%d|0||y" % n for n in range(300)])
+    made[0].close(), made[1].close()
+    copies.up("a", **ALONE)
+    for arguments in (
+        ("topics", "create", "grown", "--partitions", "2"),
+        ("produce", "grown", "-m", "one", "--acks"),
+        ("topics", "set", "grown", "--partitions", "4"),
+        ("topics", "create", "gone"),
+        ("produce", "gone", "-m", "one", "--acks"),
+        ("topics", "delete", "gone", "--yes"),
+        ("topics", "create", "empty", "--partitions", "5"),
+        ("down",),
+    ):
+        done = copies.kmq("a", *arguments, **SMALL | ALONE)
+        assert done.returncode == 0, (arguments, done.stderr)
+    assert (copies.data("a") / "deletions").exists()
+    copies.up(*BROKERS)
+    copies.init("--from", "a")
+    copies.await_whole()
+    copies.send("a", "gone", 50)
+    copies.send("a", "grown", 50)
+    compared = copies.await_same()
+    assert {"append", "t/0", "t/1", "t/2", "grown/3", "gone/0"} <= compared.keys() and compared["append"][0] == 1
+    assert compared["gone/0"] == (1, 50), "offsets of a deleted topic are not used again"
+    assert layout(copies.data("a")) == layout(copies.data("b")) == layout(copies.data("c"))
+    for name in BROKERS:
+        assert copies.kmq(name, "down").returncode == 0
+    for name in BROKERS:
+        verified = copies.kmq(name, "verify")
+        assert verified.returncode == 0, verified.stdout
+
+
+def test_a_wiped_follower_and_one_that_retention_has_left_behind_come_back(copies):
+    copies.up(*BROKERS)
+    copies.init()
+    copies.await_whole()
+    copies.send("a", "t", 500)
+    copies.await_same()
+    for name in ("b", "c"):
+        assert copies.kmq(name, "down").returncode == 0
+    shutil.rmtree(copies.data("b"))
+    assert copies.kmq("a", "down").returncode == 0
+    copies.up("a", "b", KMQ_RETENTION_BYTES="1MiB")
+    wait_for("the new replica in the ISR", lambda: copies.ids()["b"] in copies.register().isr)
+    leader = copies.leader()
+    end = wal.last_stored(str(copies.data("c")))[0]
+    for _ in range(200):
+        copies.send(leader, "t", 500)
+        if wal.first_seq(str(copies.data(leader))) > end + 1:
+            break
+    wait_for("retention", lambda: wal.first_seq(str(copies.data(leader))) > end + 1)
+    copies.up("c")
+    copies.await_whole()
+    copies.await_same()
+    assert copies.events("b", "bootstrapped") and copies.events("c", "bootstrapped")[-1]["leader"] == leader
+    for name in BROKERS:
+        assert not [*copies.data(name).glob("bootstrap*")]
+
+
+@pytest.mark.parametrize("killed", ["a", "b"])
+def test_a_kill_in_the_middle_begins_the_bootstrap_again(copies, killed):
+    copies.up("a", "b", "c")
+    copies.init()
+    copies.await_whole()
+    for _ in range(30):
+        copies.send("a", "t", 4000, "y" * 1000)
+    copies.await_same()
+    assert copies.kmq("b", "down").returncode == 0
+    shutil.rmtree(copies.data("b"))
+    incoming, has_killed = copies.data("b") / "bootstrap", threading.Event()
+    victims = copies.processes("a") if killed == "a" else []
+
+    def strike():
+        until = time.monotonic() + PATIENCE_S
+        while not (incoming / "topics/t/0").exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        for victim in victims or copies.processes("b"):
+            victim.kill()
+        if not (incoming / "whole").exists() and incoming.exists():
+            has_killed.set()
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    copies.up("b")
+    striking.join()
+    assert has_killed.is_set()
+    copies.await_whole()
+    copies.send(copies.leader(), "t", 10)
+    copies.await_same()
+    assert not [*incoming.parent.glob("bootstrap*")] and copies.events("b", "bootstrapped")
