@@ -3,7 +3,9 @@
 Ready       A message sent now is accepted, and on disk in a moment: every stage is in its loop and no stage waits for
             space. The gateway counts if this broker has one, unless it has ended in order: with exit code 0.
             In a shard the replica counts, too. A follower is ready while its replica is in the ISR: what is sent to it
-            is stored by its leader.
+            is stored by its leader. A leader whose doors are open is ready, also while too few replicas answer for new
+            messages: no other broker of the shard could take them, and readers go on. Without Consul it is not: another
+            one may lead by now, and it would not know.
 Source      The stats page alone, so that all readers of one moment get the same verdict. Each process writes there what
             it knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
             A reader that comes once has no history, so each process also notes how it is restarted, how long its syncs
@@ -106,6 +108,7 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "group_stalled",
     "agent_ended",
     "consul_lost",
+    "not_enough_replicas",
     "hw_stands",
     "isr_small",
 )
@@ -287,6 +290,13 @@ def _fleet(page: StatsPage, settings: Settings) -> Iterator[Finding]:
 
 
 def _shard(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    if page.rows["ingress"].admission_name == "not_enough_replicas":
+        why = (
+            "fewer replicas of the shard answer than must have a message: acknowledged producers are refused, others"
+            " wait; stored messages are read"
+        )
+        advice = "start the brokers of the shard that are away (kmq cluster status); it resumes by itself"
+        yield _warning("not_enough_replicas", REPLICA, why, advice, "ingress")
     row = page.rows[REPLICA]
     if row.silence() or row.state_name == "stopped":
         return
@@ -351,7 +361,6 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     " who is away",
     "replica_behind": "wait: it catches up by itself; if not, look at this broker's disk and its network to the leader"
     " (kmq cluster status)",
-    "not_enough_replicas": "start the brokers of the shard that are away (kmq cluster status); it resumes by itself",
     "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
     " it succeeds",
     "offsets_unreadable": "heal them from the WAL {heal}; until then no group is served, because to begin again would"
@@ -361,13 +370,12 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-# No reasons of their own: a lack of space, replicas or the data directory is one reason for all processes together.
+# No reasons of their own: a lack of space or the data directory is one reason for all processes together.
 _SHARED = ("following", "unled")  # only in a shard; unled: no leader is one reason for all processes, too
 _FINE = ("ready", "data_missing", *_SHARED, *ADMISSIONS[1:])
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
-    "not_enough_replicas": "fewer replicas of the shard answer than must have a message",
 }
 _RESTART = "start it with: kmq down && kmq up"
 _MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent", REPLICA: "kmq.replica"}
@@ -378,7 +386,7 @@ _PROBLEMS = {
 }
 REASONS = tuple(_ADVICE)
 OF_SHARD = (  # reasons outside of this broker
-    *("register_went_back", "register_unreadable", "no_leader", "replica_behind", "not_enough_replicas"),
+    *("register_went_back", "register_unreadable", "no_leader", "replica_behind"),
 )
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
 ALL_WARNINGS = (*CONCERNS[:2], *WARNINGS, *CONCERNS[2:])  # in the order of importance
@@ -437,7 +445,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         del states["gateway"]  # messages are accepted and routed without it
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     reasons = _of_replica(states, page.rows[REPLICA], settings)
-    lacking = {code: tuple(name for name in states if states[name] == code) for code in ADMISSIONS[1:]}
+    lacking = {code: tuple(name for name in states if states[name] == code) for code in _LACKS}
     reasons += [_refusing(code, names, settings) for code, names in lacking.items() if names]
     if waiting := tuple(name for name in states if states[name] == "data_missing"):
         reasons.append(_data_missing(waiting, settings))
@@ -493,8 +501,7 @@ def _start() -> str:
 
 def _refusing(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
     why = f"{_LACKS[code]}: acknowledged producers are refused, others wait (said by {', '.join(names)})"
-    about = REPLICA if code == "not_enough_replicas" else settings.data
-    return Finding(code, about, why, _ADVICE[code], names)
+    return Finding(code, settings.data, why, _ADVICE[code], names)
 
 
 def _data_missing(names: tuple[str, ...], settings: Settings) -> Finding:
@@ -524,6 +531,9 @@ def _of_replica(states: dict[str, str], row: Row, settings: Settings) -> list[Fi
         advice = "once all of its brokers are up: kmq cluster init (docs/replication.md)"
     elif unled:
         code, why = "no_leader", f"no living leader of the shard {settings.shard} is known here"
+    elif states.get("ingress") == "not_enough_replicas" and state == "waiting":
+        code, why = "no_leader", "too few replicas answer, and Consul does not: another broker may lead by now"
+        advice = "look at this broker's network, to the other brokers of the shard and to Consul (KMQ_CONSUL)"
     elif row.role_name == "following" and not row.in_isr and state not in LIFELESS:
         code, why = "replica_behind", f"this broker is not in the ISR of the shard {settings.shard}"
     return [Finding(code, REPLICA, why, advice or _ADVICE[code], (*unled, REPLICA))] if code else []

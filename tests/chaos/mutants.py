@@ -67,6 +67,7 @@ DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
+LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever_it_begins_to_lead"
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
 DISKS, UNIT_DISKS = "kmq/replica/disks.py", "tests/unit/test_replica_disks.py"
 
@@ -846,6 +847,31 @@ MUTANTS = [
         "a start in a shard believes a file that its checkpoint does not know",
         [("kmq/router/declarations.py", "if self._context.in_shard and is_early and", "if False and")],
         [RECORDS],
+    ),
+    Mutant(
+        "a repair in a shard numbers records anew",  # repair_follows of the model
+        [("kmq/repair/heal.py", '    if os.path.exists(f"{data}/replica"):\n', "    if False:\n")],
+        ["tests/unit/test_repair.py::test_two_records_of_one_seq_are_both_kept"],
+    ),
+    Mutant(
+        "readers of a shard's WAL see what may be cut",
+        [(COMMITTED, 'return shown_seq(data) if os.path.exists(f"{data}/replica") else None', "return None")],
+        [f"{UNIT_COMMITTED}::test_readers_of_a_shards_wal_see_only_what_is_committed"],
+    ),
+    Mutant(
+        "a new leader's agent leaves out what the former one has marked",
+        [("kmq/fleet/applying.py", "        if generation in (0, self._led):\n", "        if True:\n")],
+        [f"tests/unit/test_fleet_states.py::{LEADER_ALONE}"],
+    ),
+    Mutant(
+        "the agents of followers ask for topics, too",
+        [("kmq/fleet/applying.py", "if self._settings.shard and not self._leads():", "if False:")],
+        [f"tests/unit/test_fleet_states.py::{LEADER_ALONE}"],
+    ),
+    Mutant(
+        "a request laid at a follower waits until it leads",
+        [("kmq/replica/follow.py", "            self.stages.refuse_requests()\n", "")],
+        ["tests/contract/test_shard_topics.py"],
     ),
     Mutant(
         "a connection of the pod may write changes of topics",

@@ -153,7 +153,9 @@ def test_a_leader_that_is_left_alone_refuses_with_not_enough_replicas_and_says_s
     brokers.await_whole()
     for name in ("b", "c"):
         assert brokers.kmq(name, "down").returncode == 0
-    wait_for("the reason", lambda: "not_enough_replicas" in brokers.reasons("a"))
+    wait_for("the warning", lambda: "not_enough_replicas" in [each["code"] for each in brokers.status("a")["warnings"]])
+    shown = brokers.kmq("a", "status")
+    assert shown.returncode == 0 and "not_enough_replicas" in shown.stdout, shown
     refused = brokers.kmq("a", "produce", "t.k", "-m", "x", "--timeout", "1")
     assert refused.returncode == 75 and "not_enough_replicas" in refused.stderr, refused
 

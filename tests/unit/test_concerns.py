@@ -84,6 +84,7 @@ CASES = {  # code: (process, words that raise it, words that just do not)
         {"groups": 3, "groups_stalled": 0},
     ),
 }
+CASES["not_enough_replicas"] = ("ingress", {"admission": ADMISSIONS.index("not_enough_replicas")}, {"admission": 0})
 CASES["agent_ended"] = ("agent", {"pid": 1, "state": STATES.index("stopped"), "exit_code": 78}, {"exit_code": 0})
 TIMED = {  # the same with words that hold a moment: (process, seconds ago that raise it, and that do not, other words)
     "slow_sync": ("durability", {"slow_sync_at": 30}, {"slow_sync_at": 90}, {"slow_syncs": 4}),
@@ -359,6 +360,15 @@ def test_a_leader_is_ready_when_its_doors_are_open_and_not_before(shard):
     assert [*found(shard)] == ["starting"] and found(shard)["starting"].about == "replica"
     set_role(shard, "leading")
     assert found(shard) == {}
+
+
+def test_a_leader_that_hears_too_few_is_ready_unless_it_would_not_hear_of_a_successor(shard):
+    set_role(shard, "leading", version=3, in_isr=1)
+    shard.rows["ingress"].admission = ADMISSIONS.index("not_enough_replicas")
+    assert health.judge(shard, load()).ready and [*found(shard)] == ["not_enough_replicas"]
+    shard.rows["replica"].state = STATES.index("waiting")  # for Consul
+    [reason] = health.judge(shard, load()).reasons
+    assert reason.code == "no_leader" and "another broker may lead by now" in reason.why
 
 
 def test_a_follower_is_ready_in_the_isr_only(shard):

@@ -189,6 +189,29 @@ def test_a_state_twice_or_all_in_a_snapshot_leads_to_the_same(settings, tmp_path
     assert Applier(settings, FakeLogger()).states.values == applier.states.values
 
 
+def test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever_it_begins_to_lead(environ):
+    secret = f"{environ['KMQ_DATA']}-secret"
+    with open(secret, "w", encoding="ascii") as file:
+        file.write("0123456789" * 4)
+    shard = {"KMQ_SHARD": "s", "KMQ_CONSUL": "127.0.0.1:1", "KMQ_BROKER": "b", "KMQ_REPLICA_SECRET": secret}
+    settings, leads = load(environ | shard, "/nonexistent.toml"), [0]
+    open_data(settings.data, shard="s")
+    applier = Applier(settings, FakeLogger(), lambda: leads[0])
+    applier.apply(said("topics/a", "partitions=3", 1))
+    applier.apply(said("tokens/x", "revoked", 2))
+    applier.lead()
+    assert topics.names(settings.data) == [] and InForce(settings).revoked == {"x"} and applier.epoch == 2
+    for generation in (7, 9):  # in between another one leads, and refuses what was not numbered
+        leads[0] = generation
+        applier.lead()
+        [request] = topic_changes.waiting(settings.data)
+        assert (request.verb, request.topic) == (topic_changes.CREATE, "a")
+        request.remove()
+        shutil.rmtree(f"{settings.data}/topics/a")
+        applier.lead()
+        assert topics.names(settings.data) == [], "once for each time that it leads"
+
+
 def test_a_changed_limit_becomes_one_request_and_default_removes_it(settings):
     applier = Applier(settings, FakeLogger())
     applier.apply(said("topics/a", "partitions=1 retention_age=1d", 1))

@@ -94,8 +94,8 @@ def test_who_has_no_work_because_another_broker_leads_is_ready(settings, page):
     assert probe.reason("live", "framer", settings) == probe.reason("ready", "framer", settings) == ""
 
 
-@pytest.mark.parametrize("lacks", ["disk_full", "quota", "not_enough_replicas"])
-def test_who_refuses_for_lack_of_room_or_replicas_is_alive_and_not_ready_and_says_what_to_do(settings, page, lacks):
+@pytest.mark.parametrize("lacks", ["disk_full", "quota"])
+def test_who_refuses_for_lack_of_room_is_alive_and_not_ready_and_says_what_to_do(settings, page, lacks):
     page.rows["ingress"].admission = ADMISSIONS.index(lacks)
     assert probe.reason("live", "ingress", settings) == ""
     assert re.fullmatch(rf"{lacks}: .+; .+ resumes by itself", probe.reason("ready", "ingress", settings))

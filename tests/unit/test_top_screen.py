@@ -162,6 +162,12 @@ def test_keys_that_are_unknown_or_cut_do_nothing():
     assert list(terminal.keys(b"\x1b")) == ["escape"] and list(terminal.keys(b"\xff\xc3")) == ["�", "�"]
 
 
+def test_a_follower_has_no_state_that_looks_like_a_fault():
+    assert [screen.state_style(state) for state in ("ready", "following", "unled", "silent")] == [
+        *("good", "good", "warn", "bad")
+    ]
+
+
 def test_colours_are_those_of_the_terminal_and_none_with_no_color(monkeypatch):
     line = screen.draw(parse(document(findings=[finding()])), screen.View(), 80, 24)[0]
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -41,7 +41,7 @@ _STAGE, _LINK, _MOST_LINK = 11, 10, 24  # columns of a stage and of a link
 _ENDS = 6  # columns for the arrows at both ends
 _AFTER = {"ingress": "raw", "framer": "framed", "durability": "durable"}
 _FULL = 0.8  # of a link: from here on it is shown as a warning
-_FINE, _SLOW = ("ready",), ("draining", "recovering", "starting", "waiting")
+_FINE, _SLOW = ("ready", "following"), ("draining", "recovering", "starting", "waiting", "unled")
 _ABSENT = StageRow("", "-", None, None, None, None, None, None, None)
 
 _NUMBER = 11  # columns of a number in a table

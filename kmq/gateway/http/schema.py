@@ -210,7 +210,7 @@ _BYTES = {"type": ["string", "null"], "description": "base64, or text with forma
 _SUMMARY = {
     "name": text("the topic"),
     "fromSeq": or_null(number("the WAL's number from which on the topic is in force; null: not yet")),
-    "replicationFactor": number("copies of each message", least=1, most=1),
+    "replicationFactor": number("brokers that keep each message", least=1, most=5),
     "partitioner": _PARTITIONER,
     "cleanupPolicy": _CLEANUP,
     **_OPTIONS,
@@ -263,7 +263,7 @@ SCHEMAS: dict[str, Schema] = {
         name=text("letters, digits, _ . - and no . or - in front", minLength=1, maxLength=200),
         partitions=_PARTITIONS,
         partitioner=_PARTITIONER,
-        replicationFactor=number("1, because a broker keeps one copy", least=1, most=32767),
+        replicationFactor=number("1, or in a shard the number of its brokers", least=1, most=32767),
         **_OPTIONS,
     ),
     "TopicChanges": record(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from kmq.broker.health import Finding, Verdict
+from kmq.broker.stats import REPLICA
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core import metrics
 from kmq.gateway.core.answers import Budget
@@ -47,6 +48,7 @@ class Topics:
 
     def __init__(self, core: Core, bodies: Bodies) -> None:
         self._topics, self._bodies = core.topics, bodies
+        self._row, self._is_of_shard = core.broker.page.rows[REPLICA], bool(core.settings.shard)
         self.handlers = {
             "createTopic": self.create,
             "listTopics": self.list_all,
@@ -57,8 +59,12 @@ class Topics:
 
     async def create(self, call: Call) -> web.Response:
         body = await read_body(self._bodies, call, "NewTopic")
-        if body.get("replicationFactor", 1) != 1:
-            raise bad_field("replicationFactor", "must be 1, because one broker keeps one copy of each message")
+        copies = self._copies()
+        if body.get("replicationFactor", copies) != copies:
+            why = "one broker keeps one copy of each message"
+            if self._is_of_shard:
+                why = f"each of the {copies} brokers of this shard keeps every message"
+            raise bad_field("replicationFactor", f"must be {copies}, because {why}")
         topic, is_made = await self._topics.create(
             body["name"], body.get("partitions", 1), _options(body), body.get("partitioner")
         )
@@ -66,7 +72,7 @@ class Topics:
 
     async def list_all(self, call: Call) -> web.Response:
         found = await self._topics.all(call.query["internal"])
-        return web.json_response([_summary(topic) | {"partitions": topic.partitions} for topic in found])
+        return web.json_response([self._summary(topic) | {"partitions": topic.partitions} for topic in found])
 
     async def describe(self, call: Call) -> web.Response:
         return await self._described(await self._topics.describe(call.path["topic"]))
@@ -93,16 +99,19 @@ class Topics:
             }
             for size in await self._topics.sizes(topic)
         ]
-        return web.json_response(_summary(topic) | {"partitions": sizes}, status=status)
+        return web.json_response(self._summary(topic) | {"partitions": sizes}, status=status)
+
+    def _copies(self) -> int:
+        """Return how many brokers keep each message: in a shard all of them, as the register says."""
+        return max(1, self._row.brokers) if self._is_of_shard else 1
+
+    def _summary(self, topic: TopicState) -> dict[str, Any]:
+        fixed = {"name": topic.name, "fromSeq": topic.from_seq, "replicationFactor": self._copies()}
+        return fixed | {"partitioner": topic.partitioner} | topic.options
 
 
 def _options(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name in OPTIONS}
-
-
-def _summary(topic: TopicState) -> dict[str, Any]:
-    fixed = {"name": topic.name, "fromSeq": topic.from_seq, "replicationFactor": 1}
-    return fixed | {"partitioner": topic.partitioner} | topic.options
 
 
 # --- api -------------------------------------------------------------------------------------------------------------
