@@ -194,11 +194,6 @@ _CLAIM = b";p=" + BACK.encode()
 _WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(%b[^;|\n]+)" % BACK.encode(), re.MULTILINE)
 
 
-def _broker(data: str) -> str:
-    """Return what names the records' broker. All replicas of a shard are one: another may lead at the next redrive."""
-    return identity.lineage(data) if os.path.exists(f"{data}/replica") else identity.read(data, "id")
-
-
 def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[bytes, ids.KnownProducer]]:
     """Return per partition the names under which letters of a topic went back: what the broker knows as stored.
 
@@ -206,7 +201,7 @@ def went_back(data: str, topic: str, tick: Callable[[], None]) -> list[dict[byte
     that is going on, and it tells the last id of a name, not those that were left out before. `tick` is called now and
     then, and may raise to end it.
     """
-    broker, count = _broker(data), topics.load(data, topic)[0]
+    broker, count = identity.of_records(data), topics.load(data, topic)[0]
     partitions: list[dict[bytes, ids.KnownProducer]] = [{} for _ in range(count)]
     digests = (back_digest(broker, topic, number).encode() for number in range(count))
     of_prefix = {BACK.encode() + digest: names for digest, names in zip(digests, partitions, strict=True)}
@@ -333,7 +328,7 @@ def to_send(
     chosen: Iterable[tuple[StoredRecord, bytes]], data: str, redrive: tuple[str, ...] | None = None
 ) -> Iterator[Redriven]:
     """Yield what redrive.send takes. `redrive`: what identifies it; None: letters go back to their origin."""
-    broker = _broker(data)
+    broker = identity.of_records(data)
     for stored, new_key in chosen:
         partition = RedrivenPartition(broker, stored.log, stored.partition, redrive)
         yield partition, stored.offset, stored.line, new_key
