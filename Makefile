@@ -23,6 +23,9 @@ demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT
 cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit and archive over both, by HTTP
 	@$(BIN)/python scripts/cluster_demo.py
 
+shard-demo: $(STAMP)  ## a shard of three brokers and a Consul on this machine: a leader is killed, a broker cut off, a disk wiped
+	@$(BIN)/python scripts/shard_demo.py
+
 image: $(STAMP)  ## build the image localhost/kmq:dev (TAG=…, BASE=…, BUILDER=podman or docker)
 	@scripts/image broker $(TAG)
 
@@ -84,4 +87,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-consumers console-shots soak clean
+.PHONY: help setup demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-consumers console-shots soak clean
