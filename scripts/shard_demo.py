@@ -12,6 +12,7 @@ Everything is on loopback and in a directory that is removed.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -78,7 +79,7 @@ def consul(root: Path) -> Iterator[str]:
         process.wait()
 
 
-class Broker:
+class ShardBroker:
     """One broker of the shard, with directories, ports and an instance name of its own."""
 
     def __init__(self, name: str, root: Path, address: str) -> None:
@@ -129,98 +130,69 @@ class Broker:
         layout.remove_left_bells(self._instance)
 
 
-class Load:
-    """Producers with ids, and a consumer of a group. They know all three brokers, and use whichever serves."""
+class Traffic(NamedTuple):
+    """What was acknowledged to the producers, refused to them, and read by the group; and who still works."""
 
-    def __init__(self, brokers: list[Broker]) -> None:
-        self._hosts = {
-            port: ",".join(f"127.0.0.1:{broker.ports[port]}" for broker in brokers) for port in ("PORT", "EGRESS_PORT")
-        }
-        self.acked: set[str] = set()
-        self.read: Counter[str] = Counter()
-        self.failed: list[str] = []
-        self._is_over, self._has_all = threading.Event(), threading.Event()
-        self._threads = [threading.Thread(target=self._produce, args=(f"p{n}",)) for n in range(1, PRODUCERS + 1)]
-        self._consumer = threading.Thread(target=self._consume)
-        for thread in (*self._threads, self._consumer):
-            thread.start()
-
-    def _produce(self, name: str) -> None:
-        def answered(payload: str) -> Callable[[Any], None]:
-            return lambda reply: self.failed.append(str(reply.error)) if reply.error else self.acked.add(payload)
-
-        with kmq.Producer(self._hosts["PORT"], producer=name, timeout_s=WAIT_S, on_stall=lambda text: None) as producer:
-            began, number = time.monotonic(), 0
-            while not self._is_over.is_set():
-                number += 1
-                payload = f"{name}-{number}"
-                producer.send(TOPIC, payload, id=number, callback=answered(payload))
-                ahead = number / RATE - (time.monotonic() - began)
-                if ahead > 0.01:
-                    self._is_over.wait(ahead)
-                elif ahead < -1:  # after a pause: not all that was missed at once
-                    began = time.monotonic() - number / RATE
-            producer.flush(WAIT_S)
-
-    def _consume(self) -> None:
-        with kmq.Consumer(TOPIC, host=self._hosts["EGRESS_PORT"], group_id=GROUP) as consumer:
-            until = None
-            while not (self._has_all.is_set() and self.read.keys() >= self.acked):
-                if self._has_all.is_set():
-                    until = until or time.monotonic() + WAIT_S
-                    if time.monotonic() > until:
-                        return
-                with contextlib.suppress(KmqError):  # another broker leads: what was not committed comes again
-                    batch = consumer.poll(timeout=0.5)
-                    self.read.update(message.value.decode() for message in batch if message.value)
-                    consumer.commit()
-
-    def finish(self) -> None:
-        """Return when every message is answered, and the group has read all of them."""
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-        self._has_all.set()
-        self._consumer.join()
+    acked: set[str]
+    failed: list[str]
+    read: Counter[str]
+    is_over: threading.Event  # nothing more is sent
+    has_all: threading.Event  # everything that was sent is answered
 
 
-class Picture(threading.Thread):
-    """A row each second, until closed."""
+def produce(traffic: Traffic, hosts: str, name: str) -> None:
+    """Send with ids until told to end; return when all is answered. `hosts`: all three, whichever serves."""
 
-    def __init__(self, brokers: list[Broker], load: Load) -> None:
-        super().__init__(daemon=True)
-        self._brokers, self._load = brokers, load
-        self._notes: list[str] = []
-        self._is_over = threading.Event()
-        self._began = time.monotonic()
+    def answered(payload: str) -> Callable[[Any], None]:
+        return lambda reply: traffic.failed.append(str(reply.error)) if reply.error else traffic.acked.add(payload)
 
-    def note(self, text: str) -> None:
-        self._notes.append(text)
-
-    def run(self) -> None:
-        out.print(f"{'s':>4}  leader  ISR  {'hw':>9}  {'acks/s':>7}", style="bold")
-        before, at = len(self._load.acked), time.monotonic()
-        while not self._is_over.wait(1.0):
-            count, now = len(self._load.acked), time.monotonic()
-            rate = round((count - before) / (now - at))
-            before, at = count, now
-            views = [view for broker in self._brokers if (view := broker.view())]
-            newest = max(views, key=lambda view: (view.get("version", 0), view.get("as_of", 0)), default={})
-            hw = max((view.get("hw", 0) for view in views), default=0)
-            bar = "█" * round(BAR * min(1.0, rate / MOST_DRAWN))
-            notes, self._notes = "; ".join(self._notes), []
-            isr = "".join(name if name in newest.get("isr", ()) else "·" for name in NAMES)
-            row = (
-                f"{now - self._began:4.0f}  {newest.get('leader') or '-':<6}  {isr}  {hw:>9,}  {rate:>7,}  {bar:<{BAR}}"
-            )
-            out.print(f"{row} {notes}".rstrip())
-
-    def close(self) -> None:
-        self._is_over.set()
-        self.join()
+    with kmq.Producer(hosts, producer=name, timeout_s=WAIT_S, on_stall=lambda text: None) as producer:
+        began, number = time.monotonic(), 0
+        while not traffic.is_over.is_set():
+            number += 1
+            payload = f"{name}-{number}"
+            producer.send(TOPIC, payload, id=number, callback=answered(payload))
+            ahead = number / RATE - (time.monotonic() - began)
+            if ahead > 0.01:
+                traffic.is_over.wait(ahead)
+            elif ahead < -1:  # after a pause: not all that was missed at once
+                began = time.monotonic() - number / RATE
+        producer.flush(WAIT_S)
 
 
-def wait(brokers: list[Broker], isr: str, *, at: str = "") -> dict[str, Any]:
+def consume(traffic: Traffic, hosts: str) -> None:
+    """Read with the group until it has all that was acknowledged."""
+    until = math.inf
+    with kmq.Consumer(TOPIC, host=hosts, group_id=GROUP) as consumer:
+        while time.monotonic() < until and not (traffic.has_all.is_set() and traffic.read.keys() >= traffic.acked):
+            if traffic.has_all.is_set():
+                until = min(until, time.monotonic() + WAIT_S)
+            with contextlib.suppress(KmqError):  # another broker leads: what was not committed comes again
+                batch = consumer.poll(timeout=0.5)
+                traffic.read.update(message.value.decode() for message in batch if message.value)
+                consumer.commit()
+
+
+def draw(brokers: list[ShardBroker], traffic: Traffic, notes: list[str], is_over: threading.Event) -> None:
+    """Print a row each second, with the notes that have come since the last one."""
+    out.print(f"{'s':>4}  leader  ISR  {'hw':>9}  {'acks/s':>7}", style="bold")
+    began = at = time.monotonic()
+    before = len(traffic.acked)
+    while not is_over.wait(1.0):
+        count, now = len(traffic.acked), time.monotonic()
+        rate = round((count - before) / (now - at))
+        before, at = count, now
+        views = [view for broker in brokers if (view := broker.view())]
+        newest = max(views, key=lambda view: (view.get("version", 0), view.get("as_of", 0)), default={})
+        hw = max((view.get("hw", 0) for view in views), default=0)
+        bar = "█" * round(BAR * min(1.0, rate / MOST_DRAWN))
+        text, notes[:] = "; ".join(notes), []
+        isr = "".join(name if name in newest.get("isr", ()) else "·" for name in NAMES)
+        row = f"{now - began:4.0f}  {newest.get('leader') or '-':<6}  {isr}  {hw:>9,}  {rate:>7,}  {bar:<{BAR}}"
+        out.print(f"{row} {text}".rstrip())
+
+
+def wait(brokers: list[ShardBroker], isr: str, *, at: str = "") -> dict[str, Any]:
     """Return what a broker says once the ISR is this, and `at`, if given, does not lead."""
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
@@ -231,21 +203,21 @@ def wait(brokers: list[Broker], isr: str, *, at: str = "") -> dict[str, Any]:
     raise RetryError(f"the ISR was not {isr} after {WAIT_S:.0f} s; see the logs in {brokers[0].pipes.parents[1]}")
 
 
-def faults(brokers: dict[str, Broker], picture: Picture) -> None:
+def faults(brokers: dict[str, ShardBroker], notes: list[str]) -> None:
     """Lose one broker after the other, and wait each time until all three are in the ISR again."""
     everybody = list(brokers.values())
     time.sleep(CALM_S)
     victim = wait(everybody, NAMES)["leader"]
-    picture.note(f"kill -9 of {victim}, which leads")
+    notes.append(f"kill -9 of {victim}, which leads")
     brokers[victim].kill()
     wait([broker for broker in everybody if broker.name != victim], NAMES.replace(victim, ""), at=victim)
-    picture.note(f"{victim} is started again")
+    notes.append(f"{victim} is started again")
     brokers[victim].up()
     leader = wait(everybody, NAMES)["leader"]
     time.sleep(CALM_S)
 
     cut, wiped = (name for name in NAMES if name != leader)
-    picture.note(f"{cut} is cut off")
+    notes.append(f"{cut} is cut off")
     pid = brokers[cut].replica()
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -253,26 +225,26 @@ def faults(brokers: dict[str, Broker], picture: Picture) -> None:
         time.sleep(CUT_S)
     finally:
         os.kill(pid, signal.SIGCONT)
-    picture.note(f"{cut} is back")
+    notes.append(f"{cut} is back")
     wait(everybody, NAMES)
     time.sleep(CALM_S)
 
-    picture.note(f"the disk of {wiped} is wiped")
+    notes.append(f"the disk of {wiped} is wiped")
     brokers[wiped].end()
     shutil.rmtree(brokers[wiped].data)
     brokers[wiped].up()
     wait([brokers[leader]], NAMES)
-    picture.note(f"{wiped} has all of it again")
+    notes.append(f"{wiped} has all of it again")
     time.sleep(CALM_S)
 
 
-def wal(broker: Broker) -> bytes:
+def wal(broker: ShardBroker) -> bytes:
     """Return the records of its WAL, whatever segments they are in."""
     segments = sorted((broker.data / "append").glob("*.log"), key=lambda path: int(re.findall(r"\d+", path.name)[0]))
     return b"".join(path.read_bytes() for path in segments)
 
 
-def compare(brokers: list[Broker]) -> bool:
+def compare(brokers: list[ShardBroker]) -> bool:
     """Print whether the WALs are the same bytes, once the last record is on all disks."""
     until = time.monotonic() + WAIT_S
     while len({len(wal(broker)) for broker in brokers}) > 1 and time.monotonic() < until:
@@ -286,18 +258,20 @@ def compare(brokers: list[Broker]) -> bool:
     return is_same
 
 
-def judge(load: Load, broker: Broker) -> bool:
+def judge(traffic: Traffic, broker: ShardBroker) -> bool:
     """Print what came of what was acknowledged."""
     pattern = re.compile(rb"\|(p\d+-\d+)$", re.M)
     stored = Counter(text.decode() for text in pattern.findall(wal(broker)))
-    lost, twice = load.acked - stored.keys(), sum(1 for count in stored.values() if count > 1)
-    kept = len(load.acked & stored.keys())
-    out.print(f"acked      {len(load.acked):,}, stored {kept:,}, twice {twice}")
-    again = sum(count - 1 for count in load.read.values())
-    out.print(f"group      read {len(load.acked & load.read.keys()):,} of {len(load.acked):,}, {again:,} of them again")
-    for text in sorted({*load.failed}):
+    lost, twice = traffic.acked - stored.keys(), sum(1 for count in stored.values() if count > 1)
+    kept = len(traffic.acked & stored.keys())
+    out.print(f"acked      {len(traffic.acked):,}, stored {kept:,}, twice {twice}")
+    again = sum(count - 1 for count in traffic.read.values())
+    out.print(
+        f"group      read {len(traffic.acked & traffic.read.keys()):,} of {len(traffic.acked):,}, {again:,} of them again"
+    )
+    for text in sorted({*traffic.failed}):
         out.print(f"refused    {text}")
-    return bool(load.acked) and not (lost or twice or load.failed or load.acked - load.read.keys())
+    return bool(traffic.acked) and not (lost or twice or traffic.failed or traffic.acked - traffic.read.keys())
 
 
 def run() -> int:
@@ -306,8 +280,7 @@ def run() -> int:
         root = Path(name)
         address = stack.enter_context(consul(root))
         (root / "secret").write_text(os.urandom(24).hex())
-        brokers = {name: Broker(name, root, address) for name in NAMES}
-        everybody = list(brokers.values())
+        everybody = [ShardBroker("a", root, address), ShardBroker("b", root, address), ShardBroker("c", root, address)]
         for broker in everybody:
             (root / broker.name).mkdir()
             stack.callback(broker.end)
@@ -319,16 +292,29 @@ def run() -> int:
             time.sleep(0.2)
         out.print(f"shard      {', '.join(NAMES)} and a Consul on this machine, up in {time.monotonic() - began:.0f} s")
         wait(everybody, NAMES)
-        load = Load(everybody)
-        picture = Picture(everybody, load)
-        picture.start()
+        traffic = Traffic(set(), [], Counter(), threading.Event(), threading.Event())
+        lines, groups = (
+            ",".join(f"127.0.0.1:{broker.ports[port]}" for broker in everybody) for port in ("PORT", "EGRESS_PORT")
+        )
+        notes: list[str] = []
+        is_drawn = threading.Event()
+        producers = [threading.Thread(target=produce, args=(traffic, lines, f"p{n}")) for n in range(1, PRODUCERS + 1)]
+        group = threading.Thread(target=consume, args=(traffic, groups))
+        picture = threading.Thread(target=draw, args=(everybody, traffic, notes, is_drawn), daemon=True)
+        for thread in (*producers, group, picture):
+            thread.start()
         try:
-            faults(brokers, picture)
+            faults({broker.name: broker for broker in everybody}, notes)
         finally:
-            load.finish()
-            picture.close()
+            traffic.is_over.set()
+            for thread in producers:
+                thread.join()
+            traffic.has_all.set()
+            group.join()
+            is_drawn.set()
+            picture.join()
         good = compare(everybody)
-        good &= judge(load, everybody[0])
+        good &= judge(traffic, everybody[0])
     out.print(f"result     {'good' if good else 'NOT good'}, {time.monotonic() - began:.0f} s in all")
     return EXIT_OK if good else EXIT_FAILED
 
