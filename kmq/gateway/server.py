@@ -143,7 +143,7 @@ class Gateway:
         self.role = RolePage.find(self.settings.instance, self.page.data_id)
         role = self.role.read() if self.role is not None else None
         if role is not None and role.role == LEADING:
-            self.generation = role.generation
+            self.generation, self.groups.epoch = role.generation, role.epoch
             return True
         self._state("following" if role is not None and role.role in (FOLLOWING, STARTING) else "unled")
         self.page.keep_in_place("gateway")

@@ -4,6 +4,7 @@ import itertools
 import threading
 from contextlib import suppress
 
+import httpx
 import psutil
 import pytest
 from test_shard import BROKERS, PATIENCE_S, wait_for
@@ -31,6 +32,19 @@ class Whole(Brokers):
             f"{HOST}:{(self.root / name / 'pipes' / f'{port}.port').read_text().strip()}" for name in BROKERS
         )
 
+    def post(self, name, path, body):
+        body.pop("assignment", None)
+        port = (self.root / name / "pipes" / "http.port").read_text().strip()
+        return httpx.post(f"http://{HOST}:{port}/{path}", json=body, trust_env=False, timeout=PATIENCE_S)
+
+    def join(self, name, group):
+        """Join by HTTP through this broker; return the member's generation and assignment, None while nobody leads."""
+        with suppress(httpx.TransportError):
+            response = self.post(name, f"api/groups/{group}/members", {"member": "m", "topics": ["t"]})
+            if response.status_code == 200:
+                return response.json()
+        return None
+
     def kill(self, name):
         """SIGKILL all of a broker, until nothing is left: its supervisor may have started a stage just now."""
         while left := [process for process in psutil.process_iter() if self._is_of(process, name)]:
@@ -56,8 +70,11 @@ def shard(consul, tmp_path):
 
 
 def test_a_killed_leader_costs_producer_and_group_nothing(shard):
-    """Every message that was acked is read once, in order, though the leader is killed in the middle."""
-    acked, read, stop = {}, [], threading.Event()
+    """Every message that was acked is read once, in order, though the leader is killed in the middle.
+
+    The group goes on in generations of the next leader: what an old one commits is fenced, also without commits before.
+    """
+    acked, read, refused, stop = {}, [], [], threading.Event()
 
     def produce():
         with kmq.Producer(shard.hosts("ingress"), timeout_s=PATIENCE_S) as producer:
@@ -72,8 +89,10 @@ def test_a_killed_leader_costs_producer_and_group_nothing(shard):
                 batch = consumer.poll(timeout=0.5)
                 read.extend((message.partition, message.offset, int(message.value)) for message in batch)
                 if batch:
-                    with suppress(kmq.Refused):  # fenced: others may read on; poll says what is assigned
+                    try:
                         consumer.commit(timeout=PATIENCE_S)
+                    except kmq.Refused as error:
+                        refused.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for work in (produce, consume)]
     for thread in threads:
@@ -81,10 +100,20 @@ def test_a_killed_leader_costs_producer_and_group_nothing(shard):
     try:
         wait_for("messages", lambda: len(acked) > 50 and len(read) > 50)
         leader = shard.leader()
+        other = next(name for name in BROKERS if name != leader)
+        old = shard.join(other, "h")
         shard.kill(leader)
         before = len(acked)
         wait_for("messages of the next leader", lambda: len(acked) > before + 50)
         assert shard.leader() != leader
+        new = wait_for("a member of the next leader", lambda: shard.join(other, "h"))
+        assert new["generation"] > old["generation"] and new["assignment"] == old["assignment"] != []
+        late = shard.post(
+            other, "api/topics/t/commit", old | {"group": "h", "offsets": [{"partition": 0, "offset": 1}]}
+        )
+        assert (late.status_code, late.json()["code"]) == (409, "fenced"), late.text
+        now = shard.post(other, "api/topics/t/commit", new | {"group": "h", "offsets": [{"partition": 0, "offset": 2}]})
+        assert now.status_code == 200, now.text
     finally:
         stop.set()
     for thread in threads:
@@ -92,5 +121,6 @@ def test_a_killed_leader_costs_producer_and_group_nothing(shard):
         assert not thread.is_alive()
     assert sorted(acked) == list(range(len(acked))) and len(set(acked.values())) == len(acked)
     assert [value for _, _, value in read] == list(range(len(read))), "each once, in order"
+    assert not refused
     offsets = [offset for _, offset, _ in read]
     assert offsets == sorted(set(offsets)) and len(read) >= len(acked)

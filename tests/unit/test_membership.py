@@ -1,6 +1,7 @@
 """Groups as doors use them, over committed offsets that a former life of the gateway has left. No broker is needed."""
 
 import asyncio
+import itertools
 import json
 import shutil
 import time
@@ -19,10 +20,11 @@ from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
+from kmq.gateway.groups.coordinator import GENERATIONS
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import CommittedOffset, RowKey, encode_payload, routing_key
 from kmq.gateway.groups.offsets import OffsetCommit, OffsetStore
-from kmq.gateway.groups.protocol import Client, MemberOptions
+from kmq.gateway.groups.protocol import Assigned, Client, MemberOptions
 from kmq.gateway.groups.reader import Reader, Turn
 from kmq.gateway.http.groups import GroupCalls
 from kmq.log import deletions, topics
@@ -38,13 +40,14 @@ def commit(group, offset, ts, topic="t", number=0):
 
 
 @asynccontextmanager
-async def started(data, records, **settings):
-    """The groups of a gateway that has just started."""
+async def started(data, records, epoch=0, **settings):
+    """The groups of a gateway that has just started, in a shard in this epoch."""
     with up(data, synced=records, **settings) as broker:
         broker.page.rows["router"].seq = records
         log = Logger("test")
         store = OffsetStore(broker.settings, Watermark(broker.page), log)
         groups = Groups(broker.settings, store, Partitions(data), log)
+        groups.epoch = epoch
         await store.load()
         running = asyncio.create_task(groups.run())
         try:
@@ -75,6 +78,54 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
             assert groups.is_alive("quiet"), "its member has just left, perhaps for a new version of the program"
 
     asyncio.run(main())
+
+
+def test_a_member_that_comes_back_before_the_first_rebalance_is_not_told_that_it_has_nothing(tmp_path):
+    """It would give up what it has in hand, though nobody else was given that. Its connection broke twice in a failover."""
+    data = write_data(tmp_path / "d", [b"t|0||a", commit("g", 0, time.time())], {"t": 1})
+
+    async def main():
+        async with started(data, 2) as (_, groups):
+            heard = []
+            for _ in range(2):  # before the members of a former life have been waited for
+                await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append, is_anew=True)
+            while not any(isinstance(event, Assigned) for event in heard):
+                await asyncio.sleep(0.01)
+        first = next(event for event in heard if isinstance(event, Assigned))
+        assert [tuple(place) for place in first.partitions] == [("t", 0)]
+
+    asyncio.run(main())
+
+
+def test_generations_rise_over_the_brokers_of_a_shard_and_never_meet(tmp_path):
+    """Each broker counts its starts in its own directory; the group has committed nothing that tells of them."""
+    found = []
+
+    async def live(broker, epoch, records):
+        data = tmp_path / broker
+        if not data.exists():
+            write_data(data, records, {"t": 1})
+        async with started(data, len(records), epoch) as (_, groups):
+            heard = []
+            await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append)
+            while not heard:
+                await asyncio.sleep(0.01)
+            found.append(heard[-1].generation)
+
+    def commits(generation):
+        payload = encode_payload(CommittedOffset(0, time.time(), generation=generation))
+        return b"%b|0|1|%b" % (routing_key(RowKey("other", "t", 0)), payload)
+
+    async def main():
+        for broker, epoch in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3), ("b", 7)):
+            await live(broker, epoch, [b"t|0||a"])
+        many_starts = 100 * GENERATIONS + 1  # on another broker, without its epochs telling of it
+        await live("c", 8, [b"t|0||a", commits(many_starts)])
+        assert found[-1] > many_starts
+
+    asyncio.run(main())
+    assert found == sorted(set(found))
+    assert all(new - old > GENERATIONS // 2 for old, new in itertools.pairwise(found)), found
 
 
 def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ran(tmp_path, monkeypatch, capfd):

@@ -26,6 +26,7 @@ Invariant   No partition of a group has two owners in one generation, in no life
             durably, and life n begins above n * GENERATIONS (20,000). A group that went further goes on above the
             highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). A
             group that was forgotten or deleted leaves its generation as the least one for groups to come.
+            In a shard lives are numbered by epoch and start (`least_starts`), so those of two brokers never meet.
             A call that raises RequestRefused has changed nothing. A full bound refuses a newcomer and touches nobody
             who is there, and each group can have `own_members` members whatever others do. The one exception are groups
             without members and commits: nothing of them is remembered, so the longest unused one makes room.
@@ -39,7 +40,8 @@ Cost        A sign of life is O(1). An idle member costs one alarm in each of it
             `tick` does about WORK steps, or one rebalance: then other groups, and requests, have their turn.
 Not covered A caller that does not count its starts: two kills with no commit between them then give generations twice.
             A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
-            which no member comes back. Who is allowed to join.
+            which no member comes back. Over LIVES (4) starts in one epoch of a shard, without a commit of any group in
+            the last of them before another broker leads. Who is allowed to join.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -232,9 +234,20 @@ class Registry:
 # --- coordinator -----------------------------------------------------------------------------------------------------
 
 GENERATIONS = 20_000  # of a group in one life: 32 bits are enough for 100,000 lives
+LIVES = 4  # of the gateway in one epoch of a shard that have numbers of their own though no group commits in them
 UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
 WORK = 1_000  # alarms, members told and partitions given in one tick: a few milliseconds
 _NOTHING = Resume()
+
+
+def least_starts(highest: int, epoch: int) -> int:
+    """Return how many former lives there were at least, as far as records tell. `highest` of their generations.
+
+    In a shard (`epoch` above 0) the lives of the other brokers are counted in directories of their own. So each epoch
+    has its share of the numbers, and the count goes on above the last life in which a group has committed.
+    """
+    life = highest // GENERATIONS
+    return max(epoch * LIVES, life + 1) if epoch else life
 
 
 class Coordinator:

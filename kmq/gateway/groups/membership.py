@@ -39,7 +39,7 @@ from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
+from kmq.gateway.groups.coordinator import Coordinator, least_starts
 from kmq.gateway.groups.deliveries import Deliveries
 from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.offset_table import MAX_OFFSET, CommittedOffset, NackRow, Partition
@@ -64,8 +64,7 @@ from kmq.message import record
 from kmq.wire.requests import Position
 
 # --- starts ----------------------------------------------------------------------------------------------------------
-# data/gateway.starts: one line with the decimal number of gateways that have served groups here, so that each has
-# generations of its own.
+# data/gateway.starts: one line with the decimal number of the lives of gateways up to now (coordinator.py).
 
 STARTS = "gateway.starts"
 _MOST_DIGITS = 9
@@ -193,7 +192,7 @@ class Groups:
     """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
-        self.store = store
+        self.store, self.epoch = store, 0  # the epoch in which this broker leads its shard; 0: no shard
         self.deliveries = Deliveries()
         self.coordinator = Coordinator()  # without groups, until they are restored
         self._settings, self._partitions, self._log = settings, partitions, log
@@ -230,7 +229,7 @@ class Groups:
         """Make all groups with committed offsets known; return False if that has to be tried again."""
         rows = {group: self.store.committed(group).values() for group in self.store.groups()}
         highest = {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
-        least = max(highest.values(), default=0) // GENERATIONS
+        least = least_starts(max(highest.values(), default=0), self.epoch)
         try:
             starts = await asyncio.to_thread(count_start, self._settings.data, least)
         except OSError as err:
@@ -640,11 +639,12 @@ def _is_member(coordinator: Coordinator, group: str, member: str | None) -> bool
 
 
 def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
-    """Tell a member that came back what it has, and what it has been asked to give up."""
+    """Tell a member that came back what it has and is to give up. If that is nothing yet, the next generation tells it."""
     generation, partitions = coordinator.assignment(group, member)
     view = coordinator.describe(group)
     rows = [row for row in view.members if row.id == member] if view else []
     for row in rows:
         if row.revoking:
             listener(Revoke(group, member, generation, row.revoking))
-    listener(Assigned(group, member, generation, partitions))
+    if partitions or coordinator.state(group) is not State.PREPARING or any(row.revoking for row in rows):
+        listener(Assigned(group, member, generation, partitions))
