@@ -69,7 +69,7 @@ class Following:
         self._backlog_bytes = 0
         self._said = 0.0
         self._link: Link | None = None
-        self._is_agreed = self._is_filling = False
+        self._is_agreed = self._is_filling = self.is_over = False
         self._told = ""  # the last reason why there is no connection
         self._snapshot: wire.FileText | None = None  # producers.ckpt of the leader, until our hw has reached it
 
@@ -325,7 +325,7 @@ class Following:
 
     def _have(self, is_due: bool = False) -> None:
         """Confirm what is on our disk."""
-        if self.ring is None or self._link is None or not self._is_agreed:
+        if self.ring is None or self._link is None or not self._is_agreed or self.is_over:
             return
         synced = self.ring.synced_seq
         if synced is None or (synced <= self.confirmed and not is_due):

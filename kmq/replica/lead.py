@@ -91,7 +91,7 @@ class Leading:
         self.stages, self.duty, self.me, self.lag_s, self.log = stages, duty, duty.me, lag_s, log
         self.register = duty.register
         self.epoch = duty.register.epoch
-        self.is_spent = False
+        self.is_spent = self.is_over = False
         self.hw, self.synced, self.numbered = 0, 0, 0
         self.epoch_seq = 0  # of the record of the epoch; 0: not numbered yet
         self.followers: dict[str, FollowerLink] = {}
@@ -277,6 +277,8 @@ class Leading:
     def _count(self) -> None:
         """Raise hw to what every replica that can be elected has on its disk."""
         register = self.register
+        if self.is_over:
+            return
         if len(register.isr) < register.min_insync:
             return self._tell()
         members = set(register.isr).union(*self._asked) - {self.me}

@@ -302,23 +302,26 @@ class Replica:
         if self._reached is None:
             self._reached, self._is_lost = self._clock(), False
         yield from self._promise(view)
+        register = view.register if not self.problem and view.register == self.files.promised else None
+        if register is not None:  # before we say so: from here on nothing is confirmed or counted that the note lacks
+            self._act(view, register)
         yield from self._show_promise(view)
         note, noted = self._new_note(), self._note
         is_due = noted is None or note != noted._replace(epoch=note.epoch, end=note.end)
         is_due |= self._clock() - self._noted_at >= _NOTE_S
         if note != noted and is_due:
             yield from self._say(note)
-        register = view.register
-        if not self.problem and register is not None and register == self.files.promised:
-            leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
-            if leader is not None:
-                doors = (("broker", leader.note.broker), *leader.note.doors)
-                duty = duty._replace(leader=leader.note.replica, doors=doors)
-            is_spent = (
-                register.leader == duty.me and register.epoch == self._spent
-            )  # what came of it before is not known
-            self._work.act(None if is_spent else duty)
+        if register is not None and register == self.files.promised:
             yield from self._decide(view, register)
+
+    def _act(self, view: ShardView, register: Register) -> None:
+        leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
+        if leader is not None:
+            doors = (("broker", leader.note.broker), *leader.note.doors)
+            duty = duty._replace(leader=leader.note.replica, doors=doors)
+        # What came of an epoch that it led before its start is not known.
+        is_spent = register.leader == duty.me and register.epoch == self._spent
+        self._work.act(None if is_spent else duty)
 
     def why_not(self, peer: Peer) -> str:
         """Return why nobody is this replica of this broker, as far as we know; "": somebody is, and lives."""

@@ -44,6 +44,7 @@ class Office(Protocol):
     """Leading (lead.py) or Following (follow.py), in one epoch."""
 
     duty: Duty
+    is_over: bool  # another epoch was promised: nothing is confirmed or counted any more
 
     def take(self, duty: Duty) -> None:
         """Go on under another version of the register of this epoch."""
@@ -165,8 +166,11 @@ class Roles:
         if duty is not None and (self._duty is None or not is_same(duty, self._duty)):
             self._asked_at = time.monotonic()
         self._duty = duty
-        if duty is not None and self.role is not None and is_same(duty, self.role.duty):
-            self.role.take(duty)
+        if self.role is not None:
+            if duty is not None and is_same(duty, self.role.duty):
+                self.role.take(duty)
+            else:
+                self.role.is_over = True
         self._changed.set()
 
     def stored(self) -> int:

@@ -40,6 +40,13 @@ MUTANTS = [
           "        yield from self._promise(view)\n"),),
     ),
     Mutant(
+        "a note speaks of a promise before the work for the one before ends",
+        (("replica", "            self._act(view, register)\n", "            pass\n"),
+         ("replica", "            yield from self._say(note)\n        if register is not None and",
+          "            yield from self._say(note)\n        if register is not None:\n"
+          "            self._act(view, register)\n        if register is not None and")),
+    ),
+    Mutant(
         "a spent epoch is led again",
         (("replica", "            if register.epoch == self._spent or", "            if"),),
     ),

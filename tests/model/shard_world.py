@@ -108,6 +108,11 @@ class StillWork:
         self.duty = duty
 
     def position(self) -> tuple[int, int]:
+        for process in self.world.running.values():
+            if process.broker == self.broker and self.duty is not None and process.replica.files.promised is not None:
+                promised = process.replica.files.promised
+                same = (self.duty.register.epoch, self.duty.register.leader) == (promised.epoch, promised.leader)
+                demand(same, "it says where it stands under a promise, and still works under the one before")
         return 0, self.stored()
 
     def stored(self) -> int:
@@ -125,6 +130,9 @@ class StillWork:
     def opened(self) -> int:
         return 0
 
+    def doors(self) -> dict[str, str]:
+        return {}
+
     def is_spent(self, epoch: int) -> bool:
         return False
 
@@ -135,7 +143,8 @@ class StillWork:
         for process in self.world.running.values():
             files, end = process.replica.files, self.world.ends.get(process.broker, 0)
             is_there = files.identity.id == replica and not files.identity.coming
-            if is_there and files.promised == self.duty.register and end == self.stored():
+            ours = self.duty.register if self.duty is not None else None
+            if is_there and ours is not None and files.promised == ours and end == self.stored():
                 self.heard[replica] = self.world.now
                 return True
         return False
