@@ -1,10 +1,12 @@
 """One pod: how it starts, lives and ends, and what can be asked of it."""
 
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -95,22 +97,33 @@ class Pod:
         self.ip = address_of(self.name)
 
     def terminate(self) -> dict[str, int]:
-        """As the kubelet deletes a pod: SIGTERM to all at once, SIGKILL after the grace period; the exit codes.
+        """As the kubelet deletes a pod: preStop and SIGTERM to all at once, SIGKILL after the grace period; the exit codes.
 
         Only for a pod played with restart_policy "Never": podman starts again what ends after any signal but its own
         `stop`, and that one tells a container of a shared process namespace twice.
         """
         assert self.restart_policy == "Never", "podman would start again what ends"
-        pids = [self.pid(container) for container in self.containers]
+        pids = {container: pid for container in self.containers if (pid := self.pid(container))}
         names = [f"{self.name}-{container}" for container in self.containers]
-        for number, patience_s in ((signal.SIGTERM, self.grace_s), (signal.SIGKILL, PATIENCE_S)):
-            left = [pid for pid in pids if pid and is_there(pid)]
-            for pid in left:
-                os.kill(pid, number)
-            deadline = time.monotonic() + patience_s
-            while any(map(is_there, left)) and time.monotonic() < deadline:
-                time.sleep(0.02)
+        deadline = time.monotonic() + self.grace_s
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._terminate, pids, pids.values()))
+        while any(map(is_there, pids.values())) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in filter(is_there, pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        while any(map(is_there, pids.values())) and time.monotonic() < deadline + PATIENCE_S:
+            time.sleep(0.02)
         return dict(zip(self.containers, map(int, podman("wait", *names).split()), strict=True))
+
+    def _terminate(self, container: str, pid: int) -> None:
+        """Run the preStop of a container to its end, for the grace period at most, and tell its process."""
+        command = self.specs[container].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        if command:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.exec(container, *command, patience_s=self.grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
     def finish(self) -> tuple[int, str]:
         """Of a Job's pod: its exit code when it has ended, and what it said."""

@@ -75,6 +75,7 @@ def play_all_once(image: str) -> Iterator[Callable[..., player.Pods]]:
 
         def make(overlay: str | Path, *more: player.Document, **settings: Any) -> player.Pods:
             pods = stack.enter_context(player.play_all(overlay, *more, **settings))
+            pods.begin_shard()
             pods.wait_ready()
             return pods
 
