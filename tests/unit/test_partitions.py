@@ -53,6 +53,18 @@ def all_batches(log, offset, max_bytes):
 # --- partitions ------------------------------------------------------------------------------------------------------
 
 
+def test_the_end_does_not_go_back_while_a_full_disk_has_part_of_an_append(data):
+    """The router cuts that part off, and appends the same records again; readers may have had some of them."""
+    log = Partitions(data).open("t", 0)
+    assert log.end() == 2000
+    path = max(Path(log.directory).glob("*.log"))
+    lines = path.read_bytes()
+    path.write_bytes(lines[: lines.rindex(b"\n", 0, -1) + 1])
+    assert (log.end(), log.locate(Position("offset", 2000))) == (2000, 2000)
+    path.write_bytes(lines)
+    assert log.end() == 2000
+
+
 def test_an_offset_that_another_leader_may_have_shown_is_asked_for_again(data):
     """A leader that was paused past its session knows an older end, until it notices; its readers may know more."""
     is_unsure = True

@@ -305,10 +305,10 @@ class Partition:
         return min(self._log.first_offset, self.end()) if self._log.segments() else self._owner.empty_at(self)
 
     def end(self) -> int:
-        """Return the offset that the next record gets."""
-        end = self._log.end_offset() if self._log.segments() else self._owner.empty_at(self)
-        self._owner.reach(self, end)
-        return end
+        """Return the offset that the next record gets. It never falls: the router cuts off what a full disk took only
+        half of, and writes the same records there when it has room.
+        """
+        return self._owner.reach(self, self._log.end_offset() if self._log.segments() else self._owner.empty_at(self))
 
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside."""
@@ -404,11 +404,15 @@ class Partitions:
         self._bounds = Bounds(data)
         self._reached: dict[tuple[str, int], int] = {}
 
-    def reach(self, partition: Partition, end: int) -> None:
-        """Note that a partition has records up to `end`. Ends only grow, also in a second life of a topic."""
+    def reach(self, partition: Partition, end: int) -> int:
+        """Note that a partition has records up to `end`; return up to where it ever had. Ends only grow, also in a
+        second life of a topic.
+        """
         place = partition.topic, partition.number
-        if end > self._reached.get(place, 0):
-            self._reached[place] = end
+        reached = self._reached.get(place, 0)
+        if end > reached:
+            self._reached[place] = reached = end
+        return reached
 
     def check_ends(self) -> None:
         """Raise RequestRefused if an offset beyond the end may be one that another broker has shown."""
