@@ -4,6 +4,7 @@ What they were told is a history (chaos/history.py). Members of groups and other
 chaos/senders.py.
 """
 
+import itertools
 import os
 import random
 import re
@@ -227,6 +228,16 @@ class Clients:
     def acked_since(self, began: float) -> bool:
         """Whether a message that was sent since then is acknowledged."""
         return any(each.answers and each.answers[-1].began >= began for each in self.numbered)
+
+    def first_ack_since(self, began: float) -> float:
+        """When a message that was sent since then was first acknowledged."""
+        return min(each.ended for sender in self.numbered for each in [*sender.answers] if each.began >= began)
+
+    def longest_pause(self, began: float) -> float:
+        """The longest time since then in which nothing was acknowledged."""
+        answers = [each.ended for sender in self.numbered for each in [*sender.answers] if each.ended >= began]
+        moments = sorted([began, *answers, time.monotonic()])
+        return max(after - before for before, after in itertools.pairwise(moments))
 
     def finish_writing(self) -> None:
         """Send no more, and wait until all that was sent with acks is answered."""

@@ -116,6 +116,7 @@ class Shard:
         self._starts: list[subprocess.Popen[bytes]] = []
         self.paused: set[str] = set()
         self.healed: list[Healed] = []
+        self.faults_ended = 0.0  # when the last healing began to wait for those who start again
         self.witness = Witness(root / "witness", {name: broker.data for name, broker in self.brokers.items()})
 
     # --- the shard ---------------------------------------------------------------------------------------------------
@@ -263,6 +264,7 @@ class Shard:
         while self._ballast:
             self._ballast.pop().unlink(missing_ok=True)  # a power cut may have taken it
         self.up(*(name for name, broker in self.brokers.items() if not broker.processes()))
+        self.faults_ended = time.monotonic()
         self.wait(lambda: all(start.poll() is not None for start in self._starts), "the end of all starts")
         self.healed.append(Healed(what, time.monotonic()))
 
@@ -283,7 +285,8 @@ class Shard:
             start.wait()
         for name in sorted(self.paused):
             self.brokers[name].signal(signal.SIGCONT)
-        for broker in self.brokers.values():
+        for name, broker in self.brokers.items():
+            (self.root / f"{name}.log").write_text(broker.log())  # its directory goes
             broker.close()
 
 

@@ -92,11 +92,23 @@ class Trial:
         time.sleep(self.rng.uniform(0.5, 6.0))  # how long it lasts is what is tried
         self.heal(", ".join(what))
 
+    def one(self, fault: str, of_leader: bool) -> None:
+        """One fault of a whole shard, for longer than a session and the lag."""
+        self.shard.wait_whole()
+        leader = self.shard.leader()
+        self.befall(fault, leader if of_leader else self.shard.others(leader)[0])
+        time.sleep(5)
+        self.heal(fault)
+
     def heal(self, what: str) -> None:
         self.shard.heal(what)
         healed = self.shard.healed[-1].ended
         self.shard.wait(lambda: self.clients.acked_since(healed), f"an acknowledgement after {what}")
-        print(f"{time.monotonic() - self.began:6.1f} healed, acked after {time.monotonic() - healed:.1f} s", flush=True)
+        ended = (
+            self.shard.faults_ended
+        )  # here dead brokers begin to start; the judge counts from the end of their starts
+        took = self.clients.first_ack_since(ended) - ended
+        print(f"{time.monotonic() - self.began:6.1f} healed, acked {took:.1f} s after the end of {what}", flush=True)
 
     def end(self, healed_s: float = 10.0) -> None:
         """Let everything arrive everywhere; then nothing is wrong."""
@@ -166,11 +178,21 @@ def test_nothing_acknowledged_is_lost_in_power_cuts_of_all_brokers(trial: Trial,
 @pytest.mark.parametrize("of_leader", [True, False], ids=["leader", "follower"])
 def test_each_fault_by_itself_is_survived(trial: Trial, of_leader: bool) -> None:
     for fault in sorted(trial.faults_of("a")):
+        trial.one(fault, of_leader)
+    trial.end()
+
+
+@pytest.mark.timeout(600)
+def test_rolling_restarts_and_some_faults_of_a_follower_lose_nothing(trial: Trial) -> None:
+    """CHAOS_SEED chooses the faults."""
+    began = time.monotonic()
+    for name in sorted(BROKERS):
         trial.shard.wait_whole()
-        leader = trial.shard.leader()
-        trial.befall(fault, leader if of_leader else trial.shard.others(leader)[0])
-        time.sleep(5)  # longer than a session and the lag
-        trial.heal(fault)
+        trial.befall("restart", name)
+        trial.heal(f"restart {name}")
+    print(f"no acknowledgement for {trial.clients.longest_pause(began):.1f} s at most, while all were restarted")
+    for fault in trial.rng.sample(sorted(trial.faults_of("a")), 2):
+        trial.one(fault, of_leader=False)
     trial.end()
 
 
