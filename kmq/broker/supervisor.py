@@ -253,11 +253,15 @@ class Supervisor:
                 os.kill(child.pid, signal.SIGKILL)
 
     def _remove_drained_rings(self) -> None:
-        """Remove rings that hold no messages: the stages make them again from the WAL.
+        """Remove rings that hold no messages: the stages make them again from the WAL; and in a shard the role page.
 
         At the end, so that a clean stop leaves nothing in /dev/shm. At the start, because a ring that a crash left may
         be behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
         """
+        if self.settings.shard:
+            from kmq.links import role
+
+            role.remove(self.settings.instance)
         names = layout.RINGS  # what lies in `received` is spoken of there, or in a FIFO that has no stage now
         if layout.is_drained(self.settings.instance, *names):
             # BusyError: a stage outlived its supervisor. The new stage will name it in an error and end.

@@ -37,6 +37,12 @@ _DATA_ID, _LEADER, _TEXT = 1024, 2048, 1024  # texts: where they begin, and thei
 _BYTES = 4096
 
 
+def remove(instance: str) -> None:
+    """Remove the page while nothing of the broker runs: no stage begins in a role before its replica does."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{SHM}/{instance}.role")
+
+
 class RoleReading(namedtuple("RoleReading", ("generation", "role", "epoch", "mark"))):
     """One consistent reading. `mark`: of the version with which the epoch began."""
 
@@ -164,11 +170,6 @@ class RolePage:
     def show_leader(self, fields: dict[str, str]) -> None:
         """Say who leads; see `leader`."""
         self._put(_LEADER, " ".join(f"{name}={value}" for name, value in fields.items()))
-
-    def remove(self) -> None:
-        """Remove the page at an end in order, when no stage works any more."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
 
     def _put(self, at: int, text: str) -> None:
         self._mm[at : at + _TEXT] = text.encode()[: _TEXT - 1].ljust(_TEXT, b"\0")

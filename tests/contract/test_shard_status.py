@@ -5,8 +5,10 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from test_shard import BROKERS, Shard, wait_for
 
@@ -86,6 +88,23 @@ def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_
     brokers.put(register.encode())
     for name in BROKERS:
         wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+
+
+def test_no_process_begins_in_a_role_that_a_kill_has_left(brokers):
+    """The others start faster than `replica`: for seconds they would take lines and serve old ends as the leader."""
+    path = Path(f"/dev/shm/{brokers.cluster}-a.role")
+    assert brokers.kmq("a", "up", "--no-gateway").returncode == 0
+    left = path.stat().st_ino
+    with path.open("rb") as kept:  # so that its number is not given to another file
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("KMQ_INSTANCE") == f"{brokers.cluster}-a":
+                process.kill()
+                process.wait()
+        assert path.stat().st_ino == left
+        assert brokers.kmq("a", "up", "--no-gateway").returncode == 0
+        assert path.stat().st_ino != left, kept
+    assert brokers.kmq("a", "down").returncode == 0
+    assert not path.exists()
 
 
 def test_up_prints_why_a_replica_has_ended_and_ends_with_its_code(brokers):

@@ -14,7 +14,7 @@ from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.config.values import GIB, MIB
 from kmq.ingress.limits import Gate
-from kmq.links.role import RolePage
+from kmq.links.role import RolePage, remove
 
 
 class Broker:
@@ -71,7 +71,7 @@ def test_a_leader_that_hears_too_few_replicas_refuses_as_for_lack_of_room_until_
         assert gate.look() and gate.refusal == b"" and row.admission_name == ""
     finally:
         os.unlink(stats.path)
-        page.remove()
+        remove(instance)
 
 
 @pytest.fixture
