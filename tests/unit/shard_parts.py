@@ -79,19 +79,24 @@ class Broker:
         self.settings = load(paths | cluster | limits | (env or {}), toml="")
         self.data = self.settings.data
         self._make_data([*lines], routed)
-        page = StatsPage(self.instance, identity.open_data(self.data, shard="s"), self.data)
-        self.files = ReplicaFiles(self.data, "s")
+        self.start_replica()
         self.id = self.files.identity.id
-        self.stages = Stages(self.settings, page, describe("replica", self.data, self.instance), self.log)
-        self.roles = Roles(self.stages, self.files, name, SECRET)
-        self.page = self.stages.page
         self.shown: list[tuple[int, int]] = []  # (first, last seq) of the blocks that the router was shown
         self.has_durability = self.stores = self.frames = self.routes = self.lets_go = True
         self.durability: durability.Durability | None = None
         self.framer: framer.Framer | None = None
         self._router: RingReader | None = None
         self._stages: list[Stage] = []
+        self._wakes: list[int] = []
         self.raw = os.open(f"{root}/pipes/raw", os.O_RDWR | os.O_NONBLOCK)
+
+    def start_replica(self) -> None:
+        """What a start of the process `replica` does."""
+        page = StatsPage(self.instance, identity.open_data(self.data, shard="s"), self.data)
+        self.files = ReplicaFiles(self.data, "s")
+        self.stages = Stages(self.settings, page, describe("replica", self.data, self.instance), self.log)
+        self.roles = Roles(self.stages, self.files, self.name, SECRET)
+        self.page = self.stages.page
 
     def _make_data(self, lines: list[bytes], routed: int) -> None:
         identity.open_data(self.data)
@@ -151,6 +156,7 @@ class Broker:
 
     def begin(self, name: str) -> Stage:
         stage = Stage(name, self.settings)
+        self._wakes.append(signal.set_wakeup_fd(-1))  # of a process that is only this stage
         assert stage.has_work()
         self._stages.append(stage)
         return stage
@@ -190,9 +196,13 @@ class Broker:
                     held.release()
                 elif not isinstance(held, RolePage) and held._fd != -1:  # a ring that is open
                     held.close()
-            for fd in (stage.raw, stage.acks, stage.signalled):
-                os.close(fd)
+            for fd in (stage.raw, stage.acks, stage.signalled, stage._synced):
+                if fd is not None:
+                    os.close(fd)
+        for fd in self._wakes:
+            os.close(fd)
         self._stages.clear()
+        self._wakes.clear()
 
     def close(self) -> None:
         self.let_go()
@@ -211,8 +221,7 @@ class Shard:
 
     async def __aenter__(self) -> Self:
         for broker in self.brokers:
-            port = wire.ReplicaPort(broker.roles.me, SECRET, None, lambda peer: "", broker.roles.serve, broker.log)
-            self.ports[broker.name] = await port.open("127.0.0.1", 0)
+            self.ports[broker.name] = await self._port(broker).open("127.0.0.1", 0)
             self.tasks.append(asyncio.create_task(broker.roles.run()))
         self.tasks.append(asyncio.create_task(self._turns()))
         return self
@@ -231,6 +240,22 @@ class Shard:
             for broker in self.brokers:
                 broker.turn()
             await asyncio.sleep(0.001)
+
+    def _port(self, broker: Broker) -> wire.ReplicaPort:
+        async def serve(link: wire.Link) -> None:
+            await broker.roles.serve(link)
+
+        return wire.ReplicaPort(lambda: broker.roles.me(), SECRET, None, lambda peer: "", serve, broker.log)
+
+    async def restart(self, broker: Broker) -> None:
+        """End the process `replica` of this broker, and start it again; the stages live on."""
+        at = self.brokers.index(broker)
+        self.tasks[at].cancel()
+        await asyncio.gather(self.tasks[at], return_exceptions=True)
+        for fd in (broker.stages.raw, broker.stages.synced):
+            os.close(fd)
+        broker.start_replica()
+        self.tasks[at] = asyncio.create_task(broker.roles.run())
 
     def address(self, name: str) -> str:
         return f"127.0.0.1:{self.ports[name].port}"
@@ -329,11 +354,9 @@ class Leader:
 def signals_kept() -> Iterator[None]:
     """Stages take over the signals of their process; give them back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    wakeup = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
