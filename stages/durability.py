@@ -374,7 +374,6 @@ def run(stage: Stage) -> None:
         job.framed.wait(job.is_news)  # returns at once if there is more
     job.uncommitted.clear()  # they look into the ring
     job.wal.close()
-    job.uncommitted.clear()  # they point into the ring
     job.durable.close()
     job.framed.close()
     owner.release()

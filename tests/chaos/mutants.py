@@ -1092,6 +1092,307 @@ MUTANTS = [
 ]
 
 
+# --- the guards of tests/model/cluster_model.py, by the names that they have there -----------------------------------
+
+LEAD, FOLLOW, REPLICA, STAGES = (f"kmq/replica/{name}.py" for name in ("lead", "follow", "replica", "stages"))
+SHARD, REPLICA_FILES, REGISTER = "kmq/replica/shard.py", "kmq/replica/files.py", "kmq/cluster/register.py"
+IN_LEADING, IN_FOLLOWING, UNCOMMITTED = (
+    f"tests/unit/test_{name}.py" for name in ("leading", "following", "uncommitted")
+)
+IN_SHARD = "tests/model/test_shard_model.py"
+WALKS, ANEW = (
+    f"{IN_SHARD}::test_random_walks_keep_every_promise[]",
+    f"{IN_SHARD}::test_a_volume_that_was_restored_joins_as_a_new_replica",
+)
+GONE_BACK = f"{IN_SHARD}::test_random_walks_keep_every_promise[consul]"
+STORIES = f"{IN_SHARD}::test_recovery_loses_nothing_and_chooses_no_branch_by_itself"
+DESCENT = "    return promised is None or (register is not None and register.descends_from(promised.version))\n"
+PROMISE = "        if before is not None and not register.descends_from(before.version):\n"
+KNOWS = "return identity.knows(member.note.start) and (version, self._work.stored()) >= self._noted(member)"
+CAS, BLIND_WRITE = (
+    "cas(keys.register, register.encode(), view.modified)",
+    'KvOperation("set", keys.register, register.encode())',
+)
+AGREES = "min(diverged.end, self.epochs.end_of(diverged.epoch, end))"
+PATIENT = "        if duty.register == self.register:\n            return\n        self.duty, self.register"
+NOTICES = (
+    "        if not self.files.identity.coming:\n            self.files.save(self.files.identity.about_to_start())\n"
+)
+RESIGNS = "other is not None and self._work.stands() and"
+
+GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that notices
+    (
+        "follower_no_fence",
+        [(FOLLOW, "data.epoch != self.epoch or ", "")],
+        f"{IN_FOLLOWING}::test_data_of_another_epoch_is_refused",
+    ),
+    (
+        "leader_no_fence",
+        [(LEAD, " or fetch.epoch != self.epoch:", ":")],
+        f"{IN_LEADING}::test_a_follower_of_another_epoch_is_refused",
+    ),
+    (
+        "shrink_early",
+        [(LEAD, "set(register.isr).union(*self._asked)", "set(self._asked[-1] if self._asked else register.isr)")],
+        f"{IN_LEADING}::test_who_leaves_counts_until_the_register_says_so",
+    ),
+    (
+        "expand_late",
+        [(LEAD, ".union(*self._asked)", "")],
+        f"{IN_LEADING}::test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome",
+    ),
+    (
+        "expand_hw_only",
+        [(LEAD, "least = max(self.hw, self.epoch_seq)", "least = self.hw")],
+        f"{IN_LEADING}::test_who_joins_has_all_that_is_committed_and_the_record_of_the_epoch",
+    ),
+    ("truncate_hw", [(FOLLOW, AGREES, "stages.shown()")], f"{IN_FOLLOWING}::test_a_log_is_cut_to_where_it_agrees"),
+    ("truncate_naive", [(FOLLOW, AGREES, "diverged.end")], f"{IN_FOLLOWING}::test_a_log_is_cut_to_where_it_agrees"),
+    (
+        "late_diverged",
+        [(FOLLOW, "(message.next, message.last) != asked or ", "")],
+        f"{IN_FOLLOWING}::test_an_answer_to_a_position_that_was_left_is_no_reason_to_cut",
+    ),
+    (
+        "late_diverged, while data comes",
+        [(FOLLOW, "(message.next, message.last) != asked or self._is_agreed", "(message.next, message.last) != asked")],
+        f"{IN_FOLLOWING}::test_a_late_answer_does_not_cut_what_has_come_since",
+    ),
+    (
+        "no_compare",
+        [(LEAD, "if position > end or epochs.epoch_at(position) != fetch.last:", "if False:")],
+        f"{IN_LEADING}::test_a_position_counts_only_after_comparing",
+    ),
+    (
+        "no_compare, a position before it",
+        [
+            (
+                LEAD,
+                "if self.followers.get(replica) is not follower:",
+                "if not self.followers.setdefault(replica, follower):",
+            ),
+            (LEAD, "if position > follower.sent:", "if False:"),
+        ],
+        f"{IN_LEADING}::test_a_position_counts_only_after_comparing",
+    ),
+    (
+        "resume_epoch",
+        [(REPLICA, "promised.epoch if promised is not None and promised.leader == files.identity.id else 0", "0")],
+        WALKS,
+    ),
+    ("restored_keeps_id", [(REPLICA, KNOWS, "return True")], ANEW),
+    (
+        "restored_keeps_id, where only its leader remembers",
+        [(LEAD, "if position < self._confirmed.get(link.peer.replica, 0):", "if False:")],
+        f"{IN_LEADING}::test_who_has_confirmed_more_than_it_has_is_told_that_it_went_back",
+    ),
+    (
+        "ack_before_sync",
+        [(FOLLOW, "synced = self._ring.synced_seq\n", "synced = self.received\n")],
+        f"{IN_FOLLOWING}::test_only_what_is_on_disk_is_confirmed",
+    ),
+    (
+        "dup_at_once",
+        [
+            (
+                DURABILITY,
+                "                self.uncommitted += blocks\n",
+                "                self._reply([block for block in blocks if not block.count])\n"
+                "                self.uncommitted += blocks\n",
+            )
+        ],
+        f"{UNCOMMITTED}::test_replies_and_the_router_wait_for_hw",
+    ),
+    (
+        "hw_unchecked",
+        [(FOLLOW, "isinstance(message, wire.Data) and self._is_agreed", "isinstance(message, wire.Data)")],
+        f"{IN_FOLLOWING}::test_data_before_the_leader_has_compared_is_refused",
+    ),
+    (
+        "hw_unchecked, above what has come",
+        [(FOLLOW, "min(seq, self.received)", "seq")],
+        f"{IN_FOLLOWING}::test_hw_is_believed_only_up_to_what_was_received",
+    ),
+    (
+        "unclean",
+        [
+            (SHARD, "            if member.id in register.isr\n            and", "            if"),
+            (REGISTER, "        if leader not in self.isr:\n", "        if False:\n"),
+        ],
+        WALKS,
+    ),
+    (
+        "lineage_kept",
+        [
+            (
+                "kmq/replica/disks.py",
+                'lineage = _begin(data, state, "detaching", os.urandom(16).hex())',
+                'lineage = _begin(data, state, "detaching", identity.lineage(data))',
+            )
+        ],
+        f"{UNIT_DISKS}::test_a_detached_directory_is_a_broker_of_its_own_with_all_its_records",
+    ),
+    ("isr_no_version", [(SHARD, CAS, BLIND_WRITE)], WALKS),
+    (
+        "pending_timeout",
+        [(LEAD, PATIENT, PATIENT.replace("            return", "            self._asked = []\n            return"))],
+        f"{IN_LEADING}::test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome",
+    ),
+    (
+        "route_synced",
+        [(DURABILITY, "hw, found = self.stage.hw or 0, []", "hw, found = 1 << 62, []")],
+        f"{UNCOMMITTED}::test_replies_and_the_router_wait_for_hw",
+    ),
+    (
+        "ckpt_synced",
+        [(FRAMER, "return synced if synced is None or hw is None else min(synced, hw)", "return synced")],
+        f"{UNCOMMITTED}::test_producers_ckpt_speaks_of_nothing_that_is_not_committed",
+    ),
+    (
+        "isr_below_min",
+        [(REGISTER, "if self.leader not in isr or len(isr) < self.least:", "if self.leader not in isr:")],
+        "tests/unit/test_register.py::test_a_leader_never_shrinks_the_isr_below_min_insync_nor_leaves_it",
+    ),
+    (
+        "isr_below_min, counted",
+        [(LEAD, "if len(register.isr) < register.min_insync:", "if False:")],
+        f"{IN_LEADING}::test_nothing_is_committed_while_the_isr_is_too_small",
+    ),
+    (
+        "min_below_majority",
+        [(REGISTER, "not majority <= min_insync <= count:", "not 1 <= min_insync <= count:")],
+        "tests/unit/test_register.py::test_a_shard_that_cannot_work_is_refused_with_the_reason",
+    ),
+    (
+        "late_record",
+        [(LEAD, "if epochs is None or not self.epoch_seq or", "if epochs is None or")],
+        f"{IN_LEADING}::test_nobody_is_served_before_the_record_of_the_epoch_is_on_disk",
+    ),
+    (
+        "early_resume",
+        [
+            (LEAD, "follower.sent < self.synced:", "follower.sent < self.numbered:"),
+            (LEAD, "elif chunk.last > self.synced:", "elif False:"),
+        ],
+        f"{IN_LEADING}::test_only_what_is_on_disk_is_sent",
+    ),
+    (
+        "early_resume, after a start of durability",
+        [(LEAD, "if has_begun and stages.durability_starts() != starts:", "if False:")],
+        f"{IN_LEADING}::test_an_epoch_in_which_durability_was_started_again_is_spent",
+    ),
+    (
+        "ring_kept",
+        [(STAGES, "            layout.remove(instance, name)\n", "            pass\n")],
+        f"{UNCOMMITTED}::test_what_was_numbered_and_not_stored_goes_with_the_role",
+    ),
+    (
+        "ring_kept, lines in the FIFO of a follower",
+        [(FOLLOW, "            self.stages.drop_fifo()\n", "")],
+        f"{IN_FOLLOWING}::test_lines_in_the_fifo_of_a_follower_never_come_up_again",
+    ),
+    (
+        "no_promise",
+        [(REPLICA, DESCENT, "    return True\n"), (REPLICA_FILES, PROMISE, "        if False:\n")],
+        GONE_BACK,
+    ),
+    (
+        "promise_lost",
+        [(REPLICA_FILES, '        replace_file(f"{self._data}/register", _with_crc(text).encode())\n', "")],
+        f"{IN_FOLLOWING}::test_a_version_is_promised_on_disk_before_anything_is_answered_under_it",
+    ),
+    (
+        "promise_number",
+        [(REGISTER, "return version in self.marks", "return version.number in [mark.number for mark in self.marks]")],
+        f"{IN_FOLLOWING}::test_a_register_that_does_not_descend_from_the_promise_is_not_followed",
+    ),
+    (
+        "epoch_promise",
+        [(LEAD, "if have.version == self.register.version.number:", "if True:")],
+        f"{IN_LEADING}::test_a_position_counts_only_under_the_version_in_force",
+    ),
+    (
+        "epoch_promise, of the version before",
+        [(LEAD, "            follower.position = 0\n", "")],
+        f"{IN_LEADING}::test_what_was_confirmed_under_the_version_before_does_not_count",
+    ),
+    ("recover_no_hold", [(SHARD, "each.note.version == held.version}", "each.note.version}")], STORIES),
+    ("recover_few", [(SHARD, "    enough = len(base.brokers) - base.min_insync + 1\n", "    enough = 1\n")], STORIES),
+    ("recover_any", [(SHARD, "best = max(bound.values(), key", "best = min(bound.values(), key")], STORIES),
+    ("recover_fork", [(SHARD, "    if others:\n", "    if False:\n")], STORIES),
+    ("recover_outside", [(SHARD, "    if not {*replicas} & {*base.isr}:", "    if False:")], STORIES),
+    (
+        "no_resign",
+        [(REPLICA, RESIGNS, "False and")],
+        f"{IN_SHARD}::test_a_leader_whose_hw_stands_lets_another_one_lead",
+    ),
+    (
+        "shrink_blind",
+        [(REPLICA, "and is_heard and", "and")],
+        f"{IN_SHARD}::test_a_leader_that_hears_nobody_lets_nobody_leave_the_isr",
+    ),
+    (
+        "doors_early",
+        [(LEAD, "0 < self.epoch_seq <= min(self.hw, stages.routed_seq())", "0 < self.epoch_seq")],
+        f"{IN_LEADING}::test_the_doors_open_when_the_record_of_the_epoch_is_committed_and_routed",
+    ),
+    (
+        "starts_counted",
+        [
+            (
+                REPLICA_FILES,
+                "return self if self.coming else self._replace(coming=new_mark())",
+                "return self._replace(coming=new_mark())",
+            ),
+            (REPLICA, NOTICES, NOTICES.replace("not self.files.identity.coming", "True")),
+        ],
+        WALKS,
+    ),
+    ("any_start", [(REPLICA, KNOWS, "return (version, self._work.stored()) >= self._noted(member)")], f"{ANEW}[copy]"),
+    # What the model takes for granted:
+    (
+        "data with a gap",
+        [(FOLLOW, "data.epoch != self.epoch or data.first != self.received + 1", "data.epoch != self.epoch")],
+        f"{IN_FOLLOWING}::test_data_that_is_not_right_behind_is_refused",
+    ),
+    (
+        "a role begins while a stage holds the rings of the last one",
+        [(STAGES, "while held := self._held():", "while held := self._held()[:0]:")],
+        f"{UNCOMMITTED}::test_rings_stay_as_long_as_a_stage_holds_them",
+    ),
+    (
+        "a stage goes on in a former role",
+        [("kmq/broker/stage.py", "if self.role is not None and self.role.generation != self.generation:", "if False:")],
+        f"{UNCOMMITTED}::test_a_stage_of_a_former_generation_lets_go_at_its_next_beat",
+    ),
+    (
+        "the end of the WAL counts as shown",
+        [(DURABILITY, "min(log.last_seq, shown_seq(log.data))", "log.last_seq")],
+        f"{UNCOMMITTED}::test_a_new_role_shows_what_is_behind_the_shown_once_it_is_committed",
+    ),
+    (
+        "an epoch begins without its record",
+        [(FRAMER, "if ring.created and stage.role is not None:", "if False:")],
+        f"{UNCOMMITTED}::test_the_first_record_of_a_leader_is_that_of_its_epoch",
+    ),
+    (
+        "durability closes the ring with blocks above hw",
+        [(DURABILITY, "    job.uncommitted.clear()  # they look into the ring\n", "")],
+        f"{UNCOMMITTED}::test_durability_ends_in_order_with_records_that_are_not_committed",
+    ),
+]
+MUTANTS += [Mutant(f"cluster: {name}", edits, [test]) for name, edits, test in GUARDS]
+MUTANTS += [
+    Mutant(f"cluster: {name}", [], [], f"no such code: {why}")
+    for name, why in {
+        "rid_is_node": "the id is random, and a file of the disk: with a wiped disk it is gone",
+        "last_at_once": "!last, id_reused and id_too_old go the way of !dup (dup_at_once)",
+        "repair_follows": "kmq verify --repair does not ask yet whether the directory is a replica",
+        "bq_order": "registers never ride on the Broadcast Queue",
+    }.items()
+]
+
+
 def copy_to(target: Path) -> None:
     for name in COPIED:
         source = REPOSITORY / name

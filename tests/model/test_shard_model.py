@@ -78,6 +78,24 @@ def test_a_register_that_is_there_again_ends_the_trouble_by_itself(world):
     world.until("a shard that works", world.works)
 
 
+def test_a_leader_whose_hw_stands_lets_another_one_lead(world):
+    world.running["a"].replica._work.stands = lambda: True
+    world.until("another leader", lambda: world.register.epoch == 2)
+    assert world.register.leader in (world.running[broker].replica.files.identity.id for broker in ("b", "c"))
+
+
+@pytest.mark.parametrize("heard", ["", "b"])
+def test_a_leader_that_hears_nobody_lets_nobody_leave_the_isr(world, heard):
+    """Without an answer of anybody it may be the leader that is cut off. It can go on with those only that it hears."""
+    ids = {broker: process.replica.files.identity.id for broker, process in world.running.items()}
+    work, turns = world.running["a"].replica._work, iter(range(60))
+    work.may_join = lambda replica: False
+    work.hears = lambda replica: replica == ids.get(heard)
+    work.is_behind = lambda replica: replica != ids.get(heard)
+    world.until("some turns", lambda: next(turns, None) is None)
+    assert {broker for broker, id in ids.items() if id in world.register.isr} == ({"a", "b"} if heard else {*"abc"})
+
+
 def test_resign_lets_another_member_lead(world):
     assert world.run(world.code.shard.resign(world.keys, "b")) is None
     successor = world.run(world.code.shard.resign(world.keys, "a"))

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 from chaos.mutants import MUTANTS, REPOSITORY, Mutant
+from model import cluster_model
 
 
 @cache
@@ -27,3 +28,8 @@ def test_a_mutant_can_be_made_and_its_tests_are_there(mutant: Mutant) -> None:
         path, *names = test.split("::")
         assert (REPOSITORY / path).exists(), path
         assert {name.partition("[")[0] for name in names} <= functions(path), test
+
+
+def test_each_guard_of_the_model_of_a_shard_is_taken_out_of_the_code_too() -> None:
+    made = {mutant.name.removeprefix("cluster: ").partition(",")[0] for mutant in MUTANTS}
+    assert {*cluster_model.MUTANTS} <= made
