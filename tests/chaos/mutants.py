@@ -1188,7 +1188,7 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ),
     (
         "ack_before_sync",
-        [(FOLLOW, "synced = self._ring.synced_seq\n", "synced = self.received\n")],
+        [(FOLLOW, "synced = self.ring.synced_seq\n", "synced = self.received\n")],
         f"{IN_FOLLOWING}::test_only_what_is_on_disk_is_confirmed",
     ),
     (
@@ -1372,7 +1372,7 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ),
     (
         "an epoch begins without its record",
-        [(FRAMER, "if ring.created and stage.role is not None:", "if False:")],
+        [(FRAMER, "if ring.last.next_seq == ring.base_seq and stage.role is not None:", "if False:")],
         f"{UNCOMMITTED}::test_the_first_record_of_a_leader_is_that_of_its_epoch",
     ),
     (

@@ -34,7 +34,7 @@ def test_what_all_of_the_isr_have_is_committed(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B, C)
         b, c = await shard.peer(a, "b"), await shard.peer(a, "c")
-        await b.joins(0, 0), await c.joins(0, 0)
+        await b.joins(1, 1), await c.joins(1, 1)
         end = await stores(shard, a, b"t|||1", b"t|||2")
         b.have(end), c.have(end - 1)
         await b.answered(), await c.answered()
@@ -80,7 +80,7 @@ def test_a_position_counts_only_under_the_version_in_force(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         before = b.register
         b.register = change(a, [a.id, B])
         b.have(1, before.version.number)
@@ -97,7 +97,7 @@ def test_what_was_confirmed_under_the_version_before_does_not_count(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B, C)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         b.have(1)
         await b.answered()
         b.register = change(a, [a.id, B])
@@ -128,7 +128,7 @@ def test_who_leaves_counts_until_the_register_says_so(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B, C)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         a.roles.asks([a.id, B])
         b.have(1)
         await b.answered()
@@ -145,7 +145,7 @@ def test_who_joins_counts_at_once_and_as_long_as_nobody_knows_the_outcome(tmp_pa
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         a.roles.asks([a.id, B, C])
         a.promise(a.files.promised)  # read again: the write has not come to Consul, or will
         b.have(1)
@@ -179,7 +179,7 @@ def test_nothing_is_committed_while_the_isr_is_too_small(tmp_path):
         a.promise(first_register(a.id, [a.id]))
         await shard.until(lambda: a.leading is not None and a.leading.epoch_seq)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         b.have(1)
         await b.answered()
         assert a.leading.hw == 0 and a.roles.may_join(B)
@@ -200,7 +200,7 @@ def test_nobody_is_served_before_the_record_of_the_epoch_is_on_disk(tmp_path):
         assert await b.read((wire.RefusedText, wire.Hw)) == wire.RefusedText("not_ready")
         a.stores = True
         await shard.until(lambda: a.leading.epoch_seq)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
 
     play(tmp_path, scene, "a")
 
@@ -259,7 +259,7 @@ def test_who_confirms_more_than_it_was_sent_is_let_go(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         b.have(2)
         assert await b.has_ended()
         assert a.leading.hw == 0
@@ -297,7 +297,7 @@ def test_the_doors_open_when_the_record_of_the_epoch_is_committed_and_routed(tmp
         a.stages.note_hw, a.routes = count, False
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         await some_turns()
         assert a.page.read().role == STARTING
         b.have(1)
@@ -315,7 +315,7 @@ def test_an_epoch_in_which_durability_was_started_again_is_spent(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         b.have(1)
         await shard.until(lambda: a.page.read().role == LEADING)
         assert not a.roles.is_spent(1)
@@ -329,7 +329,7 @@ def test_a_leader_whose_numbered_records_are_not_committed_for_the_lag_stands(tm
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         b.have(1)
         await shard.until(lambda: a.page.read().role == LEADING)
         assert not a.roles.stands()
@@ -348,7 +348,7 @@ def test_new_messages_are_refused_while_too_few_replicas_answer(tmp_path, answer
         await leads(shard, a, B)
         if answers:
             b = await shard.peer(a)
-            await b.joins(0, 0)
+            await b.joins(1, 1)
         await shard.until(lambda: a.page.refuses is a.page.is_unsure is not answers)
 
     play(tmp_path, scene, "a")
@@ -360,7 +360,7 @@ def test_a_leader_that_heard_nobody_for_one_session_does_not_know_whether_it_lea
     async def scene(shard, a):
         await leads(shard, a, B)
         b = await shard.peer(a)
-        await b.joins(0, 0)
+        await b.joins(1, 1)
         await shard.until(lambda: not a.page.is_unsure)
         await shard.until(lambda: a.page.is_unsure)  # b is silent from now on
         assert not a.page.refuses
