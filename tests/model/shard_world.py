@@ -124,9 +124,6 @@ class StillWork:
     def asks(self, isr: list[str]) -> None:
         demand(self.duty is not None, "the ISR is changed without a duty")
 
-    def doors(self) -> dict[str, str]:
-        return {}
-
     def went_back(self) -> bool:
         return False
 
