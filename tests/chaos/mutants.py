@@ -889,6 +889,16 @@ MUTANTS = [
         [FILES],
     ),
     Mutant(
+        "groups: each broker of a shard counts the gateway's lives alone",
+        [("kmq/gateway/groups/coordinator.py", "max(epoch * LIVES, life + 1) if epoch else life", "life")],
+        ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
+        "groups: who comes back before the first rebalance is told that it has nothing",
+        [("kmq/gateway/groups/membership.py", " is not State.PREPARING or any(", " or any(")],
+        ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
         "offsets: a commit returns before it is on disk",
         [("kmq/gateway/groups/offsets.py", "        await outcome\n", "")],
         [OFFSETS_POWER],
