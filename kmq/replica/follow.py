@@ -92,6 +92,9 @@ class Following:
         loop = asyncio.get_running_loop()
         loop.add_reader(self.stages.synced, self._on_sync)
         beat = asyncio.ensure_future(self._beat())
+        beat.add_done_callback(
+            lambda task: self._link.close() if self._link is not None else None
+        )  # its error is raised
         try:
             while True:
                 try:

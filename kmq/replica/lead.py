@@ -98,6 +98,8 @@ class Leading:
         self._links: set[Link] = set()  # of followers, of those too that were not compared yet
         self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
         self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_turn`
+        self._began = time.monotonic()
+        self._gone: dict[str, float] = {}  # by replica: until when it kept up, over connections that have ended
         self._failed: Exception | None = None
         self._snapshot: wire.FileText | None = None  # producers.ckpt as it is now
         self._snapshot_file: object = None  # which file that was
@@ -143,7 +145,8 @@ class Leading:
     def is_behind(self, replica: str) -> bool:
         """Return True if it is silent, or has not reached what was on our disk the lag ago."""
         follower = self.followers.get(replica)
-        return follower is None or time.monotonic() - min(follower.reached, follower.heard) > self.lag_s
+        since = min(follower.reached, follower.heard) if follower is not None else self._gone.get(replica, self._began)
+        return time.monotonic() - since > self.lag_s
 
     @property
     def stands(self) -> bool:
@@ -197,6 +200,7 @@ class Leading:
     def close(self) -> None:
         for link in self._links:
             link.close()
+        self.followers.clear()  # what they have still said counts in this epoch only
         if self._ring is not None:
             self._ring.close()
 
@@ -311,6 +315,7 @@ class Leading:
             while True:
                 follower.heard = time.monotonic()
                 if isinstance(message, wire.FetchText) and self._begin(follower, message):
+                    follower.reached = min(follower.reached, self._gone.pop(replica, follower.reached))
                     former, self.followers[replica] = self.followers.get(replica), follower
                     if former is not None and former is not follower:
                         former.link.close()
@@ -329,6 +334,7 @@ class Leading:
             self._links.discard(link)
             if self.followers.get(replica) is follower:
                 del self.followers[replica]
+                self._gone[replica] = min(follower.reached, follower.heard)
             link.close()
 
     def _begin(self, follower: FollowerLink, fetch: wire.FetchText) -> bool:

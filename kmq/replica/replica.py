@@ -309,6 +309,7 @@ class Replica:
         note, noted = self._new_note(), self._note
         is_due = noted is None or note != noted._replace(epoch=note.epoch, end=note.end)
         is_due |= self._clock() - self._noted_at >= _NOTE_S
+        is_due |= noted is not None and note.end < noted.end  # after a cut: a start that has less is another replica
         if note != noted and is_due:
             yield from self._say(note)
         if register is not None and register == self.files.promised:

@@ -22,7 +22,7 @@ from kmq.cluster.presence import Keys
 from kmq.cluster.queue import Place
 from kmq.config.settings import Settings
 from kmq.errors import CorruptError, RetryError
-from kmq.files import replace_file
+from kmq.files import FULL, replace_file
 from kmq.links.ownership import FileLock, describe
 from kmq.links.role import LEADING, WAITING
 from kmq.log import identity, segment, wal
@@ -260,9 +260,13 @@ async def _beat(page: StatsPage, owner: FileLock, roles: Roles, publish: Callabl
 def _show(settings: Settings, found: dict[str, Any]) -> None:
     """Leave what Consul says for the gateway. Not synced: after a crash it is written again at once."""
     path = f"{settings.pipes}/cluster.json"
-    with open(f"{path}.new", "w", encoding="ascii") as file:
-        json.dump(found, file)
-    os.rename(f"{path}.new", path)
+    try:
+        with open(f"{path}.new", "w", encoding="ascii") as file:
+            json.dump(found, file)
+        os.rename(f"{path}.new", path)
+    except OSError as err:
+        if err.errno not in FULL:  # a full disk: what is there says by `as_of` that it is old
+            raise
 
 
 async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:

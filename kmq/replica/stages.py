@@ -20,6 +20,7 @@ import time
 
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import DRAIN_S, Settings
+from kmq.files import FULL
 from kmq.links import layout, received
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity
@@ -170,8 +171,13 @@ class Stages:
         """Keep what is committed, for a start without a leader; call it all the time."""
         now = time.monotonic()
         if self.page.hw > self._noted and now - self._noted_at > _NOTE_S:
-            self._noted, self._noted_at = self.page.hw, now
-            write_committed(self.data, self._noted)
+            self._noted_at = now
+            try:
+                write_committed(self.data, self.page.hw)
+                self._noted = self.page.hw
+            except OSError as err:
+                if err.errno not in FULL:  # a full disk: the file says less, which is true as well
+                    raise
 
     async def await_end(self) -> None:
         """Return once durability has let go of the WAL, at most after DRAIN_S."""

@@ -255,6 +255,22 @@ def test_who_lacks_what_retention_has_just_deleted_is_let_go_and_harms_nobody(tm
     play(tmp_path, scene, "a")
 
 
+def test_a_connection_that_breaks_makes_nobody_behind_before_the_lag_is_over(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        assert not a.roles.is_behind(B)  # it may still come
+        b = await shard.peer(a)
+        await b.joins(1, 1)
+        b.have(1)
+        await shard.until(lambda: a.leading.hears(B))
+        b.link.close()
+        await shard.until(lambda: B not in a.leading.followers)
+        assert not a.roles.is_behind(B)
+        await shard.until(lambda: a.roles.is_behind(B))
+
+    play(tmp_path, scene, "a", env={"KMQ_REPLICA_LAG": "1s"})
+
+
 def test_who_confirms_more_than_it_was_sent_is_let_go(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
