@@ -75,6 +75,9 @@ bench-pod: $(STAMP)  ## what a real pod takes at a rate of messages: CPU, memory
 bench-bq: $(STAMP)  ## the Broadcast Queue on three Consul servers: publish, delivery, catch-up, what watches cost Consul
 	@$(BIN)/python scripts/bench_bq $(ARGS)
 
+bench-shard: $(STAMP)  ## three brokers that replicate, beside one: throughput, CPU, latency, failover, idle
+	@$(BIN)/python scripts/bench_shard $(ARGS)
+
 bench-consumers: $(STAMP)  ## consumers in Python, and the consumer port
 	@$(BIN)/python scripts/bench_consumers $(ARGS)
 
@@ -87,4 +90,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-consumers console-shots soak clean
+.PHONY: help setup demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-consumers console-shots soak clean

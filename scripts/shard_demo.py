@@ -82,13 +82,14 @@ def consul(root: Path) -> Iterator[str]:
 class ShardBroker:
     """One broker of the shard, with directories, ports and an instance name of its own."""
 
-    def __init__(self, name: str, root: Path, address: str) -> None:
+    def __init__(self, name: str, root: Path, address: str, **more: str) -> None:
+        """`more`: settings without their KMQ_."""
         self.name, self.data, self.pipes = name, root / name / "data", root / name / "pipes"
-        self._instance = f"shard-demo-{os.getpid()}-{name}"
+        self.instance = f"shard-demo-{os.getpid()}-{name}"
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        settings: dict[str, Any] = {"INSTANCE": self._instance, "DATA": self.data, "PIPES": self.pipes}
+        settings: dict[str, Any] = {"INSTANCE": self.instance, "DATA": self.data, "PIPES": self.pipes}
         settings |= {"SHARD": "demo", "CLUSTER": "demo", "BROKER": name, "CONSUL": address, "REPLICA_PORT": 0}
-        settings |= {"REPLICA_SECRET": root / "secret", "SESSION_TTL": "3s", "REPLICA_LAG": "3s"} | self.ports
+        settings |= {"REPLICA_SECRET": root / "secret", "SESSION_TTL": "3s", "REPLICA_LAG": "3s"} | self.ports | more
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("KMQ_", "RB_"))}
         self._env = kept | {f"KMQ_{key}": str(value) for key, value in settings.items()}
 
@@ -125,9 +126,9 @@ class ShardBroker:
     def end(self) -> None:
         """End it, and remove what a broker leaves in memory for its next start."""
         self.kmq("down")
-        for path in SHM.glob(f"{self._instance}.*"):
+        for path in SHM.glob(f"{self.instance}.*"):
             path.unlink()
-        layout.remove_left_bells(self._instance)
+        layout.remove_left_bells(self.instance)
 
 
 class Traffic(NamedTuple):
