@@ -392,8 +392,9 @@ class ConsumerCore:
             if self.is_managed:
                 is_late, asked = now >= self.expires_at, self.requests.asked_commits()
                 holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
-                self.requests.fence(holdings.owned)
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
+        if is_first and self.is_managed:
+            self.requests.fence(holdings.owned)
         kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
         for place, owned in kept.items():
             if is_first and not self.is_managed:

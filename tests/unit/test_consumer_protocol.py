@@ -425,6 +425,20 @@ def test_after_any_outage_the_groups_offset_counts_unless_it_is_this_members_own
     assert pair.read_all() == in_order(5, 0)[others:], "and nothing again of what was its own"
 
 
+def test_a_commit_without_an_answer_is_not_sent_again_for_a_partition_that_comes_only_later(pair):
+    """It would be acknowledged although the member begins there where the group was before it, and goes back."""
+    pair.read_all()
+    pending = pair.core.commit([(EU, 4), (US, 1)], time.monotonic())
+    pair.core.requests.take()
+    pair.core.lost("gateway killed")
+    pair.peer.shares[pair.core.member] = [US]
+    pair.connect()
+    pair.receive(pair.session.rebalance([EU, US]))
+    pair.pass_on()
+    assert isinstance(pending.error, Fenced) and not pair.peer.committed.get(EU)
+    assert sorted(place for place, _ in pair.read_all()) == [0] * 5, "from where the group is"
+
+
 def test_after_an_outage_a_commit_that_was_stored_without_an_answer_is_this_members_own(pair):
     pair.read_all()
     pending = [pair.core.commit([(EU, at)], time.monotonic()) for at in (2, 4)]
