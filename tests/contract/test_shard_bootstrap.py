@@ -39,12 +39,17 @@ class Copies(Brokers):
         assert begun.returncode == 0, begun.stderr
 
     def send(self, name, topic, count, payload="x" * 200):
-        lines = "".join(f"{payload}{number}\n" for number in range(count))
-        with socket.create_connection(("127.0.0.1", int(self.port(name)))) as sock:
-            sock.sendall("".join(f"{topic}|0||{line}\n" for line in lines.splitlines()).encode())
+        """Send plain lines; once more, from the first on, where a change of role ends the connection."""
+        lines = "".join(f"{topic}|0||{payload}{number}\n" for number in range(count)).encode()
+        wait_for("lines to be taken", lambda: self._sent(name, lines))
+
+    def _sent(self, name, lines):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(self.port(name)))) as sock:
+            sock.sendall(lines)
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass
+            return True
 
     def port(self, name):
         return wait_for("a port", lambda: (self.root / name / "pipes" / "ingress.port").read_text().strip())
