@@ -16,6 +16,7 @@ MARKED = {
         "tests/unit/test_alerts.py renders it": 1,
         "tests/unit/test_kubernetes_page.py renders it": 2,
     },
+    "docs/replication-kubernetes.md": {"needs a cluster": 1},
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
     "docs/spark-writing.md": {"needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1},
     "docs/spark-tables.md": {
