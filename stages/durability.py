@@ -322,7 +322,7 @@ def open_durable(stage: Stage, log: Wal, framed: RingReader) -> RingWriter:
     """
 
     def begin() -> tuple[int, int]:
-        shown = log.last_seq if stage.role is None else min(log.last_seq, shown_seq(log.data))
+        shown = log.last_seq if stage.role is None else shown_seq(log.data)
         return shown + 1, log.last_ts
 
     durable = stage.open_ring("durable", begin)

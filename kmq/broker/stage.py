@@ -360,10 +360,14 @@ class Stage:
 
     def ring_identity(self, name: str) -> Identity:
         """Return what the ring `name` must look like under these settings."""
-        settings = self.settings
-        policy = (settings.policy_framed if name == "framed" else settings.policy_durable) or settings.policy
-        extra = 2 * area_bytes(settings.max_line) if name == "framed" else 0
-        return make_identity(self.data_id, settings.ring_slots, settings.ring_bytes, extra, policy)
+        return ring_identity(self.settings, self.data_id, name)
+
+
+def ring_identity(settings: Settings, data_id: str, name: str) -> Identity:
+    """Return what the ring `name` of this data directory must look like."""
+    policy = (settings.policy_framed if name == "framed" else settings.policy_durable) or settings.policy
+    extra = 2 * area_bytes(settings.max_line) if name == "framed" else 0
+    return make_identity(data_id, settings.ring_slots, settings.ring_bytes, extra, policy)
 
 
 # --- delays ----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,18 @@ _BYTES = 4096
 def remove(instance: str) -> None:
     """Remove the page while nothing of the broker runs: no stage begins in a role before its replica does."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{SHM}/{instance}.role")
+        os.unlink(_path(instance))
+
+
+def _path(instance: str) -> str:
+    return f"{SHM}/{instance}.role"
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o660)
+    except PermissionError:
+        raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
 
 
 class RoleReading(namedtuple("RoleReading", ("generation", "role", "epoch", "mark"))):
@@ -61,13 +72,11 @@ class RolePage:
     @classmethod
     def find(cls, instance: str, data_id: str) -> "RolePage | None":
         """Return the page of this data directory; None while `replica` has not made it."""
-        path = f"{SHM}/{instance}.role"
+        path = _path(instance)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = _open(path, 0)
         except FileNotFoundError:
             return None
-        except PermissionError:
-            raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
         try:
             if os.fstat(fd).st_size < _BYTES:
                 return None
@@ -79,11 +88,8 @@ class RolePage:
     @classmethod
     def make(cls, instance: str, data_id: str) -> "RolePage":
         """Make the page, or go on with the one that is there. The role is `waiting`, in a new generation."""
-        path = f"{SHM}/{instance}.role"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-        except PermissionError:
-            raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
+        path = _path(instance)
+        fd = _open(path, os.O_CREAT)
         try:
             os.posix_fallocate(fd, 0, _BYTES)
             page = cls(fd, path)

@@ -62,7 +62,6 @@ class Following:
         self.received = 0  # last seq that was taken from the leader
         self.confirmed = 0
         self.hw = 0
-        self.heard = 0.0
         self.epochs = stages.epochs()
         self.ring: RingWriter | None = None
         self._backlog: deque[Framed] = deque()
@@ -143,7 +142,6 @@ class Following:
         asked = self._fetch(link)
         while True:
             message = await link.read()
-            self.heard = time.monotonic()
             if isinstance(message, wire.Data) and self._is_agreed:
                 self._take(message)
             elif isinstance(message, wire.Hw):

@@ -77,7 +77,7 @@ class Roles:
         """
         page, leading, following, now = self.stages.page, self.leading, self.following, time.monotonic_ns()
         role = page.read().role
-        row.role, row.hw = 1 + role, page.hw if role != WAITING else self.stages.shown()  # role 0: no value
+        row.role, row.hw = 1 + role, page.hw if role != WAITING else row.hw or self.stages.shown()  # role 0: no value
         row.followers = len(leading.followers) if leading is not None else 0
         row.cut_records = self.stages.cut_records
         if leading is not None:
@@ -276,7 +276,8 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
         log.info("bootstrap_finished", reason="a kill had interrupted it")
     files = ReplicaFiles(settings.data, settings.shard)
     stages = Stages(settings, page, describe(REPLICA, settings.data, settings.instance), log)
-    roles = Roles(stages, files, place.broker, wire.read_secret(settings.replica_secret))
+    secret = wire.read_secret(settings.replica_secret)
+    roles = Roles(stages, files, place.broker, secret)
     replica = Replica(
         files,
         ShardKeys(Keys(place.cluster), settings.shard),
@@ -290,7 +291,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
         log=log,
     )
     tls = make_context(settings) if settings.tls_cert else None
-    port = wire.ReplicaPort(roles.me, roles._secret, tls, replica.why_not, roles.serve, log)
+    port = wire.ReplicaPort(roles.me, secret, tls, replica.why_not, roles.serve, log)
     transport = Transport(place.address)
 
     def publish(row: Row) -> None:

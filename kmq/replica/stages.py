@@ -18,15 +18,15 @@ import os
 import re
 import time
 
+from kmq.broker.stage import ring_identity
 from kmq.broker.stats import StatsPage
 from kmq.config.settings import DRAIN_S, Settings
 from kmq.files import FULL
 from kmq.links import layout, received
 from kmq.links.fifo import open_fifo
-from kmq.links.layout import Identity, make_identity
+from kmq.links.layout import Identity
 from kmq.links.ownership import FileLock
 from kmq.links.role import SYNCED, RolePage
-from kmq.links.staging import area_bytes
 from kmq.log import checkpoint, topic_changes, wal
 from kmq.log.committed import Epochs, read_committed, shown_seq, write_committed
 from kmq.log.segment import Limits
@@ -59,10 +59,8 @@ class Stages:
 
     @property
     def ring(self) -> Identity:
-        """What the ring `framed` looks like; as Stage.ring_identity."""
-        settings = self.settings
-        extra = 2 * area_bytes(settings.max_line)
-        return make_identity(self.data_id, settings.ring_slots, settings.ring_bytes, extra, "block")
+        """What the ring `framed` looks like."""
+        return ring_identity(self.settings, self.data_id, "framed")
 
     def durability_starts(self) -> int:
         """How often durability was started; a change of role does not count."""
@@ -165,7 +163,7 @@ class Stages:
 
     def shown(self) -> int:
         """The seq up to which records of this directory are committed for sure."""
-        return min(shown_seq(self.data), wal.last_stored(self.data)[0])
+        return shown_seq(self.data)
 
     def note_hw(self) -> None:
         """Keep what is committed, for a start without a leader; call it all the time."""
