@@ -194,6 +194,22 @@ def test_a_chain_of_members_makes_loads_even():
     assert moved(given, prior, subscribers, {"a": 4, "b": 2}) == 4  # two links, two partitions each
 
 
+def test_guests_go_home_although_others_have_to_pass_theirs_on():
+    """Each member holds half of an even assignment: the other halves fit in without moving what was kept."""
+    subscribers = {
+        "m0": frozenset("a"),
+        "m1": frozenset("bc"),
+        "m2": frozenset("abc"),
+        "m3": frozenset("cd"),
+        "m4": frozenset("bd"),
+    }
+    partitions_of = {"a": 4, "b": 2, "c": 6, "d": 3}
+    given = assign("sticky", subscribers, partitions_of, {})
+    half = {member: mine[::2] for member, mine in given.items()}
+    again = assign("sticky", subscribers, partitions_of, half)
+    assert moved(again, half, subscribers, partitions_of) == 0 and loads(again) == loads(given)
+
+
 @pytest.mark.parametrize("name", sorted(ASSIGNORS))
 def test_the_largest_group_is_assigned_in_bounded_time(name):
     """10,000 partitions of 200 topics; a member in ten subscribes to something of its own."""

@@ -206,16 +206,68 @@ class _Chains:
         (held.home if self._home.get(partition) == member else held.guests).append(partition)
 
     def _bring_home(self) -> None:
-        """Where one member more or less is as even, a guest goes back to the member that had it before."""
-        for member, topics in self._held.items():
-            for held in list(topics.values()):
-                for partition in list(held.guests):
-                    home = self._home.get(partition)
-                    if home is not None and self._load[home] < self._load[member]:
-                        held.guests.remove(partition)
-                        self._put(home, partition)
-                        self._load[member] -= 1
-                        self._load[home] += 1
+        """Give guests back to the members that had them before, as far as the loads stay as even as they are."""
+        while self._steps > 0 and any(self._give_back(member, topic) for member, topic in self._away()):
+            pass
+
+    def _away(self) -> list[tuple[str, str]]:
+        """Return which members hold guests of which topics that another member had before."""
+        return [
+            (member, topic)
+            for member, topics in self._held.items()
+            for topic, held in topics.items()
+            if any(partition in self._home for partition in held.guests)
+        ]
+
+    def _give_back(self, member: str, topic: str) -> bool:
+        """Give back the guests of `topic`, one after the other; return whether one went home."""
+        guests, any_went = self._held[member][topic].guests, False
+        for partition in [partition for partition in guests if partition in self._home]:
+            home = self._home[partition]
+            way = self._way(home, member) if partition in guests else None
+            if way is None:
+                continue
+            guests.remove(partition)
+            self._put(home, partition)
+            self._load[member] -= 1
+            self._load[home] += 1
+            for giver, of_topic, receiver in way:
+                if of_topic:
+                    self._put(receiver, self._held[giver][of_topic].guests.pop())
+                    self._load[giver] -= 1
+                    self._load[receiver] += 1
+            any_went = True
+        return any_went
+
+    def _way(self, start: str, end: str) -> list[tuple[str, str, str]] | None:
+        """Find how `start`, which is to get one from `end`, leaves the loads even: links, or None.
+
+        A link is (giver, topic, receiver): a guest of that topic is handed on. Topic "": the giver keeps one more and
+        the receiver has one less, which is as even where it had just one more.
+        """
+        came: dict[str, tuple[str, str]] = {start: ("", "")}
+        topics = set[str]()  # whose subscribers are reached
+        queue = deque([start])
+        while queue and end not in came and self._steps > 0:
+            giver = queue.popleft()
+            reached = [("", other) for other, load in self._load.items() if load == self._load[giver] + 1]
+            for topic, held in self._held[giver].items():
+                if held.guests and topic not in topics:
+                    topics.add(topic)
+                    reached += [(topic, other) for other in self._members_of[topic]]
+            self._steps -= len(reached) + 1
+            for topic, other in reached:
+                if other not in came:
+                    came[other] = giver, topic
+                    queue.append(other)
+        if end not in came:
+            return None
+        links: list[tuple[str, str, str]] = []
+        while end != start:
+            giver, topic = came[end]
+            links.append((giver, topic, end))
+            end = giver
+        return links
 
 
 # --- assignors -------------------------------------------------------------------------------------------------------
