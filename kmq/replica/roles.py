@@ -149,10 +149,8 @@ class Roles:
 
     async def serve(self, link: wire.Link) -> None:
         """Serve who has proved to be of the shard."""
-        first, promised = await link.read(), self.files.promised
-        if isinstance(first, wire.AskPromise) and promised is not None:
-            link.send(wire.RegisterText(promised.encode()))
-        elif self.leading is not None:
+        first = await link.read()
+        if self.leading is not None:
             await self.leading.serve(link, first)
         else:
             link.send(wire.RefusedText("not_leader"))

@@ -141,10 +141,6 @@ class RefusedText(NamedTuple):
     reason: str
 
 
-class AskPromise(NamedTuple):
-    """Asks for the register that the peer has promised."""
-
-
 class RegisterText(NamedTuple):
     """A register, as Consul holds it."""
 
@@ -177,7 +173,7 @@ class PieceText(NamedTuple):
 
 
 _Reply = Data | Hw | Diverged | Gone | RefusedText | RegisterText | FileText | PieceText
-Message = FetchText | Have | AskPromise | FilesText | _Reply
+Message = FetchText | Have | FilesText | _Reply
 
 _TYPES: dict[str, type[Message]] = {
     "!fetch": FetchText,
@@ -187,7 +183,6 @@ _TYPES: dict[str, type[Message]] = {
     "!diverged": Diverged,
     "!gone": Gone,
     "!refused": RefusedText,
-    "!promise": AskPromise,
     "!register": RegisterText,
     "!file": FileText,
     "!files": FilesText,

@@ -17,7 +17,6 @@ from kmq.config.settings import load
 from kmq.errors import ConfigError
 from kmq.replica import wire
 from kmq.replica.wire import (
-    AskPromise,
     Data,
     Diverged,
     FetchText,
@@ -49,7 +48,6 @@ MESSAGES = (
     Diverged(7, 1024700, 1024723, 8),
     Gone(900000),
     RefusedText("not_leader"),
-    AskPromise(),
     RegisterText(b"lineage=\n"),
     FileText("producers.ckpt", 7, zlib.crc32(b"\0" * 9), b"\0" * 9),
     FilesText(3),
@@ -178,8 +176,8 @@ def test_after_the_proof_each_side_knows_the_other():
         async with opened(echo, admit=lambda peer: "" if peer == Peer("b", "b" * 16, 1, 4096) else "other") as port:
             link = await to(port)
             assert link.peer == Peer("a", "a" * 16, 1, 1 << 20)
-            link.send(AskPromise())
-            assert await link.read() == AskPromise()
+            link.send(Hw(1))
+            assert await link.read() == Hw(1)
 
     play(scene)
 
