@@ -303,13 +303,13 @@ class Acceptor:
         fields = record.numbered(body) if kind == b"p" else None
         if fields is None:
             return False
-        numbers = [int(id) for _, _, id, _ in fields]
+        numbers = [int(id) for _, _, id, _, _ in fields]
         first, count = numbers[0], len(numbers)
         producer = self.table.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return False
         start_of = self._start_of
-        prints = [crc32(payload, start_of(routing_key)) for _, routing_key, _, payload in fields]
+        prints = [crc32(text, start_of(b"%b|%b" % (key, more) if more else key)) for _, key, _, more, text in fields]
         if numbers == list(range(first, first + count)):
             self.table.remember(producer, first, seq, count, self._seconds, prints)
         elif all(map(lt, numbers, numbers[1:])):
@@ -317,8 +317,8 @@ class Acceptor:
                 self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
             return False
-        join = b"".join((b";p=", name, b"|")).join
-        batch.lines += [join((head, payload)) for head, _, _, payload in fields]
+        join, tag = b"".join, b";p=" + name
+        batch.lines += [join((head, tag, headers, b"|", payload)) for head, _, _, headers, payload in fields]
         return True
 
     def accept(self, line: bytes, n: int, kind: bytes, name: bytes, reserved: bool = False) -> bytes:

@@ -170,6 +170,16 @@ MUTANTS = [
         [crash("framer", "acks"), UNIT_FRAMING],
     ),
     Mutant(
+        "acks: messages are taken as one although one claims to be another producer's",
+        [("kmq/message/record.py", 'rb"(?:;(?![pw]=)', 'rb"(?:;')],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "acks: messages that are taken as one have fingerprints without their headers",
+        [(ACCEPTOR, 'start_of(b"%b|%b" % (key, more) if more else key)', "start_of(key)")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
         "acks: an id that was passed over is answered as if it had been stored",
         [(IDS, " if ahead < self.counts[at] else TOO_OLD", "")],
         [UNIT_PRODUCERS],

@@ -159,7 +159,9 @@ def random_traffic(rng: random.Random, count: int = 40) -> tuple[list[Part], "Mo
         for _ in range(rng.choice([1, 1, 3, 8])):
             id = max(0, top + rng.choice([1, 1, 1, 1, 2, 5, 0, -1, -3]))
             top = max(top, id)
-            sent.append(rng.choice([b"t.k|1|%d|x" % id] * 9 + [b"", b"no separator", b"t|1|x|y", b"t|1|%d" % id]))
+            good, with_header = b"t.k|1|%d|x" % id, b"t.k|1|%d;%b|x" % (id, rng.choice([b"enc=b64", b"a=b", b""]))
+            odd = [b"", b"no separator", b"t|1|x|y", b"t|1|%d" % id, b"t.k|1|%d;a=b;p=you|x" % id]
+            sent.append(rng.choice([good] * 6 + [with_header] * 6 + odd))
         if not rng.randrange(8):
             sent = [b"t.k|1|%d|" % top + b"x" * 5000]
         out.append(messages(sent, n + 1, tag, whose))
@@ -180,8 +182,8 @@ class Model:
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         self.said: dict[tuple[bytes, int], bytes] = {}  # (connection, n) → reply without n
-        # (tag, id) → seq, (key, payload)
-        self.stored: dict[tuple[bytes, int | bytes], tuple[int, tuple[bytes, bytes]]] = {}
+        # (tag, id) → seq, (key, headers, payload)
+        self.stored: dict[tuple[bytes, int | bytes], tuple[int, tuple[bytes, bytes, bytes]]] = {}
         self.last: dict[bytes, int] = {}  # tag → last id
 
     def take(self, line: bytes, conn: bytes, n: int, tag: bytes) -> None:
@@ -189,8 +191,11 @@ class Model:
 
     def _store(self, line: bytes, tag: bytes) -> bytes:
         key, ts, id, payload = record.padded(line).split(b"|", 3)
-        id = id.partition(b";")[0]
-        content = key, payload
+        id, semicolon, headers = id.partition(b";")
+        headers = semicolon + headers
+        content = key, record.user_headers(headers), payload
+        if tag and record.claims(line + b"\n"):
+            return b"err bad_id"
         if tag[:1] == b"p" and not id.isdigit():
             return b"err bad_id"
         known: tuple[bytes, Any] = tag, int(id) if tag[:1] == b"p" else id
@@ -201,7 +206,8 @@ class Model:
             if known[1] < self.last.get(tag, -1):
                 return b"err id_too_old"
             self.last[tag] = known[1]
-        self.lines.append(b"|".join([key, ts, id + b";" + tag if tag else id, payload]))
+        line = b"|".join([key, ts, id + b";" + tag + headers if tag else id + headers, payload])
+        self.lines.append(line if tag else record.disclaim(line))
         self.stored[known] = len(self.lines), content
         return b"ack %d" % len(self.lines)
 

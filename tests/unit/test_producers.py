@@ -7,13 +7,14 @@ from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
-from framing_steps import P, Steps, W, mine, one_by_one, random_traffic, randomly, table
+from framing_steps import MAX, P, Steps, W, mine, one_by_one, random_traffic, randomly, table
 from received_ends import messages
 
 import kmq.message.ids
 from kmq.errors import RetryError
 from kmq.framing import dedupe
-from kmq.framing.dedupe import DedupeSaver, DedupeTable
+from kmq.framing.blocks import ANY_TOPIC, LineBatch
+from kmq.framing.dedupe import Acceptor, DedupeSaver, DedupeTable
 from kmq.log import dedupe_file
 from kmq.message.ids import NEW, PRINTS, TOO_OLD, KnownProducer
 from kmq.message.record import fingerprint
@@ -203,6 +204,52 @@ def test_generated_names_are_evicted_from_a_full_table_and_only_there():
     assert known.producer(b"new", 1600) is None  # it may still be running
     assert known.producer(b"new", 1601) is not None
     assert set(known.names) == {b"till", b"auto-2", b"new"}
+
+
+def random_messages(rng):
+    """Messages with increasing ids, most of them good, with the odd bytes that a key, a header or a payload may hold."""
+    keys = [b"t", b"t.k", b"t.;p=me", b"t.@", b"t.\xff\r", b"t.@0.k;a=b"]
+    headers = [b"", b"", b";enc=b64", b";a=b", b";a=b;reason=r;p", b";", b";;w", b";\xffp=\t", b";P=1;len=2;;x=y"]
+    payloads = [b"", b"x", b"eA==", b"a|b;p=me|", b";w=", b"\r", b"\xff" * 9]
+    odd = [
+        b"append|1|%d|x",
+        b"|1|%d|x",
+        b"t|1|%d",
+        b"t|1|x%d|x",
+        b"t|1|%d|\0",
+        b"t|1|%d;p=me|x",
+        b"t|1|%d;a;w=|x",
+        b"t/|||",
+    ]
+    for id in sorted(rng.sample(range(3, 12), rng.randrange(1, 5)), reverse=not rng.randrange(20)):
+        if not rng.randrange(20):
+            line = rng.choice(odd)
+            yield line % id if b"%d" in line else line
+        else:
+            yield b"%b|1.5|%d%b|%b" % (rng.choice(keys), id, rng.choice(headers), rng.choice(payloads))
+
+
+def test_messages_that_are_taken_together_are_stored_and_remembered_as_one_by_one():
+    rng, kinds = random.Random(33), set()
+    for _ in range(5000):
+        lines = list(random_messages(rng))
+        ways = [(LineBatch(7), table()) for _ in range(2)]
+        together, singly = (Acceptor(MAX, known, ANY_TOPIC) for _, known in ways)
+        for acceptor, (batch, known) in zip((together, singly), ways, strict=True):
+            known.remember(known.producer(b"me", NOW), 3, 4, 1, NOW, (5,))
+            acceptor.begin(batch, NOW + 1)
+        is_taken = together.accept_all(b"".join(line + b"\n" for line in lines), b"p", b"me")
+        replies = [singly.accept(line, n, b"p", b"me") for n, line in enumerate(lines, 1)]
+        if is_taken:
+            assert ways[0][0].lines == ways[1][0].lines and state(ways[0][1]) == state(ways[1][1]), lines
+        else:
+            assert not ways[0][0].lines
+        is_kept_as_sent = all(
+            0 not in line and line.count(b"|") > 2 and b";p=me" not in line.split(b"|")[2] for line in lines
+        )
+        assert is_taken == (is_kept_as_sent and not any(replies)), lines
+        kinds.add((is_taken, any(replies)))
+    assert kinds == {(True, False), (False, False), (False, True)}
 
 
 # --- arbitrary ids -----------------------------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ def test_numbered_lines_are_split_exactly_if_all_are_well_formed_and_numbered():
         b"9" * 18,
         b"9" * 19,
         b"1;a=b",
+        b"2;enc=b64;;pp=q",
+        b"3;",
+        b"4;a=b;p=me",
+        b"5;w=",
+        b";a=b",
         b"x|y",
         b"+",
         b"\r",
@@ -165,17 +170,21 @@ def test_numbered_lines_are_split_exactly_if_all_are_well_formed_and_numbered():
     )
     for _ in range(20_000):
         lines = [
-            b"%b|1|%b|%b" % (rng.choice(parts[:4] * 5 + parts), rng.choice(parts[7:9] * 9 + parts), rng.choice(parts))
+            b"%b|1|%b|%b" % (rng.choice(parts[:4] * 5 + parts), rng.choice(parts[7:13] * 9 + parts), rng.choice(parts))
             for _ in range(rng.randrange(1, 4))
         ]
         text = b"".join(line + b"\n" for line in lines)
         fields = [tuple(line.split(b"|", 3)) for line in lines]
         is_plain = record.good_prefix(text) == len(text) and 0 not in text
-        is_numbered = is_plain and all(id.isdigit() and len(id) <= 18 for _, _, id, _ in fields)
-        expected = [(b"|".join((key, ts, id)), key, id, payload) for key, ts, id, payload in fields]
+        is_numbered = is_plain and not record.claims(text)
+        expected = []
+        for key, ts, id_field, payload in fields if is_numbered else []:
+            id, semicolon, headers = id_field.partition(b";")
+            is_numbered = is_numbered and id.isdigit() and len(id) <= 18
+            expected.append((b"|".join((key, ts, id)), key, id, semicolon + headers, payload))
         assert record.numbered(text) == (expected if is_numbered else None), text
-        kinds.add(is_numbered)
-    assert kinds == {True, False}
+        kinds.add((is_numbered, b";" in text))
+    assert len(kinds) == 4
 
 
 @pytest.mark.parametrize(
@@ -205,6 +214,7 @@ def test_remembered_starts_of_fingerprints_are_bounded_and_right():
     starts = record.Starts()
     for n in range(10_000):
         assert starts[b"t.%d" % n] == record.fingerprint_start(b"t.%d" % n) and len(starts) <= 4096
+        assert starts[b"t.%d|;a=b;enc=b64" % n] == record.fingerprint_start(b"t.%d" % n, b";a=b")
     assert starts[b"k" * 4000] == record.fingerprint_start(b"k" * 4000) and b"k" * 4000 not in starts
 
 
