@@ -1,4 +1,4 @@
-"""Requests of a session that cross with what the gateway does meanwhile: a seek with a read, an answer with a rebalance."""
+"""Requests of a session that cross with others, and with what the gateway does meanwhile: commits with reads, rebalances."""
 
 import asyncio
 
@@ -75,12 +75,13 @@ class Client:
 @pytest.fixture
 def run(tmp_path):
     """Runs a coroutine function that is given the service and a client of a session on topic t, of 100 records."""
-    data = write_data(tmp_path / "d", [b"t|0||%d" % n for n in range(100)], {"t": 1, "u": 2})
+    stored = [b"t|0||%d" % n for n in range(100)] + [b"u|0||%d" % n for n in range(20)]
+    data = write_data(tmp_path / "d", stored, {"t": 1, "u": 2})
 
     def go(work, state="ready"):
         async def main():
-            with up(data, synced=100) as broker:
-                broker.page.rows["router"].seq = 100
+            with up(data, synced=len(stored)) as broker:
+                broker.page.rows["router"].seq = len(stored)
                 broker.page.rows["router"].state = STATES.index(state)
                 waking, strangers = (
                     Waking(Watermark(broker.page)),
@@ -144,6 +145,86 @@ def test_a_batch_that_was_read_before_a_seek_is_not_sent(run):
         assert await client.batch() == ("t/0", 7)
         await client.ask("!fetch 20")
         assert await client.batch() == ("t/0", 8)
+
+    run(work)
+
+
+def test_a_commit_is_answered_while_a_slow_disk_holds_a_fetch_up(run):
+    async def work(service, client):
+        await client.ask("ASSIGN g t/0@0")
+        assert await client.line() == "!assign 0 t/0@0"
+        service.gate.clear()
+        await client.ask("!fetch 20", "!commit again t/0 7")
+        assert await client.line() == "!committed again t/0 7"
+        await service.held.wait()
+        service.gate.set()
+        assert await client.batch() == ("t/0", 0)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("opening", "line", "reply"),
+    [
+        ("ASSIGN t/0@0", "!seek t/0 50", "!seek t/0@50"),
+        ("ASSIGN t/0@0", "!offsets", "!offsets t/0 start=0 end=100 next=1 committed=-"),
+        ("ASSIGN t/0@0", "!nack t/0 0", "!err nack bad_request this connection names no group; say"),
+        ("GROUP g member=a topics=t", "!leave", ""),  # the end
+    ],
+)
+def test_all_but_a_commit_is_answered_after_the_fetch_before_it(run, opening, line, reply):
+    async def work(service, client):
+        await client.ask(opening)
+        assert (await client.line()).startswith("!assign ")
+        service.gate.clear()
+        await client.ask("!fetch 20", line)
+        await service.held.wait()
+        other = await Client.at(client.address)
+        await other.ask("ASSIGN t/0@0", "!seek t/0 1")
+        assert [await other.line() for _ in range(2)] == ["!assign 0 t/0@0", "!seek t/0@1"], "so long it takes"
+        service.gate.set()
+        assert await client.batch() == ("t/0", 0)
+        after = await client.line()
+        assert after.startswith(reply) and bool(after) == bool(reply)
+        await other.close()
+
+    run(work)
+
+
+def test_a_fetch_behind_a_seek_shows_nothing_from_before_it(run):
+    async def work(service, client):
+        await client.ask("ASSIGN t/0@0")
+        assert await client.line() == "!assign 0 t/0@0"
+        service.gate.clear()
+        await client.ask("!fetch 20", "!fetch 20", "!seek t/0 50", "!fetch 20", "!fetch 20")
+        await service.held.wait()
+        service.gate.set()
+        assert [await client.batch() for _ in range(2)] == [("t/0", 0), ("t/0", 1)]
+        assert await client.line() == "!seek t/0@50"
+        assert [await client.batch() for _ in range(2)] == [("t/0", 50), ("t/0", 51)]
+
+    run(work)
+
+
+def test_a_fetch_shows_nothing_of_a_partition_behind_its_revoke(run):
+    """Also what was read before the revoke, and is written after it, because the disk is slow."""
+
+    async def work(service, client):
+        await client.ask("GROUP g member=a topics=u")
+        assert (await client.line()).endswith(" u/0@0 u/1@0")
+        await client.ask("!fetch 20")
+        assert await client.batch() == ("u/0", 0)
+        service.gate.clear()
+        await client.ask("!fetch 20")
+        await service.held.wait()
+        other = await Client.at(client.address)
+        await other.ask("GROUP g member=b topics=u")
+        assert await client.line() == "!revoke u/1", "it was being read"
+        assert await client.line() == "!assign 2 u/0@1"
+        await client.ask("!fetch 20")
+        service.gate.set()
+        assert [await client.batch() for _ in range(2)] == [("u/0", 1), ("u/0", 2)]
+        await other.close()
 
     run(work)
 

@@ -1,16 +1,16 @@
 """Members of groups that hold a stream, as by lines and gRPC: their fetches, and the rebalances that are pushed to them.
 
-    fetches = Fetches(reader, wire, …)                  begin | put | finish by who reads requests; serve beside that
+    fetches = Fetches(reader, wire, …)                  put | tried | finish by who reads requests; serve beside that
     rebalances = Rebalances(groups, reader, wire)       hear by the coordinator; pass_on beside; revoked | leave
     await serve_until_one_ends(…)                       all of these
 
 Pull        Nothing is sent that was not asked for: each fetch is answered by one batch of one partition. The
-            partitions take turns. Fetches are answered in order.
+            partitions take turns. Fetches are answered in order, beside the stream's other requests: above all a commit
+            does not wait for the batch that was asked for before it. What must not pass a fetch awaits `tried`.
 Again       A message that comes again is a batch of its own. A fetch that waits, or follows an empty answer, says that
             the client has come back from all it was given.
-Doors       differ in what is sent and what it may cost (Wire), in whether a fetch is tried at once (lines: `begin`) or
-            beside its stream's other requests (gRPC, whose reads wait for memory: `put`), and in what becomes of a
-            fetch whose partition is revoked (`refuses_revoked`).
+Doors       differ in what is sent and what it may cost (Wire), and in what becomes of a fetch whose partition is revoked
+            (`refuses_revoked`).
 Leaving     A fetch that waits when its member leaves is answered at once, with nothing: what it took then nobody would
             be given again. If the client has only ended its sending half, it is answered as always.
 Invariant   `pass_turn` is asked by who has the turn to write, so nothing is written of a partition after its revoke,
@@ -81,37 +81,32 @@ class Fetches:
         """`stream`: what a refusal calls it. `refuses_revoked`: a fetch that waits is refused as soon as a partition
         that it names was revoked; else it goes on with its others, and is answered with nothing when all were."""
         self._reader, self._wire, self._stream, self._refuses_revoked = reader, wire, stream, refuses_revoked
-        # Each with whether it was tried. None: the last one is in front of it.
-        self._waiting: deque[tuple[PendingFetch | None, bool]] = deque()
-        self._has_fetch = asyncio.Event()
+        self._waiting: deque[PendingFetch | None] = deque()  # None: the last one is in front of it
+        self._has_fetch, self._are_tried = asyncio.Event(), asyncio.Event()
+        self._are_tried.set()
         self._held: frozenset[TopicPartition] = frozenset()  # partitions whose new records waited at the last turn
         self._was_empty = True  # the last answer
         self._is_ending = False
 
-    async def begin(self, fetch: PendingFetch) -> None:
-        """Answer a fetch now, or let it wait for messages or behind others that wait. Raises RequestRefused."""
-        is_tried = not self._waiting
-        if is_tried:
-            self._reader.changed.clear()
-            if await self._answer(fetch):
-                return
-            if not fetch.limit.wait_s and not self._reader.changed.is_set():
-                return await self._give_nothing(fetch)
-        self.put(fetch, is_tried)
-
-    def put(self, fetch: PendingFetch, is_tried: bool = False) -> None:
+    def put(self, fetch: PendingFetch) -> None:
         """Let a fetch wait for its turn. Raises RequestRefused."""
         self._reader.select(fetch.places)
         if len(self._waiting) >= _MOST_FETCHES:
             raise RequestRefused("too_many", f"{_MOST_FETCHES} fetches of this {self._stream} wait already")
-        self._waiting.append((fetch, is_tried))
+        if not self._waiting:
+            self._are_tried.clear()
+        self._waiting.append(fetch)
         self._wire.note_waiting(len(self._waiting))
         self._has_fetch.set()
+
+    async def tried(self) -> None:
+        """Wait until each fetch was answered, or waits for messages, or is behind one that waits."""
+        await self._are_tried.wait()
 
     def finish(self, at_once: bool = False) -> None:
         """No fetch comes any more. `at_once`: those that wait are answered now, without messages."""
         self._is_ending |= at_once
-        self._waiting.append((None, False))
+        self._waiting.append(None)
         self._has_fetch.set()
         if at_once:
             self._reader.changed.set()
@@ -124,31 +119,27 @@ class Fetches:
                     await self._has_fetch.wait()
                     self._has_fetch.clear()
                     while self._waiting:
-                        fetch, is_tried = self._waiting[0]
+                        fetch = self._waiting[0]
                         if fetch is None:
                             return
                         try:
-                            await self._finish(fetch, is_tried)
+                            await self._finish(fetch)
                         except RequestRefused as err:
                             await self._wire.refuse(fetch, err)
                         self._waiting.popleft()
                         self._wire.note_waiting(len(self._waiting))
+                    self._are_tried.set()
         finally:
             self._reader.close()
 
-    async def _finish(self, fetch: PendingFetch, is_tried: bool) -> None:
-        """Answer a fetch as soon as there is something. `is_tried`: it must wait for news."""
+    async def _finish(self, fetch: PendingFetch) -> None:
+        """Answer a fetch as soon as there is something."""
         while not self._is_ending:
-            if not is_tried:
-                self._reader.changed.clear()
-                if await self._answer(fetch):
-                    return
-            is_tried = False
+            self._reader.changed.clear()
+            if await self._answer(fetch):
+                return
             if not await self._wait(fetch):
                 break
-        await self._give_nothing(fetch)
-
-    async def _give_nothing(self, fetch: PendingFetch) -> None:
         self._was_empty = True
         await self._wire.give_nothing(fetch)
 
@@ -206,6 +197,7 @@ class Fetches:
             return True  # what was read was not wanted any more
         if left_s <= 0:
             return False
+        self._are_tried.set()
         looks = {
             cursor.partition.directory: cursor.has_news
             for cursor in cursors

@@ -1,9 +1,10 @@
 """A session: a client by lines that reads partitions: its requests for batches, offsets and commits, and its group.
 
 Pull        Each `!fetch` is answered by one `!batch` of one partition (kmq/gateway/groups/streaming.py).
-Order       Requests are answered in order, except that a fetch that waits for records stops nobody: later requests are
-            answered before it, and later fetches after it. A line or a batch is written whole before the next one.
-            A fetch is tried when it is read, so a client that asks for what is there waits for no other task.
+Order       Requests are answered in order, with two exceptions. A fetch that waits for records stops nobody: later requests
+            are answered before it, and later fetches after it. And a fetch stops no commit and no `!revoked`, because
+            who commits would wait for the batch that it has asked for ahead. A line or a batch is written whole before
+            the next one.
 Again       A message that comes again is a batch of its own, `!batch again`.
 Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
             timeout goes on with its partitions. `!leave` ends it at once.
@@ -109,6 +110,8 @@ class Session:
                     raise
                 await self.say(Failed(name, "bad_request", str(err)).encode())
                 continue
+            if isinstance(request, requests.Seek | requests.Offsets | requests.Nack) or request == requests.LEAVE:
+                await self.fetches.tried()
             if request == requests.LEAVE:
                 if self._member is not None:
                     self._rebalances.leave()
@@ -122,7 +125,7 @@ class Session:
             if isinstance(request, requests.Fetch):
                 wait_s = request.wait_ms / 1000
                 limit, places = Limit(END, request.max_bytes, wait_s), dict.fromkeys(request.partitions)
-                await self.fetches.begin(PendingFetch(limit, places, time.monotonic() + wait_s))
+                self.fetches.put(PendingFetch(limit, places, time.monotonic() + wait_s))
             elif isinstance(request, requests.Seek):
                 await self.say(Sought(request.place, await self.reader.seek(*request)).encode())
             elif isinstance(request, requests.Offsets):
