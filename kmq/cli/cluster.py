@@ -1,27 +1,29 @@
 """`kmq cluster …`: begin a shard, see who leads it, hand the lead over, and bring back what was lost."""
 
+import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from kmq.broker.supervisor import is_data
-from kmq.cli.output import examples, open_queue, seconds, table
+from kmq.cli.output import counting, examples, open_queue, seconds, table
 from kmq.config import terminal
 from kmq.config.settings import load
-from kmq.errors import EXIT_FAILED, ConfigError
+from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_RETRY, ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from kmq.cluster.consul import Steps
+    from kmq.replica.compare import Ask
     from kmq.replica.disks import DirectoryState
     from kmq.replica.shard import RecoveryPlan, ShardKeys, ShardView
 
 cluster_app = typer.Typer(
     no_args_is_help=True,
-    help="A shard: three or five brokers that elect one leader. Nothing is replicated yet: docs/replication.md.",
+    help="A shard: three or five brokers that elect one leader. See docs/replication.md.",
     epilog=examples(
         "kmq cluster init --shard s --brokers a,b,c", "kmq cluster status --shard s", "kmq cluster resign --shard s"
     ),
@@ -261,33 +263,71 @@ def _directory(shard: str) -> "tuple[str, str, DirectoryState]":
     return settings.data, settings.pipes, look(settings.data, name)
 
 
-@cluster_app.command(epilog=examples("kmq cluster verify /backup/a/data /backup/b/data"))
+@cluster_app.command(epilog=examples("kmq cluster verify", "kmq cluster verify /backup/a/data /backup/b/data"))
 def verify(
-    directories: Annotated[list[str], typer.Argument(help="Two or more data directories of one shard.")],
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(help="Two or more data directories of one shard; default: the brokers of the shard."),
+    ] = None,
+    shard: Annotated[str, _SHARD] = "",
 ) -> None:
-    """Compare the records of data directories of one shard, as far as they have the same ones.
+    """Compare the records of the brokers of a shard while they run, or of its data directories, as far as all have them.
 
-    Looks at the committed WAL by seq and at the queues by offset, also of
-    brokers that run. Exit code 0: nothing differs; 1: something does.
+    Looks at the committed WAL by seq and at the queues by offset. Exit code
+    0: nothing differs; 1: something does; 65: damage; 75: a broker is away.
     """
-    from kmq.replica.disks import compare
-
-    if len(directories) < 2:
+    if not directories:
+        raise typer.Exit(_verify_brokers(shard))
+    if len({*directories}) < 2:
         raise typer.BadParameter("give two or more directories")
     wrong = next((each for each in directories if not is_data(each)), None)
     if wrong is not None:
         raise ConfigError(f"{wrong}: is no data directory")
+    from kmq.replica import compare
+
+    raise typer.Exit(asyncio.run(_compare(compare.directories(directories), {})))
+
+
+def _verify_brokers(shard: str) -> int:
+    def read(keys: "ShardKeys", broker: str) -> "Steps[tuple[ShardView, str, str]]":
+        from kmq.replica.shard import read_shard
+
+        return (yield from read_shard(keys)), keys.shard, broker
+
+    view, name, broker = _run(shard, read)
+
+    async def compare_all() -> int:
+        from kmq.replica import compare
+
+        async with compare.brokers(view, name, broker, load()) as (sides, away):
+            return await _compare(sides, away)
+
+    return asyncio.run(compare_all())
+
+
+async def _compare(sides: "Mapping[str, Ask]", away: dict[str, Exception]) -> int:
+    """Compare, print what was found, and return the exit code. `away`: why sides are not there."""
+    from kmq.replica.compare import ReplicaComparison
+
     differ = 0
-    for found in compare(directories):
-        differ += len(found.differences)
-        for difference in found.differences:
-            print(difference)
-        if found.last < found.first:
-            print(f"{found.log}: no record that all have")
-        elif not found.differences:
-            print(f"{found.log}: {found.first} to {found.last} equal")
+    with counting("compared {task.completed:,.0f} records") as advance:
+        comparison = ReplicaComparison(sides, advance)
+        async for found in comparison.logs():
+            differ += bool(found.difference)
+            if found.difference:
+                print(found.difference)
+            elif found.last < found.first:
+                print(f"{found.log}: no record that all have")
+            else:
+                print(f"{found.log}: {found.first} to {found.last} equal")
+    lost = away | comparison.lost
+    for name, error in lost.items():
+        print(f"kmq: {name}: {error}; it was not compared, or not to the end", file=sys.stderr)
     if differ:
-        raise typer.Exit(EXIT_FAILED)
+        return EXIT_FAILED
+    if any(isinstance(error, CorruptError) for error in lost.values()):
+        return EXIT_CORRUPT
+    return EXIT_RETRY if lost else EXIT_OK
 
 
 def _is_wanted(what: str, dry_run: bool, yes: bool) -> bool:

@@ -1,37 +1,31 @@
-"""What an operator does with the directories of a shard while their brokers are down: reset, detach, compare.
+"""What an operator does with the directories of a shard while their brokers are down: reset, detach.
 
     reset       the content is moved into KMQ_DATA/reset-<time>/: the next start makes a new, empty replica
     detach      the directory becomes a broker of its own: a new id, and a new lineage in the label of each index
-    compare     which ranges of seqs or offsets differ between directories
 
 Owner       the command; it holds the locks of the broker and of its logs.
 Invariant   No start ever goes on with a directory that is half reset or half detached: meanwhile its file `replica` names
             no shard, so each start is refused (identity.py). Nothing is deleted but what says whose replica it was.
             The old rings are never read again, because the directory gets another id.
 Crash       The file `replica` says what was begun. The same command, run again, finishes it.
-Memory      Compare reads one range of each log at once.
 """
 
 import contextlib
 import os
 import re
 import time
-import zlib
-from collections.abc import Iterator, Sequence
-from itertools import count, pairwise
+from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
 
 from kmq.errors import BusyError, ConfigError
 from kmq.files import make_directory, replace_file, sync_directory
 from kmq.links.ownership import FileLock, describe
-from kmq.log import committed, identity, index, reader, topics, wal
-from kmq.log.segment import within
-from kmq.message import record
+from kmq.log import committed, index, wal
 from kmq.replica.files import ReplicaFiles
 
 _BEGUN = re.compile(r"(resetting|detaching) ([0-9a-z-]+)\n")
 _STAYS = ("replica", "lost+found")  # `replica` to the end; the other one belongs to the file system
-_STEP = 10_000  # records of a range
 
 
 @contextlib.contextmanager
@@ -138,61 +132,3 @@ def _label(path: str, lineage: str) -> None:
     fields = index.parse_label(head)
     if fields is not None and fields[0] != lineage:
         replace_file(path, head.replace(fields[0].encode(), lineage.encode(), 1), text[len(head) :])
-
-
-# --- comparing -------------------------------------------------------------------------------------------------------
-
-
-class Compared(NamedTuple):
-    """A log, and its first and last record that all directories have; last < first: they share none."""
-
-    log: str  # "append", or "<topic>/<partition>"
-    first: int
-    last: int
-    differences: list[str]  # ranges, and between whom
-
-
-def compare(directories: Sequence[str]) -> Iterator[Compared]:
-    """Compare the committed WAL and all partition logs of directories of one shard, where they have both.
-
-    A topic under compaction is left out: each replica blanks replaced records in its own time. Raises ConfigError for
-    directories of different lineages, DamageError.
-    """
-    for one, other in pairwise(directories):
-        if identity.lineage(one) != identity.lineage(other):
-            raise ConfigError(f"{one} and {other}: are of different lineages, so not of one shard")
-    end = min(map(committed.shown_seq, directories)) + 1
-    yield _compare(directories, "append", [reader.wal(each) for each in directories], end)
-    shared = set.intersection(*({*topics.names(each)} for each in directories))
-    for topic in sorted(shared):
-        if any(topics.is_compacted(each, topic) for each in directories):
-            continue
-        numbers = [{int(n) for n in os.listdir(f"{each}/topics/{topic}") if n.isdigit()} for each in directories]
-        for number in sorted(set.intersection(*numbers)):
-            logs = [reader.partition(each, topic, number) for each in directories]
-            yield _compare(directories, f"{topic}/{number}", logs, min(log.end_offset() for log in logs))
-
-
-def _compare(directories: Sequence[str], log: str, logs: Sequence[reader.LogReader], end: int) -> Compared:
-    first = max(each.first_offset for each in logs)
-    differences: list[str] = []
-    for start in range(first, end, _STEP):
-        last = min(start + _STEP, end) - 1
-        found = [(name, _crc(each, start, last)) for name, each in zip(directories, logs, strict=True)]
-        pairs = [(one, other) for (one, crc), (other, second) in pairwise(found) if crc != second]
-        differences += [f"{log}: {start} to {last} differ between {one} and {other}" for one, other in pairs]
-    return Compared(log, first, end - 1, differences)
-
-
-def _crc(log: reader.LogReader, first: int, last: int) -> int:
-    """Return the crc32 of the bytes of these records."""
-    crc = 0
-    for start, chunk in log.chunks(first):
-        is_end = (record.seq_of(wal.last_line(chunk)) if log.by_seq else start + chunk.count(b"\n") - 1) >= last
-        if is_end:
-            lines = chunk.splitlines(keepends=True)
-            chunk = within(chunk, first, last) if log.by_seq else b"".join(lines[: last - start + 1])
-        crc = zlib.crc32(chunk, crc)
-        if is_end:
-            break
-    return crc

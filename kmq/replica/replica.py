@@ -35,7 +35,7 @@ from kmq.errors import BusyError
 from kmq.logfmt import Logger
 from kmq.replica.files import ReplicaFiles, new_identity
 from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, write
-from kmq.replica.wire import Peer
+from kmq.replica.wire import NOBODY, Peer
 
 WENT_BACK, UNREADABLE = PROBLEMS[1:]
 
@@ -325,7 +325,12 @@ class Replica:
         self._work.act(None if is_spent else duty)
 
     def why_not(self, peer: Peer) -> str:
-        """Return why nobody is this replica of this broker, as far as we know; "": somebody is, and lives."""
+        """Return why nobody is this replica of this broker, as far as we know; "": somebody is, and lives.
+
+        Who only compares is nobody (compare.py).
+        """
+        if peer.replica == NOBODY:
+            return ""
         member = self.seen[0].members.get(peer.replica) if self.seen is not None else None
         if member is None or not member.session:
             return "not_registered"

@@ -9,6 +9,7 @@ Between two roles the stages let go of everything (stages.py).
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ from kmq.links.role import LEADING, WAITING
 from kmq.log import identity, segment, wal
 from kmq.logfmt import Logger
 from kmq.message.routing import LEVEL
-from kmq.replica import bootstrap, wire
+from kmq.replica import bootstrap, compare, wire
 from kmq.replica.files import ReplicaFiles
 from kmq.replica.follow import Following, WentBack
 from kmq.replica.lead import HUNG_S, Leading
@@ -150,7 +151,9 @@ class Roles:
     async def serve(self, link: wire.Link) -> None:
         """Serve who has proved to be of the shard."""
         first = await link.read()
-        if self.leading is not None:
+        if link.peer.replica == wire.NOBODY:
+            await compare.answer(link, self.stages.data, first)
+        elif self.leading is not None:
             await self.leading.serve(link, first)
         else:
             link.send(wire.RefusedText("not_leader"))
@@ -197,7 +200,7 @@ class Roles:
         replace_file(f"{data}/lineage", f"{lineage}\n".encode())
 
     def doors(self) -> dict[str, str]:
-        return addresses(self.settings.pipes, wire.advertised(self.settings))
+        return addresses(self.settings.pipes, advertised(self.settings))
 
     def went_back(self) -> bool:
         went, self._went_back = self._went_back, False
@@ -237,6 +240,17 @@ def is_same(duty: Duty, other: Duty) -> bool:
     """Return True if both are of the same role in the same epoch."""
     mine, theirs = duty.register, other.register
     return (duty.me, mine.epoch, mine.leader) == (other.me, theirs.epoch, theirs.leader)
+
+
+def bind_host(settings: Settings) -> str:
+    """Return the address that the replica port binds to."""
+    return settings.tls_host if settings.tls_cert else settings.host
+
+
+def advertised(settings: Settings) -> str:
+    """Return the host by which the other brokers of the shard reach this one."""
+    host = bind_host(settings)
+    return settings.advertise or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -284,7 +298,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
         place.ttl_s,
         settings.replica_lag,
         roles,
-        address=lambda: f"{wire.advertised(settings)}:{port.port}",
+        address=lambda: f"{advertised(settings)}:{port.port}",
         is_stopping=has_ended.is_set,
         log=log,
     )
@@ -308,7 +322,7 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
     lasting = asyncio.ensure_future(_beat(page, owner, roles, publish))
     tasks = [asyncio.ensure_future(each) for each in (transport.run(replica.live()), roles.run(), end())]
     try:
-        await port.open(wire.bind_host(settings), settings.replica_port)
+        await port.open(bind_host(settings), settings.replica_port)
         running = {lasting, *tasks}
         while not has_ended.is_set() or not tasks[0].done():
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

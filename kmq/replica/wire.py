@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from kmq.broker.stats import Incidents
 from kmq.cluster.presence import NAME
 from kmq.cluster.register import Version
-from kmq.config.settings import Settings
 from kmq.errors import ConfigError, KmqError
 from kmq.logfmt import Logger
 
@@ -47,6 +46,7 @@ DEAD_S = 10  # without a sign of life, or with data that the peer does not take
 SECRET_BYTES = 16  # the least
 MOST_LINE = 256 << 20  # the most that KMQ_MAX_LINE can be
 FILES = ("producers.ckpt",)
+NOBODY = "0" * 16  # the replica id of who only compares: no replica has it, so it disturbs none
 
 
 class WireError(KmqError):
@@ -172,8 +172,23 @@ class PieceText(NamedTuple):
     content: bytes | bytearray
 
 
-_Reply = Data | Hw | Diverged | Gone | RefusedText | RegisterText | FileText | PieceText
-Message = FetchText | Have | FilesText | _Reply
+class NextLog(NamedTuple):
+    """Asks which log comes after this one (compare.py)."""
+
+    log: str
+
+
+class LogRange(NamedTuple):
+    """Records of a log from `first` to before `next`: asks for their crc, and says it."""
+
+    log: str
+    first: int
+    next: int
+    crc: int
+
+
+_Reply = Data | Hw | Diverged | Gone | RefusedText | RegisterText | FileText | PieceText | LogRange
+Message = FetchText | Have | FilesText | NextLog | _Reply
 
 _TYPES: dict[str, type[Message]] = {
     "!fetch": FetchText,
@@ -187,6 +202,8 @@ _TYPES: dict[str, type[Message]] = {
     "!file": FileText,
     "!files": FilesText,
     "!piece": PieceText,
+    "!next": NextLog,
+    "!range": LogRange,
 }
 _WORDS = {each: word for word, each in _TYPES.items()}
 _BODIES: dict[type, str] = {Data: "lines", RegisterText: "text"} | dict.fromkeys((FileText, PieceText), "content")
@@ -226,8 +243,8 @@ def _value(form: type[Message], name: str, value: str) -> Version | int | str | 
         return Version.parse(value)
     if name == "name":
         return value if value in FILES or (form is PieceText and _PATH.fullmatch(value)) else None
-    if name == "reason":
-        return value if _REASON.fullmatch(value) else None
+    if name in ("log", "reason"):
+        return value if (_PATH if name == "log" else _REASON).fullmatch(value) else None
     return int(value) if _NUMBER.fullmatch(value) else None
 
 
@@ -630,14 +647,3 @@ def read_secret(path: str) -> bytes:
             " make one with: head -c 32 /dev/urandom | base64"
         )
     return secret
-
-
-def bind_host(settings: Settings) -> str:
-    """Return the address that the replica port binds to."""
-    return settings.tls_host if settings.tls_cert else settings.host
-
-
-def advertised(settings: Settings) -> str:
-    """Return the host by which the other brokers of the shard reach this one."""
-    host = bind_host(settings)
-    return settings.advertise or (socket.gethostname() if host in ("0.0.0.0", "::") else host)

@@ -10,13 +10,13 @@ import threading
 import time
 
 import pytest
+from comparing import compared
 from made_data import append, write_data
 from made_up import no_room
 from test_shard import BROKERS, PATIENCE_S, wait_for
 from test_shard_status import Brokers
 
 from kmq.log import checkpoint, committed, dropped, wal
-from kmq.replica.disks import compare
 
 ALONE = {"KMQ_SHARD": ""}
 SMALL = {"KMQ_SEGMENT_BYTES": "64KiB"}
@@ -77,9 +77,9 @@ class Copies(Brokers):
             return len(ends) == 1 and ends == routed == {committed.shown_seq(each) for each in directories}
 
         wait_for("the same end", are_even)
-        found = [*compare(directories)]
-        assert not [line for each in found for line in each.differences]
-        return {each.log: (each.first, each.last) for each in found}
+        found = compared(*directories)
+        assert not [each.difference for each in found.values() if each.difference]
+        return {log: (each.first, each.last) for log, each in found.items()}
 
 
 @pytest.fixture
@@ -122,15 +122,40 @@ def test_what_a_directory_has_without_a_record_is_on_all_brokers_of_its_shard(co
     copies.await_whole()
     copies.send("a", "gone", 50)
     copies.send("a", "grown", 50)
-    compared = copies.await_same()
-    assert {"append", "t/0", "t/1", "t/2", "grown/3", "gone/0"} <= compared.keys() and compared["append"][0] == 1
-    assert compared["gone/0"] == (1, 50), "offsets of a deleted topic are not used again"
+    ends = copies.await_same()
+    assert {"append", "t/0", "t/1", "t/2", "grown/3", "gone/0"} <= ends.keys() and ends["append"][0] == 1
+    assert ends["gone/0"] == (1, 50), "offsets of a deleted topic are not used again"
     assert layout(copies.data("a")) == layout(copies.data("b")) == layout(copies.data("c"))
     for name in BROKERS:
         assert copies.kmq(name, "down").returncode == 0
     for name in BROKERS:
         verified = copies.kmq(name, "verify")
         assert verified.returncode == 0, verified.stdout
+
+
+def test_the_brokers_of_a_shard_are_compared_while_they_run(copies):
+    copies.up(*BROKERS)
+    copies.init()
+    copies.await_whole()
+    copies.send("b", "t", 200)
+    copies.await_same()
+    equal = copies.command("verify", broker="b")
+    assert equal.returncode == 0 and re.search(r"^append: 1 to 2\d\d equal\n", equal.stdout), equal
+    assert "t/0: 0 to 199 equal" in equal.stdout
+    entered = copies.events("b", "leader_followed")
+    [first, *_] = sorted((copies.data("c") / "topics" / "t" / "0").glob("*.log"))
+    text = first.read_bytes()
+    first.write_bytes(text.replace(b"x199", b"y199", 1))
+    damaged = copies.command("verify")
+    assert damaged.returncode == 65 and re.search(r"kmq: c: t/0 .* is damaged there; run kmq verify", damaged.stderr)
+    first.write_bytes(text)
+    assert copies.events("b", "leader_followed") == entered, "no follower has lost its connection"
+    assert copies.kmq("c", "down").returncode == 0
+    away = copies.command("verify")
+    assert away.returncode == 75 and "kmq: c: is not there; start it; it was not compared" in away.stderr, away
+    assert "t/0: 0 to 199 equal" in away.stdout
+    other = copies.command("verify", KMQ_REPLICA_SECRET=__file__)
+    assert other.returncode == 75 and "knows another secret than ours" in other.stderr, other
 
 
 def test_a_wiped_follower_and_one_that_retention_has_left_behind_come_back(copies):

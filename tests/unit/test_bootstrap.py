@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from comparing import compared
 from fake_logger import FakeLogger
 from made_data import append, write_data
 from made_up import no_room
@@ -19,7 +20,6 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.replica import bootstrap, wire
 from kmq.replica.bootstrap import Incoming, link_files, receive_files, send_files, settle
-from kmq.replica.disks import compare
 from kmq.replica.wire import FilesText, Me, PieceText, ReplicaPort, WireError, call
 from kmq.router.queues import Queues
 
@@ -117,8 +117,8 @@ def check_is_a_copy(leader, follower):
     )
     assert not [*Path(follower).glob("bootstrap*")] and os.path.exists(f"{follower}/append.log")
     assert started(follower) == wal.last_stored(leader)[0] == 3001
-    found = {each.log: each for each in compare([leader, follower])}
-    assert not [line for each in found.values() for line in each.differences]
+    found = compared(leader, follower)
+    assert not [each.difference for each in found.values() if each.difference]
     assert {"append", "t/0", "t/1", "t/2", "other/0"} <= found.keys() and found["append"].first == 1
     assert checkpoint.queue_end(follower) == {"no queue": 0}
 

@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from made_data import append, write_data
+from made_data import write_data
 
 from kmq.cluster.register import begin
 from kmq.errors import BusyError, ConfigError
@@ -175,61 +173,3 @@ def test_an_operator_is_told_what_a_directory_knows(data):
     files = ReplicaFiles(data, SHARD)
     files.save(files.identity._replace(id="0" * 16))
     assert "it was never let in" in disks.look(data, SHARD).text
-
-
-# --- comparing -------------------------------------------------------------------------------------------------------
-
-
-def test_replicas_with_other_segments_and_another_end_are_equal_as_far_as_both_have_the_records(data, tmp_path):
-    other = write_data(tmp_path / "other", LINES[:250], {"t": 2}, segment_bytes=5000, group=10, closed=False)
-    append(other, LINES[250:280])
-    other[0].close()
-    other[1].close()
-    path = str(tmp_path / "other")
-    shutil.copy(f"{data}/lineage", f"{path}/lineage")
-    for top, _, names in os.walk(path):
-        for name in names:
-            if name.endswith(".idx"):
-                disks._label(f"{top}/{name}", identity.lineage(data))
-    found = list(disks.compare([data, path]))
-    assert {each.log for each in found} >= {"append", "t/0", "t/1"}
-    [wal] = [each for each in found if each.log == "append"]
-    assert (wal.first, wal.last) == (1, 280) and not any(each.differences for each in found)
-
-
-def test_a_record_that_differs_is_named_with_its_range(data, tmp_path):
-    other = str(shutil.copytree(data, tmp_path / "other", symlinks=True))
-    shutil.rmtree(f"{other}/append")
-    made = write_data(tmp_path / "made", [line.replace(b"payload 150", b"payload xxx") for line in LINES], {"t": 2})
-    shutil.copytree(f"{made}/append", f"{other}/append")
-    [index] = [name for name in os.listdir(f"{other}/append") if name.endswith(".idx")]
-    disks._label(f"{other}/append/{index}", identity.lineage(data))
-    found = [text for each in disks.compare([data, other]) for text in each.differences]
-    assert found == [f"append: 1 to 300 differ between {data} and {other}"]
-
-
-def test_directories_of_two_lineages_are_not_compared(data, tmp_path):
-    other = write_data(tmp_path / "other", LINES)
-    with pytest.raises(ConfigError, match="are of different lineages, so not of one shard"):
-        list(disks.compare([data, other]))
-
-
-def test_the_command_says_what_is_equal_and_ends_with_1_where_something_differs(data, tmp_path):
-    other = str(shutil.copytree(data, tmp_path / "other", symlinks=True))
-
-    def run(*directories):
-        argv = [sys.executable, "-m", "kmq", "cluster", "verify", *directories]
-        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-
-    equal = run(data, other)
-    assert equal.returncode == 0 and "append: 1 to 300 equal" in equal.stdout, equal.stderr
-    one, none = run(data), run(data, str(tmp_path / "nothing"))
-    assert one.returncode == 2 and "two or more directories" in one.stderr
-    assert none.returncode == 78 and "nothing: is no data directory" in none.stderr
-    [path] = [each for first, each in reader.partition(other, "t", 1).segments() if not first]
-    with open(path, "r+b") as file:
-        text = file.read()
-        file.seek(0)
-        file.write(text.replace(b"payload", b"pAyload", 1))
-    damaged = run(data, other)
-    assert damaged.returncode == 65 and path in damaged.stderr, damaged

@@ -15,7 +15,7 @@ from kmq.broker.tls import client_context, make_context
 from kmq.cluster.register import Version
 from kmq.config.settings import load
 from kmq.errors import ConfigError
-from kmq.replica import wire
+from kmq.replica import roles, wire
 from kmq.replica.wire import (
     Data,
     Diverged,
@@ -25,7 +25,9 @@ from kmq.replica.wire import (
     Gone,
     Have,
     Hw,
+    LogRange,
     Me,
+    NextLog,
     Peer,
     PieceText,
     RefusedText,
@@ -53,6 +55,8 @@ MESSAGES = (
     FilesText(3),
     PieceText("append/00000000000000000001.log", 1 << 20, 2, zlib.crc32(LINES), LINES),
     PieceText("dropped.log", 0, 0, 0, b""),
+    NextLog("-"),
+    LogRange("orders/0", 0, 1 << 40, 1 << 31),
 )
 PATIENCE_S = 30.0
 
@@ -739,7 +743,7 @@ def test_a_secret_is_read_without_its_newline_and_a_short_or_missing_one_is_refu
 )
 def test_a_broker_is_reached_where_it_listens_unless_it_says_otherwise(given, bound, advertised):
     mine = load(given, "no such file")
-    assert (wire.bind_host(mine), wire.advertised(mine)) == (bound, advertised)
+    assert (roles.bind_host(mine), roles.advertised(mine)) == (bound, advertised)
 
 
 def test_a_port_that_is_taken_is_named():
