@@ -147,10 +147,13 @@ class ConsulServers:
             self.close()
             raise
 
+    def addresses_of(self, servers: list[ConsulServer]) -> str:
+        return ",".join(f"{server.address}:{HTTP_PORT}" for server in servers)
+
     @property
     def addresses(self) -> str:
         """What KMQ_CONSUL is for a client."""
-        return ",".join(f"{server.address}:{HTTP_PORT}" for server in self.servers)
+        return self.addresses_of(self.servers)
 
     def client(self, index: int = 0) -> int:
         """Return the number of a client's namespace, made now if there is none."""

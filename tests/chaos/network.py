@@ -5,11 +5,13 @@ host's network is changed.
 
 A cut is one way: the sender is given a wrong hardware address of the receiver, so what it sends arrives nowhere, and
 nobody tells it. That is how a broken network looks from both sides. Loss needs iptables in the receiver's namespace.
+Delay is slow_link.py, because not every kernel has netem.
 """
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,6 +60,7 @@ class Network:
         self._numbers: set[int] = set()
         self._cuts: set[tuple[int, int]] = set()
         self._lossy: set[int] = set()
+        self._slow: dict[int, subprocess.Popen[bytes]] = {}
         _remove_left_over()
         self._bridge = self._prefix + "bridge"
         run("ip", "netns", "add", self._bridge)
@@ -114,8 +117,23 @@ class Network:
         run("ip", "netns", "exec", self.namespace(receiver), _iptables(), "-w", "-A", "INPUT", *rule, "-j", "DROP")
         self._lossy.add(receiver)
 
+    def delay(self, sender: int, receivers: Iterable[int], delay_s: float) -> None:
+        """From now on what `sender` sends to these receivers arrives so much later. One delay a sender."""
+        self._undelay(sender)
+        words = [f"{NET}.{sender}", str(delay_s), *(f"{NET}.{receiver}" for receiver in receivers)]
+        command = [*self.inside(sender), sys.executable, str(Path(__file__).with_name("slow_link.py")), *words]
+        link = self._slow[sender] = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert link.stdout is not None and link.stdout.readline() == b"ready\n", f"no delay of {sender}"
+
+    def _undelay(self, sender: int) -> None:
+        if link := self._slow.pop(sender, None):
+            link.kill()
+            link.communicate()
+
     def heal(self) -> None:
-        """Take all cuts and losses away."""
+        """Take all cuts, losses and delays away."""
+        for sender in [*self._slow]:
+            self._undelay(sender)
         while self._cuts:
             sender, receiver = self._cuts.pop()
             run("ip", "-n", self.namespace(sender), "neigh", "del", f"{NET}.{receiver}", "dev", "eth0")
@@ -123,6 +141,8 @@ class Network:
             run("ip", "netns", "exec", self.namespace(self._lossy.pop()), _iptables(), "-w", "-F", "INPUT")
 
     def close(self) -> None:
+        for sender in [*self._slow]:
+            self._undelay(sender)
         for name in [*map(self.namespace, self._numbers), self._bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

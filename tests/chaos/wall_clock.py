@@ -11,7 +11,8 @@ class WallClock:
         self._path = path
         self.set(0)
         paths = f"{Path(__file__).with_name('wallclock')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        self.under = ["env", f"PYTHONPATH={paths}", f"WALL_OFFSET={path}"]
+        self.env = {"PYTHONPATH": paths, "WALL_OFFSET": str(path)}
+        self.under = ["env", *(f"{name}={value}" for name, value in self.env.items())]
 
     def set(self, ahead_s: int) -> None:
         making = self._path.with_suffix(".new")

@@ -1,7 +1,8 @@
 """Three brokers of a shard and three servers of Consul, each in a network namespace of its own, and what befalls them.
 
-Numbers in the network: Consul 1 to 3, the brokers a, b, c 11 to 13, clients 101. Brokers run as users start them, by
-`kmq up`; ports are the default ones, as each has its own network.
+Numbers in the network: Consul 1 to 3, the brokers a, b, c 11 to 13, their clones 21 to 23, clients 101. Brokers run as
+users start them, by `kmq up`; ports are the default ones, as each has its own network. Each has an agent of Consul that it
+asks first, the server 1 to 3.
 """
 
 import contextlib
@@ -20,14 +21,16 @@ from brokers import PATIENCE_S, Broker, is_alive
 
 from chaos.cluster.judge import Replica, load_replica
 from chaos.cluster.witness import Witness
-from chaos.consul_servers import ConsulServers, consul_servers
+from chaos.consul_servers import ConsulServer, ConsulServers, consul_servers
 from chaos.history import Healed
 from chaos.loopfs import LoopFs, disk_of
 from chaos.network import NET
 from chaos.pod import remove_shared_memory
+from chaos.wall_clock import WallClock
 
 BROKERS = {"a": 11, "b": 12, "c": 13}
 SERVERS = (1, 2, 3)
+CLONE = 10  # from the number of a broker to that of its clone
 PATIENCE = PATIENCE_S
 DISK_BYTES = 512 << 20
 TTL_S = 2.0
@@ -78,6 +81,14 @@ class ShardBroker(Broker):
         while killed := self.signal(signal.SIGKILL):
             self.wait(lambda killed=killed: not any(map(is_alive, killed)), f"the end of {self.name}")
 
+    def cpu_s(self) -> float:
+        """The CPU seconds of its processes since each began."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:2])
+        return total
+
     def log(self) -> str:
         """What its starts have printed, and its log."""
         paths = [path for path in (self.root / "up.log", self.pipes / "kmq.log") if path.exists()]
@@ -102,21 +113,28 @@ class Shard:
         common = {
             "KMQ_SHARD": "s",
             "KMQ_CLUSTER": self.cluster,
-            "KMQ_CONSUL": consul.addresses,
             "KMQ_REPLICA_SECRET": str(secret),
             "KMQ_SESSION_TTL": f"{TTL_S:g}s",
             "KMQ_REPLICA_LAG": "2s",
         } | {name: str(value) for name, value in settings.items()}
         self.brokers: dict[str, ShardBroker] = {}
+        self.clocks: dict[str, WallClock] = {}
+        self._settings: dict[str, dict[str, str]] = {}  # by broker
         for name, number in BROKERS.items():
             self.network.add(number)
+            self.clocks[name] = WallClock(root / f"{name}.clock")
+            servers = sorted(consul.servers, key=lambda server: server is not self.agent(name))
+            self._settings[name] = common | self.clocks[name].env | {"KMQ_CONSUL": consul.addresses_of(servers)}
             where = root / name, name, self.network.inside(number)
-            self.brokers[name] = ShardBroker(*where, common, disks[name].path / "data")
+            self.brokers[name] = ShardBroker(*where, self._settings[name], disks[name].path / "data")
         self._ballast: list[Path] = []
         self._starts: list[subprocess.Popen[bytes]] = []
+        self._traces: list[subprocess.Popen[bytes]] = []
+        self._clones: list[ShardBroker] = []
+        self._went_back = False  # what Consul holds
         self.paused: set[str] = set()
         self.healed: list[Healed] = []
-        self.faults_ended = 0.0  # when the last healing began to wait for those who start again
+        self.faults_ended = 0.0
         self.witness = Witness(root / "witness", {name: broker.data for name, broker in self.brokers.items()})
 
     # --- the shard ---------------------------------------------------------------------------------------------------
@@ -151,6 +169,10 @@ class Shard:
         broker = {id: dict(_FIELD.findall(note.decode())).get("broker", "") for id, note in entries.items()}
         isr = sorted(broker.get(id, id) for id in fields.get("isr", "").split(",") if id)
         return Register(int(fields.get("epoch", 0)), broker.get(fields.get("leader", ""), ""), isr)
+
+    def agent(self, name: str) -> ConsulServer:
+        """Return the agent of Consul that this broker asks first."""
+        return self.consul.servers[sorted(BROKERS).index(name)]
 
     def leader(self) -> str:
         """Return the broker that leads by the register, once one does."""
@@ -218,6 +240,16 @@ class Shard:
         self.wipe(name)
         shutil.copytree(self._copy_of(name), self.brokers[name].data)
 
+    def clone(self, name: str) -> None:
+        """Start a copy of its directory on another machine, beside the broker itself, which starts anew."""
+        self.copy(name)
+        number, root = BROKERS[name] + CLONE, self.root / f"{name}.clone"
+        self.network.add(number)
+        shutil.copytree(self._copy_of(name), root / "data")
+        settings = self._settings[name] | {"KMQ_ADVERTISE": f"{NET}.{number}"}
+        self._clones.append(ShardBroker(root, name, self.network.inside(number), settings))
+        self._starts.append(self._clones[-1].begin())
+
     def copy(self, name: str) -> None:
         """Kill a broker, keep a copy of its directory, and start it again."""
         self.kill(name)
@@ -248,25 +280,85 @@ class Shard:
             self.disks[name].power_on()
             self.witness.forget(name)
 
+    def fail_syncs(self, name: str, module: str, strace: str) -> None:
+        """From now on each sync fails of the process of this module that runs now; what it has not synced stays cached."""
+        calls = "fdatasync,fsync"
+        words = [strace, "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO"]
+        for process in self.brokers[name].signal(0, module):
+            self._traces.append(subprocess.Popen([*words, "-p", str(process.pid)], stderr=subprocess.DEVNULL))
+
+    def restore_consul(self, name: str) -> None:
+        """To before the kill of a broker that is back: so to before an election, or a change of the ISR."""
+        before = self.register()
+        self.consul.snapshot("save", self.root / "consul.snapshot")
+        self.kill(name)
+        if name == before.leader:
+            self.wait(lambda: self.register().epoch > before.epoch and self.register().leader, "another leader")
+        else:
+            self.wait(lambda: name not in self.register().isr, f"an ISR without {name}")
+        self.up(name)
+        self.wait_whole()
+        self.consul.snapshot("restore", self.root / "consul.snapshot")
+        self._went_back = True
+
     def empty_consul(self) -> None:
         """Kill all servers; they come back with nothing."""
         for server in self.consul.servers:
             server.kill()
             shutil.rmtree(self.consul.root / f"{server.number}.data")
         self.consul.repair()
+        self._went_back = True
+
+    def _recover(self) -> None:
+        """Give Consul its register back, as an operator does."""
+        said = ""
+
+        def is_recovered() -> bool:
+            nonlocal said
+            done = self.brokers["a"].kmq("cluster", "recover", "--shard", "s", "--yes")
+            said = done.stdout + done.stderr
+            return done.returncode == 0
+
+        self.wait(is_recovered, lambda: f"the register is recovered: {said}")
+        self._went_back = False
+
+    def _end_traces(self) -> None:
+        while self._traces:
+            trace = self._traces.pop()
+            trace.terminate()  # it lets go of what it traces
+            trace.wait()
+
+    def _end_clones(self) -> None:
+        while self._clones:
+            clone = self._clones.pop()
+            clone.kill_all()
+            (self.root / f"{clone.name}.clone.log").write_text(clone.log())
+            clone.close()
 
     def heal(self, what: str) -> None:
-        """End all faults: the network, Consul, those who are paused, those who were killed. Healed is once all have started."""
+        """End all faults: the network, Consul, those who are paused, those who were killed.
+
+        Healed is at the end of the faults and of the CPU seconds that the starts cost, or once all have started: what a
+        start waits for counts, what it computes does not.
+        """
+        self._end_traces()
+        self._end_clones()
+        for clock in self.clocks.values():
+            clock.set(0)
         self.consul.repair()
         for name in sorted(self.paused):
             self.brokers[name].signal(signal.SIGCONT)
         self.paused.clear()
         while self._ballast:
             self._ballast.pop().unlink(missing_ok=True)  # a power cut may have taken it
-        self.up(*(name for name, broker in self.brokers.items() if not broker.processes()))
+        dead = [broker for broker in self.brokers.values() if not broker.processes()]
+        self.up(*(broker.name for broker in dead))
+        if self._went_back:
+            self._recover()
         self.faults_ended = time.monotonic()
         self.wait(lambda: all(start.poll() is not None for start in self._starts), "the end of all starts")
-        self.healed.append(Healed(what, time.monotonic()))
+        cost_s = sum(broker.cpu_s() for broker in dead)
+        self.healed.append(Healed(what, min(self.faults_ended + cost_s, time.monotonic())))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -280,6 +372,8 @@ class Shard:
 
     def close(self) -> None:
         self.witness.finish()
+        self._end_traces()
+        self._end_clones()
         for start in self._starts:
             start.kill()
             start.wait()

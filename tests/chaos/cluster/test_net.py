@@ -1,4 +1,4 @@
-"""The network that other tests break: a cut is one way and silent, losses lose their share, and healing heals."""
+"""The network that other tests break: a cut is one way and silent, losses lose their share, delays delay, healing heals."""
 
 import subprocess
 import sys
@@ -78,3 +78,42 @@ def test_losses_lose_their_share_of_one_direction(network: Network) -> None:
     assert arrived(network, 2, 1, 1000) == 1000
     network.heal()
     assert arrived(network, 1, 2, 1000) == 1000
+
+
+def round_trips_s(network: Network, sender: int, receiver: int) -> list[float]:
+    """How long each of some TCP conversations takes there and back, the connection not counted."""
+    code = """
+import socket, sys, time
+sock = socket.create_connection((sys.argv[1], 9))
+for _ in range(3):
+    began = time.monotonic()
+    sock.sendall(b"x" * 100_000)
+    got = 0
+    while got < 100_000:
+        got += len(sock.recv(1 << 16))
+    print(time.monotonic() - began)
+"""
+    echo = """
+import socket
+server = socket.create_server(("", 9))
+print("ready", flush=True)
+sock, _ = server.accept()
+while data := sock.recv(1 << 16):
+    sock.sendall(data)
+"""
+    with subprocess.Popen([*network.inside(receiver), sys.executable, "-c", echo], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        words = [*network.inside(sender), sys.executable, "-c", code, f"{NET}.{receiver}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stderr
+    return [float(line) for line in done.stdout.split()]
+
+
+def test_a_delay_delays_one_direction_and_loses_nothing(network: Network) -> None:
+    assert min(round_trips_s(network, 1, 2)) < 0.5
+    network.delay(1, [2], 0.5)
+    assert min(round_trips_s(network, 1, 2)) >= 0.5
+    assert min(round_trips_s(network, 1, 3)) < 0.5
+    assert arrived(network, 2, 1, 100) == 100
+    network.heal()
+    assert min(round_trips_s(network, 1, 2)) < 0.5
