@@ -31,7 +31,7 @@ _ACTS = {
     ANY: (
         *(GET_ACK, GET_STATUS, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"),
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-        *("listTopics", "describeTopic", "listGroups", "describeGroup", "overview", "history", "events"),
+        *("listTopics", "topics", "describeTopic", "listGroups", "describeGroup", "overview", "history", "events"),
         "cluster",
         *("groupHistory", "session", "broker", "topicFiles", "logFiles", "console", "consoleFile", "pages", "docs"),
         *("openapi", "health", "readiness", "metrics"),

@@ -27,7 +27,9 @@ def api(broker):
 
 
 def produce(api, topic, *messages, text=True):
-    results = api.post(f"/api/topics/{topic}/produce{'?format=text' * text}", {"messages": [*messages]}).value
+    results = api.post(
+        f"/api/topics/{topic}/produce?format={'text' if text else 'base64'}", {"messages": [*messages]}
+    ).value
     return results["results"]
 
 

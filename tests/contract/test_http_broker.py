@@ -101,6 +101,70 @@ def test_a_message_is_where_the_answer_says_and_comes_back_as_it_was(broker, api
     assert shown == given | {"partition": 0, "offset": 0}
 
 
+def test_the_api_as_it_was_specified_works_word_for_word(broker, api, topic):
+    given = {"key": "user-7", "value": b64encode(b"hello\xff").decode(), "headers": {"trace-id": "a1"}}
+    place = api.post(produce(topic, ""), given).value
+    stored = line_at(broker, topic, place)
+    assert (stored.key, stored.value, stored.headers) == (b"user-7", b"hello\xff", [("trace-id", b"a1")])
+    [shown] = api.get(f"/api/topics/{topic}/consume").value["messages"]
+    assert {name: shown[name] for name in given} == given
+    assert topic in [each["name"] for each in api.get("/api/topics").value]
+    assert api.get("/api/topics").value == api.get(TOPICS).value
+
+
+def test_a_value_that_is_json_is_stored_compact_and_comes_back_as_json(broker, api, topic):
+    text = b'{"key": "u7", "value": {"name": "Z\xc3\xbcrich", "sum": 12.30, "items": [1, null]}}'
+    place = api.call("POST", produce(topic, "format=json"), text, Content_Type="application/json").value
+    assert line_at(broker, topic, place).value == b'{"name":"Z\xc3\xbcrich","sum":12.30,"items":[1,null]}'
+    broker.send_lines([b"%b.k|0|0|no json" % topic.encode()])
+    where = f"/api/topics/{topic}/consume?format=json&timeoutMs=20000&offset="
+    [shown] = api.get(f"{where}0&maxMessages=1").value["messages"]
+    assert shown["value"] == {"name": "Zürich", "sum": 12.3, "items": [1, None]} and "encoding" not in shown
+    [other] = api.get(f"{where}1").value["messages"]
+    assert (other["value"], other["encoding"]) == ("no json", "text")
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "text/plain", "text/plain; charset=utf-8"])
+def test_a_body_of_bytes_is_one_value(broker, api, topic, kind):
+    value = bytes(range(256)) + b'{"value": 1}\n'
+    api.post(TOPICS, {"name": topic, "partitions": 2})
+    place = api.call("POST", produce(topic, "key=u7&partition=1&id=a"), value, Content_Type=kind).value
+    stored = line_at(broker, topic, place)
+    assert (place["partition"], stored.key, stored.value) == (1, b"u7", value)
+    again = api.call("POST", produce(topic, "key=u7&partition=1&id=a"), value, Content_Type=kind).value
+    assert again == place | {"duplicate": True}
+    assert api.call("POST", produce(topic, "partition=2"), value, Content_Type=kind).refusal[1] == "unknown_partition"
+
+
+def test_what_log_shippers_send_is_a_message_a_line_or_an_item(broker, api, topic):
+    lines = [b'{"log": "a", "n": 1.50}', b"no json \xff\r", b" ", b'{"a":1,"a":2}']
+    body = b"\n".join(lines) + b"\n\n"
+    answers = api.call("POST", produce(topic, "format=raw&key=node-1"), body, Content_Type=NDJSON).value
+    assert [line_at(broker, topic, place).value for place in answers] == lines
+    assert {line_at(broker, topic, place).key for place in answers} == {b"node-1"}
+    items = b'[{"date": 1.50, "log": "a"}, "b", null]'
+    answers = api.call("POST", produce(topic, "format=raw"), items, Content_Type="application/json").value["results"]
+    assert [line_at(broker, topic, place).value for place in answers] == [b'{"date":1.50,"log":"a"}', b'"b"', b"null"]
+
+
+@pytest.mark.parametrize(
+    ("query", "kind", "body", "field"),
+    [
+        ("format=raw", "application/json", b"{}", "body"),
+        ("format=raw", "application/json", b"[]", "body"),
+        ("format=raw", "application/json", b'[{"a": 1, "a": 2}]', "body[0]"),
+        ("format=raw&id=7", NDJSON, b"a\n", "id"),
+        ("key=k", "application/json", b'{"value": ""}', "key"),
+        ("partition=0", NDJSON, b'{"value": ""}', "partition"),
+        ("format=json", NDJSON, b'{"value": 1}\n{"value": {"a": 1, "a": 2}}\n', "line[2].value"),
+        ("", "application/json", b"[]", "body"),
+        ("format=base64&key=*", "text/plain", b"a", "key"),
+    ],
+)
+def test_a_body_that_does_not_fit_its_form_is_refused_whole(api, topic, query, kind, body, field):
+    assert api.call("POST", produce(topic, query), body, Content_Type=kind).refusal == (422, "bad_field", field)
+
+
 def test_a_batch_is_answered_in_order_with_a_place_for_each(broker, api, topic):
     api.post(TOPICS, {"name": topic, "partitions": 4})
     batch = [{"key": f"k{n % 7}", "value": f"v{n}"} for n in range(50)] + [{"value": f"v{n}"} for n in range(50, 60)]
@@ -298,11 +362,11 @@ def test_a_table_is_read_right_while_the_broker_compacts_it(broker, api, topic):
     keys = [b64encode(key).decode() for key in (b"\0|%", b"", b"\xff.@.", b"key" * 20, b"a", b"b")]
     values = [None, "", *(b64encode(b"%d" % n * 50).decode() for n in range(5))]
     batch = [{"key": keys[n % 6], "value": values[n % 7]} for n in range(1500)]
-    api.lines(produce(topic, ""), batch)
+    api.lines(produce(topic, "format=base64"), batch)
     checkpointed(broker, api, topic)
 
     def page(offset, most):
-        asked = f"/api/topics/{topic}/consume?partition=0&offset={offset}&maxMessages={most}"
+        asked = f"/api/topics/{topic}/consume?partition=0&offset={offset}&maxMessages={most}&format=base64"
         return [(row["offset"], row["key"], row["value"]) for row in api.get(asked).value["messages"]]
 
     before = [(n, message["key"], message["value"]) for n, message in enumerate(batch)]

@@ -120,7 +120,7 @@ def test_whatever_name_a_document_holds_is_text(tab, broker):
 
 
 def test_a_value_that_is_not_text_is_shown_as_base64(tab, broker):
-    call(broker, "/api/topics/binary/produce", {"value": "AAH/gA==", "key": "/w=="})
+    call(broker, "/api/topics/binary/produce?format=base64", {"value": "AAH/gA==", "key": "/w=="})
     page = tab.open("#/topics/binary")
     page.wait_for_selector(".message")
     assert "AAH/gA==" in text(page, ".message .right") and "not UTF-8" in text(page, ".message .right")

@@ -13,11 +13,12 @@ from aiohttp import web
 
 import kmq
 from kmq.gateway.http.operations import CONSOLE, GROUPS, OPERATIONS
-from kmq.gateway.http.request import COMMON, NDJSON, PATH_SCHEMAS, Operation, Parameter, Reply, Schema
+from kmq.gateway.http.request import BYTES, COMMON, NDJSON, PATH_SCHEMAS, Operation, Parameter, Reply, Schema
 from kmq.gateway.http.schema import SCHEMAS
 from kmq.wire import refusals
 
 _NDJSON_SCHEMA = {"type": "string", "description": "one JSON object a line"}
+_BYTES_SCHEMA = {"type": "string", "description": "bytes or text as they are"}
 
 
 def document() -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _parameter(place: str, parameter: Parameter) -> dict[str, Any]:
 
 
 def _content(kind: str, schema: Schema) -> dict[str, Any]:
-    return {"schema": _NDJSON_SCHEMA if kind == NDJSON else schema}
+    return {"schema": _NDJSON_SCHEMA if kind == NDJSON else _BYTES_SCHEMA if kind in BYTES else schema}
 
 
 def _reply(reply: Reply) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.http.request import (
+    BYTES,
     JSON,
     NDJSON,
     PATH_SCHEMAS,
@@ -139,8 +140,12 @@ CONSOLE_PAGES = (
 
 # --- topics, messages, groups ----------------------------------------------------------------------------------------
 
-_FORMAT = Parameter(
-    "format", text("of keys, values and header values: base64, or UTF-8 text", enum=["base64", "text"]), "base64"
+_FORMS = (
+    "without it key and headers are text and the value is base64; text, base64: all three; json: the value is any JSON"
+)
+_FORMAT = Parameter("format", text(_FORMS, enum=["text", "base64", "json"]))
+_SENT = text(
+    f"{_FORMS}; raw: each line (NDJSON), or each item of a list, is a value", enum=["text", "base64", "json", "raw"]
 )
 _TOPIC = ref("Topic")
 
@@ -157,6 +162,13 @@ ADMIN = (
         "GET /api/admin/topics",
         "listTopics",
         "List topics by name",
+        Reply("all of them", array(ref("TopicSummary"))),
+        query=(Parameter("internal", flag("with topics of KMQ itself, __…"), False),),
+    ),
+    _op(
+        "GET /api/topics",
+        "topics",
+        "List topics by name, as /api/admin/topics does",
         Reply("all of them", array(ref("TopicSummary"))),
         query=(Parameter("internal", flag("with topics of KMQ itself, __…"), False),),
     ),
@@ -202,12 +214,15 @@ MESSAGES = (
             202: Reply("acks=0: sent to the broker, nothing confirms it", ref("Accepted")),
         },
         query=(
-            _FORMAT,
+            Parameter("format", _SENT),
+            Parameter("key", text("of a body that is a value, or of many with format=raw")),
+            Parameter("partition", number("of a body that is a value, or of many with format=raw")),
+            Parameter("id", text("of a body that is one value")),
             Parameter("producer", text("the same as in the body, for NDJSON")),
             Parameter("acks", text("the same as in the body, for NDJSON", enum=["0", "1", "all"])),
         ),
         body="Produce",
-        body_types=(JSON, NDJSON),
+        body_types=(JSON, NDJSON, *BYTES),
         errors="bad_request bad_topic reserved_topic unknown_topic unknown_partition bad_id id_reused id_too_old fenced"
         " drop_oldest too_long too_large too_many too_many_topics producers_full busy stopping connections not_answered"
         " stored_not_routed disk_full quota not_enough_replicas no_leader",

@@ -21,7 +21,7 @@ from aiohttp import web
 from kmq.access.roles import ADMIN, CONSUME, PRODUCE
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.groups.offset_table import MAX_OFFSET
 from kmq.gateway.http.exchange import WebHandler, time_limit
 from kmq.log.damage import DamageError
@@ -67,6 +67,7 @@ def or_null(schema: Schema) -> dict[str, Any]:
 # --- operation -------------------------------------------------------------------------------------------------------
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
+BYTES = ("application/octet-stream", "text/plain")  # a body that is one value
 # What any operation may answer.
 COMMON = ("bad_field", "unauthorized", "forbidden", "cross_site", "not_ready", "internal", "damaged")
 
@@ -201,17 +202,23 @@ class Bodies:
             return await asyncio.to_thread(parse, body)
 
 
-def parse_json(text: bytes, where: str = "") -> Any:
-    """Return a JSON value; `where` begins the text of the error."""
+def parse_json(text: bytes, where: str = "", deep: str = "", **hooks: Any) -> Any:
+    """Return a JSON value; `where` begins the text of the error.
+
+    `deep`: the field to name where values are nested too deeply. `hooks`: of json.loads.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant, **hooks)
     except RecursionError:
+        if deep:
+            raise bad_field(deep, f"{where}nested too deeply: at most some 900 levels") from None
         raise RequestRefused("bad_request", f"{where}not JSON that this gateway reads: nested too deeply") from None
     except ValueError as err:
         raise RequestRefused("bad_request", f"{where}not JSON: {err}") from None
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python's parser takes."""
     raise ValueError(f"{name} is no number of JSON")
 
 

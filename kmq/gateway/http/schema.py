@@ -206,7 +206,8 @@ _PARTITIONER = text("how a key decides on the partition; new topics: murmur2", e
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
 _CHANGES["cleanupPolicy"]["enum"] = [*_CLEANUP["enum"], None]
 _OFFSET = number("position in the partition, from 0, for ever the same")
-_BYTES = {"type": ["string", "null"], "description": "base64, or text with format=text; null: none"}
+_BYTES = {"type": ["string", "null"], "description": "text, or base64 with format=base64; null: none"}
+_VALUE = {"description": "base64, text with format=text, any JSON with format=json; null: none"}
 _SUMMARY = {
     "name": text("the topic"),
     "fromSeq": or_null(number("the WAL's number from which on the topic is in force; null: not yet")),
@@ -215,15 +216,16 @@ _SUMMARY = {
     "cleanupPolicy": _CLEANUP,
     **_OPTIONS,
 }
-_ENCODING = text("base64: key, value and headers of this message are base64, whatever format= says", enum=["base64"])
+_ENCODING = text("how this one is written, whatever format= says", enum=["base64", "text"])
 _MESSAGE: dict[str, Schema] = {
     "key": _BYTES,
-    "value": _BYTES,
-    "headers": array(ref("Header"), maxItems=1000),
+    "value": _VALUE,
+    "headers": {"anyOf": [ref("HeaderMap"), ref("HeaderList")]},
     "partition": number("0 to partitions-1; without it the key decides, and without a key the message is spread"),
     "timestamp": number("when the message was made, in ms since the epoch; default: now", most=999_999_999_999_999),
     "id": text("recognises a repetition; with producer= a rising number", minLength=1, maxLength=MAX_WINDOW_ID),
     "encoding": _ENCODING,
+    "keyEncoding": _ENCODING,
 }
 _SEND: dict[str, Schema] = {
     "producer": text("a name whose ids rise: each is stored exactly once", pattern=f"^{NAME_PATTERN}$"),
@@ -278,17 +280,24 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "TopicSummary": record(**_SUMMARY, partitions=_PARTITIONS),
     "Topic": record(**_SUMMARY, partitions=array(ref("Partition"))),
-    "Header": record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES),
+    "Header": record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES, encoding=_ENCODING),
+    "HeaderMap": {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+        "description": "an object of texts",
+    },
+    "HeaderList": array(ref("Header"), maxItems=1000, description="a list of objects with name and value"),
     "NewMessage": record(["value"], **_MESSAGE),
     "Message": record(
         ["partition", "offset", "key", "value", "headers", "timestamp"],
         partition=_MESSAGE["partition"],
         offset=_OFFSET,
         key=_BYTES,
-        value=_BYTES,
-        headers=array(ref("Header")),
+        value=_VALUE,
+        headers=_MESSAGE["headers"],
         timestamp=number("when the message was made, in ms since the epoch"),
         encoding=_ENCODING,
+        keyEncoding=_ENCODING,
         deliveries=_DELIVERIES,
     ),
     "SingleProduce": record(["value"], **_MESSAGE, **_SEND),
@@ -427,7 +436,7 @@ def check(schema: Schema, value: object, where: str = "") -> None:
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             raise bad_field(where, f"must have {schema.get('minItems', 0)} to {schema['maxItems']} items")
         for place, item in enumerate(value):
-            check(schema["items"], item, f"{where}[{place}]")
+            check(schema.get("items", {}), item, f"{where}[{place}]")
     elif isinstance(value, dict):
         _check_object(schema, value, where)
 
@@ -462,7 +471,8 @@ def _check_object(schema: Schema, value: dict[str, object], where: str) -> None:
     for name in schema.get("required", ()):
         if name not in value:
             raise bad_field(path + name, "is missing")
+    others: Any = schema.get("additionalProperties", {})
     for name, item in value.items():
-        if name not in properties:
+        if name not in properties and others is False:
             raise bad_field(path + name[:100], f"unknown; expected {', '.join(properties)}")
-        check(properties[name], item, path + name)
+        check(properties.get(name, others), item, path + name[:100])

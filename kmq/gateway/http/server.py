@@ -52,6 +52,7 @@ class Topics:
         self.handlers = {
             "createTopic": self.create,
             "listTopics": self.list_all,
+            "topics": self.list_all,
             "describeTopic": self.describe,
             "changeTopic": self.change,
             "deleteTopic": self.delete,
