@@ -161,6 +161,7 @@ def ports_are_those_of_the_settings(documents: list[Document]) -> Iterator[str]:
         for name, (container, number) in ports_of(pod).items():
             owner, port, host = PORTS[name]
             found = settings_of(documents, named(pod, owner))
+            host = "tls_host" if name == REPLICA and found.tls_cert else host
             if container != owner:
                 yield f"port {name} is of {owner}, not of {container}"
             if not number == getattr(found, port) == getattr(defaults, port):
@@ -272,9 +273,8 @@ def a_tls_secret_is_enough(documents: list[Document]) -> Iterator[str]:
             if tls and tls.get("ca") != {"secret": {"name": "kmq-tls", "key": "tls.crt"}}:
                 yield f"the monitor trusts {tls.get('ca')}"
             for pod, _ in brokers(documents):
-                if settings_of(documents, named(pod, "gateway")).tls_client_ca and not {"cert", "keySecret"} <= set(
-                    tls
-                ):
+                has_ca = settings_of(documents, named(pod, "gateway")).tls_client_ca
+                if has_ca and REPLICA not in processes(pod) and not {"cert", "keySecret"} <= set(tls):
                     yield "the monitor shows no certificate"
     for pod, _ in brokers(documents):
         found = settings_of(documents, named(pod, "gateway"))
@@ -308,9 +308,10 @@ def volumes_are_where_the_settings_say(documents: list[Document]) -> Iterator[st
             places = (mounts.get(found.data), mounts.get(found.pipes), mounts.get(SHM))
             if places != tuple(ours + volume for volume in ("data", "pipes", "shm")):
                 yield f"{name}: {mounts} are not KMQ_DATA, KMQ_PIPES and {SHM}"
-            for path in (found.tls_cert, found.tls_key, found.tls_client_ca, found.tokens):
+            users = dict.fromkeys((found.tls_cert, found.tls_key, found.tls_client_ca), ("ingress", "gateway", REPLICA))
+            for path, by in (users | {found.tokens: ("ingress", "gateway")}).items():
                 mounted = volumes.get(mounts.get(path.rpartition("/")[0], ""), {})
-                if path and name in ("ingress", "gateway") and "secret" not in mounted:
+                if path and name in by and "secret" not in mounted:
                     yield f"{name}: nobody brings {path}"
             secret = volumes.get(mounts.get(found.replica_secret.rpartition("/")[0], ""), {})
             if found.shard and (name == REPLICA) != ("secret" in secret):
@@ -496,7 +497,9 @@ def a_shard_survives_its_upgrade(documents: list[Document]) -> Iterator[str]:
         governing = [s for s in of_kind(documents, "Service") if s["metadata"]["name"] == spec["serviceName"]]
         if not all(s["spec"].get("publishNotReadyAddresses") for s in governing):
             yield "a replica is found only once it is ready, and is ready only once it was found"
-        if environment(documents, replica).get("KMQ_ADVERTISE") != f"$(POD_NAME).{spec['serviceName']}":
+        given = environment(documents, replica)
+        host = given.get("KMQ_ADVERTISE", "").replace("$(PODS_SERVICE)", given.get("PODS_SERVICE", ""))
+        if host != f"$(POD_NAME).{spec['serviceName']}":
             yield "a replica is not reached by its pod's name"
         budgets = [each["spec"].get("maxUnavailable") for each in of_kind(documents, "PodDisruptionBudget")]
         if budgets != [1]:

@@ -42,7 +42,7 @@ COMBINATIONS = [
 MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+alerts+sidecar-fleet")
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in MORE_BESIDE]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
-SHARDS = ["base+shard", "base+monitoring+tokens+shard"]
+SHARDS = ["base+shard", "base+monitoring+tokens+shard", "base+tls+shard", "base+monitoring+tls+client-ca+tokens+shard"]
 BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
@@ -430,6 +430,13 @@ BREAKS = {
             ),
             "gateway: nobody brings /tls/tls.crt",
         ),
+        (
+            "base+tls+shard",
+            container(
+                "replica", lambda c: c["volumeMounts"].remove({"name": "tls", "mountPath": "/tls", "readOnly": True})
+            ),
+            "replica: nobody brings /tls/tls.crt",
+        ),
         ("base", of("StatefulSet", lambda spec: spec.update(volumeClaimTemplates=[])), "data does not outlive"),
         ("base", volume("shm", lambda each: each["emptyDir"].pop("medium")), "not in memory"),
     ],
@@ -663,7 +670,8 @@ def neighbours(tmp_path_factory):
     """The broker as it is, and one as docs/kubernetes.md makes a second: a namePrefix and an instance of its own."""
     second = {"pairs": {"app.kubernetes.io/instance": "b"}, "includeSelectors": True}
     more = ({}, {"namePrefix": "b-", "labels": [second]})
-    return [kustomize(overlay(tmp_path_factory.mktemp("broker"), COMPONENTS, **each)) for each in more]
+    components = (*COMPONENTS, "shard")
+    return [kustomize(overlay(tmp_path_factory.mktemp("broker"), components, **each)) for each in more]
 
 
 def test_both_brokers_of_the_page_render_and_are_two(render, tmp_path):
@@ -706,9 +714,15 @@ def test_names_follow_the_prefix_of_a_second_broker(neighbours):
         (workload,) = of_kind(documents, "StatefulSet")
         assert workload["spec"]["serviceName"] == f"{prefix}kmq-pods"
         assert workload["spec"]["template"]["spec"]["serviceAccountName"] == f"{prefix}kmq"
-        (monitor,) = of_kind(documents, "ServiceMonitor")
-        assert monitor["spec"]["endpoints"][0]["tlsConfig"]["serverName"] == f"{prefix}kmq"
         assert [*agreement.settings_are_good(documents)] == []  # each container finds its ConfigMap
+        assert [*agreement.a_shard_survives_its_upgrade(documents)] == []  # each replica is found by its name
+        assert [*agreement.policy_lets_in_whom_it_should(documents)] == []
+
+
+def test_a_monitor_asks_for_the_certificate_of_the_service_with_its_prefix(tmp_path):
+    documents = kustomize(overlay(tmp_path, ("monitoring", "tls"), namePrefix="b-"))
+    (monitor,) = of_kind(documents, "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["tlsConfig"]["serverName"] == "b-kmq"
 
 
 def test_clients_of_a_second_broker_need_no_label_of_its_own(neighbours):
