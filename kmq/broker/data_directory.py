@@ -15,7 +15,7 @@ from kmq.config.settings import Settings
 from kmq.errors import EXIT_OK, EXIT_RETRY, Stopped
 from kmq.links.ownership import field
 from kmq.log.identity import DataMissingError, open_data
-from kmq.logfmt import Logger
+from kmq.logfmt import Logger, obey
 
 _LOOK_S = 0.25  # between two looks for the directory; each is a sign of life
 
@@ -47,6 +47,7 @@ def open_page(
 
     Raises Stopped if the process is told to stop meanwhile.
     """
+    obey(settings.log_format, settings.log_level, settings.log_bytes, settings.log_files)
     page = None
     while True:
         known = known_id(settings, supervisor)

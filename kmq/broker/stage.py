@@ -40,7 +40,7 @@ from kmq.links.ring import RingReader, RingWriter
 from kmq.links.role import FOLLOWING, LEADING, STARTING, SYNCED, RolePage
 from kmq.links.staging import area_bytes
 from kmq.log.damage import DamageError
-from kmq.logfmt import Logger
+from kmq.logfmt import Logger, obey
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
@@ -83,6 +83,7 @@ class Stage:
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.log = Logger(name)
+        obey(settings.log_format, settings.log_level, settings.log_bytes, settings.log_files)
         self.most_files = files.claim()
         self.stopping = False
         self.deadline = 0.0  # monotonic; set once the stage is told to stop

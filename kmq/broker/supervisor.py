@@ -49,7 +49,7 @@ from kmq.files import keep_others_out
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe, field, is_of_another_pod
 from kmq.log.identity import open_data
-from kmq.logfmt import Logger
+from kmq.logfmt import Logger, obey
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
 _PAUSE_S = (0.1, 5.0)  # first and longest wait
@@ -81,6 +81,7 @@ class Supervisor:
         """`with_gateway`: its extra must be installed."""
         self.settings = settings
         self.log = Logger("supervisor")
+        obey(settings.log_format, settings.log_level, settings.log_bytes, settings.log_files)
         modules = {name: f"stages.{name}" for name in STAGES}
         if with_gateway:
             modules["gateway"] = "kmq.gateway"

@@ -5,6 +5,7 @@ Not covered What the supervisor does when a process ends: kmq/broker/supervisor.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kmq import cluster, gateway
+from kmq import cluster, gateway, logfmt
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
 from kmq.broker.data_directory import known_id
@@ -33,7 +34,6 @@ from kmq.log.identity import open_data
 _READY_S = 60.0  # longest wait for a broker to be ready, including recovery of a long WAL
 _FULL_S = 1.0  # how long space must be lacking until a start is given up: a small volume may regain it in a moment
 _POLL_S = 0.02
-_LOG_MODE = 0o640  # the user and the group of the broker, as for its FIFOs
 _DOWN_S = GRACE_S + 5.0
 _MISSING = {
     "gateway": "no gRPC, no HTTP, no consumers",
@@ -137,7 +137,7 @@ class Startup:
 
     def __init__(self, settings: Settings, with_gateway: bool) -> None:
         """Start the supervisor."""
-        self.log_path = Path(settings.pipes) / "kmq.log"
+        self.log_path = Path(settings.pipes) / logfmt.FILE
         self._settings = settings
         self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._expected = len(STAGES) + with_gateway + settings.in_cluster + bool(settings.shard)
@@ -204,11 +204,14 @@ class Startup:
     def print_errors(self, summary: str) -> None:
         """Print the errors that the log holds since the start, or its last lines, then `summary`."""
         with self.log_path.open("rb") as log:
-            log.seek(self._log_begin)
+            log.seek(self._log_begin if self._log_begin <= os.fstat(log.fileno()).st_size else 0)  # a new file since
             lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
-        for line in [line for line in lines if "level=error" in line or line.startswith("kmq: ")] or lines[-5:]:
+        for line in [line for line in lines if _IS_ERROR.search(line) or line.startswith("kmq: ")] or lines[-5:]:
             print(line, file=sys.stderr)
         print(f"{summary}; the whole log is in {self.log_path}", file=sys.stderr)
+
+
+_IS_ERROR = re.compile(r'level=error|"level": "error"')
 
 
 def _is_ready_but_for(status: BrokerStatus, ended: list[StageStatus]) -> bool:
@@ -223,9 +226,9 @@ def _of_shard(status: BrokerStatus) -> list[Finding]:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open the log for appending, with _LOG_MODE also if an older release made it with another mode."""
-    log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _LOG_MODE), "ab")
-    os.fchmod(log.fileno(), _LOG_MODE)
+    """Open the log for appending, with its mode also if an older release made it with another mode."""
+    log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, logfmt.FILE_MODE), "ab")
+    os.fchmod(log.fileno(), logfmt.FILE_MODE)
     return log
 
 

@@ -202,6 +202,16 @@ class Settings:
         kind.non_empty,
         "names, with commas, under which browsers may reach the gateway besides localhost and addresses",
     )
+    log_format: str = _setting(
+        "KMQ_LOG_FORMAT", "logfmt", kind.one_of("logfmt", "json"), "how log lines are written: logfmt or json"
+    )
+    log_level: str = _setting(
+        "KMQ_LOG_LEVEL", "info", kind.one_of("info", "warn", "error"), "the least level of log lines that are written"
+    )
+    log_bytes: int = _setting(
+        "KMQ_LOG_BYTES", "32 MiB", kind.BYTES, "size at which KMQ_PIPES/kmq.log is renamed to kmq.log.1 and begun anew"
+    )
+    log_files: int = _setting("KMQ_LOG_FILES", "3", kind.COUNT, "how many kmq.log.<n> are kept")
     podbus_topic: str = _setting(
         "KMQ_PODBUS_TOPIC", "podbus", kind.topic, "topic of the records that arrive over gRPC Produce (gateway)"
     )

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -267,3 +268,17 @@ def test_a_stage_that_has_to_be_killed_is_named_by_down_and_costs_no_cpu(broker)
     assert max(used) - used[0] < 0.5
     assert broker.processes() == []
     broker.up()
+
+
+def test_log_lines_are_json_where_that_is_asked_for(broker):
+    """Of every process, and `kmq up` still shows why a start failed."""
+    broker.env["KMQ_LOG_FORMAT"] = "json"
+    broker.up()
+    broker.down()
+    lines = [json.loads(line) for line in broker.log().splitlines()]
+    assert {line["stage"] for line in lines} >= {*STAGES, "supervisor"}
+    assert any(line["event"] == "stopped" and line["exit_code"] == 0 for line in lines)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        failed = broker.kmq("up", KMQ_PORT=taken.getsockname()[1])
+    shown = [json.loads(line) for line in failed.stderr.splitlines() if line.startswith("{")]
+    assert failed.returncode and {line["level"] for line in shown} == {"error"}, failed.stderr

@@ -1,9 +1,13 @@
 """Log lines: one line each, whatever is in a value."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
+from kmq import logfmt
 from kmq.logfmt import Logger, pairs
 
 
@@ -48,3 +52,72 @@ def test_a_closed_terminal_does_not_stop_the_stage(monkeypatch):
 
     monkeypatch.setattr(os, "write", closed)
     Logger("framer").info("ready")
+
+
+@pytest.fixture
+def told():
+    """What `obey` changes is put back."""
+    yield logfmt.obey
+    logfmt.obey("logfmt", "info", 0, 0)
+
+
+def test_as_json_a_line_holds_the_same_fields_and_numbers_are_numbers(told, capfd):
+    told("json", "info", 0, 0)
+    Logger("framer").warn("dropped", name='a\n"b', count=3, share=0.5, reason=OSError("ü"), none=None)
+    shown = json.loads(capfd.readouterr().err)
+    assert shown.pop("ts").endswith("Z")
+    assert shown == {
+        "level": "warn",
+        "stage": "framer",
+        "event": "dropped",
+        "name": 'a\n"b',
+        "count": 3,
+        "share": 0.5,
+        "reason": "ü",
+        "none": None,
+    }
+
+
+def test_lines_below_the_level_are_not_written(told, capfd):
+    told("logfmt", "warn", 0, 0)
+    for write in (Logger("x").info, Logger("x").warn, Logger("x").error):
+        write("event")
+    assert [line.split()[1] for line in capfd.readouterr().err.splitlines()] == ["level=warn", "level=error"]
+
+
+WRITER = """
+import sys
+from kmq import logfmt
+logfmt.obey("logfmt", "info", 20_000, int(sys.argv[2]))
+for number in range(1000):
+    logfmt.Logger(sys.argv[1]).info("line", number=number)
+print("by stdout", sys.argv[1])
+"""
+
+
+def test_a_full_log_is_renamed_and_every_line_is_somewhere_once(tmp_path):
+    command = [sys.executable, "-uc", WRITER]
+    with (tmp_path / "kmq.log").open("ab") as log:
+        writers = [subprocess.Popen([*command, name, "30"], stdout=log, stderr=log) for name in ("a", "b", "c")]
+        assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    names = ["kmq.log", *(f"kmq.log.{number}" for number in range(1, len(list(tmp_path.iterdir()))))]
+    assert {path.name for path in tmp_path.iterdir()} == {*names} and len(names) > 5
+    assert all((tmp_path / name).stat().st_size < 21_000 for name in names)
+    lines = [line for name in reversed(names) for line in (tmp_path / name).read_text().splitlines()]
+    for name in ("a", "b", "c"):
+        numbers = [int(line.rpartition("=")[2]) for line in lines if f"stage={name}" in line]
+        assert numbers == list(range(1000)) and f"by stdout {name}" in lines
+
+
+def test_no_more_old_logs_are_kept_than_asked_for(tmp_path):
+    with (tmp_path / "kmq.log").open("ab") as log:
+        subprocess.run([sys.executable, "-uc", WRITER, "a", "2"], stdout=log, stderr=log, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kmq.log", "kmq.log.1", "kmq.log.2"]
+    assert (tmp_path / "kmq.log").read_text().endswith("number=999\nby stdout a\n")
+
+
+def test_a_stderr_that_is_no_log_of_a_broker_is_left_alone(tmp_path):
+    with (tmp_path / "other.log").open("ab") as log:
+        subprocess.run([sys.executable, "-c", WRITER, "a", "2"], stdout=log, stderr=log, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.log"]
+    assert len((tmp_path / "other.log").read_bytes().splitlines()) == 1001
