@@ -177,9 +177,9 @@ _FIELDS = (
     "unauthorized",  # ingress, gateway: connections and requests without a valid token
     "supervisor",  # pid of the supervisor that started it; 0: something else did
     "admission",  # index into ADMISSIONS: why ingress refuses new messages, what durability and the router wait for
-    "certificate_from",  # ingress, gateway: unix seconds from which the server's certificate chain is valid
+    "certificate_from",  # ingress, gateway, replica: unix seconds from which the server's certificate chain is valid
     "certificate_until",  # and until which it is valid
-    "client_ca_until",  # ingress, gateway: unix seconds until which client certificates can be valid
+    "client_ca_until",  # ingress, gateway, replica: unix seconds until which client certificates can be valid
     "epoch",  # agent: the last message of the Broadcast Queue that was processed
     "newest",  # agent: the last message that it knows of
     "failing",  # agent: 1 while a message cannot be processed; gateway: 1 while committed offsets cannot be read

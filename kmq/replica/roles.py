@@ -7,6 +7,7 @@ Between two roles the stages let go of everything (stages.py).
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -17,12 +18,12 @@ from typing import Any, Protocol
 
 from kmq.broker.door import addresses
 from kmq.broker.stats import REPLICA, Row, StatsPage
-from kmq.broker.tls import client_context, make_context
+from kmq.broker.tls import certificates, client_context
 from kmq.cluster.consul import Transport
 from kmq.cluster.presence import Keys
 from kmq.cluster.queue import Place
 from kmq.config.settings import Settings
-from kmq.errors import CorruptError, RetryError
+from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.files import FULL, replace_file
 from kmq.links.ownership import FileLock, describe
 from kmq.links.role import LEADING, WAITING
@@ -63,6 +64,7 @@ class Roles:
     def __init__(self, stages: Stages, files: ReplicaFiles, broker: str, secret: bytes) -> None:
         self.stages, self.files, self.settings = stages, files, stages.settings
         self._broker, self._secret, self._log = broker, secret, stages.log
+        self._tls = client_context(self.settings) if self.settings.tls_cert else None
         self.leading: Leading | None = None
         self.following: Following | None = None
         self._duty: Duty | None = None
@@ -145,8 +147,10 @@ class Roles:
     # --- connections -------------------------------------------------------------------------------------------------
 
     async def _call(self, address: str) -> wire.Link:
-        context = client_context(self.settings) if self.settings.tls_cert else None
-        return await wire.call(address, self.me(), self._secret, context, self.settings.session_ttl)
+        if self._tls is not None:
+            with contextlib.suppress(ConfigError):  # only one file is replaced yet: those before stay in force
+                self._tls = client_context(self.settings)
+        return await wire.call(address, self.me(), self._secret, self._tls, self.settings.session_ttl)
 
     async def serve(self, link: wire.Link) -> None:
         """Serve who has proved to be of the shard."""
@@ -302,13 +306,16 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
         is_stopping=has_ended.is_set,
         log=log,
     )
-    tls = make_context(settings) if settings.tls_cert else None
-    port = wire.ReplicaPort(roles.me, secret, tls, replica.why_not, roles.serve, log)
+    tls = certificates(settings, log, page.rows[REPLICA])
+    context = tls.context() if tls is not None else None
+    port = wire.ReplicaPort(roles.me, secret, context, replica.why_not, roles.serve, log)
     transport = Transport(place.address)
 
     def publish(row: Row) -> None:
         replica.publish(row)
         roles.publish(row)
+        if tls is not None:
+            tls.look()
         if (seen := replica.seen) is not None:
             view, at = seen
             _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})

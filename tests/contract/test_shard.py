@@ -1,10 +1,12 @@
 """Elections of a shard with a real Consul: three processes that are killed, paused, copied, and cut off from it."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from certificates import Authority
 from consuls import Consul
 from made_data import write_data
 
@@ -547,3 +550,34 @@ def test_a_follower_whose_page_or_ring_was_removed_follows_anew(shard, what):
         return len(shard.events("b", "leader_followed")) > 1
 
     wait_for("a follower again", follows)
+
+
+def test_a_renewed_certificate_is_shown_to_new_connections_without_a_restart(shard, tmp_path):
+    cert, key = Authority(tmp_path / "tls").issue("shared")
+    shard.begin(KMQ_TLS_CERT=str(cert), KMQ_TLS_KEY=str(key), KMQ_TLS_HOST="127.0.0.1")
+    ids, pid = shard.ids(), shard.processes["b"].pid
+
+    def shown(name):
+        note = shard.client.get(ids[name], params={"raw": ""}).text
+        host, _, port = re.search(r"replica=(\S+)", note)[1].rpartition(":")
+        with contextlib.suppress(OSError):  # the port before its start
+            return ssl.get_server_certificate((host, int(port)), timeout=PATIENCE_S)
+
+    before = shown("a")
+    assert before == cert.read_text()
+    good = key.read_bytes()
+    key.write_text("half of a key\n")
+    for name in BROKERS:
+        shard.await_event(name, "certificates_kept")
+    followed = {name: len(shard.events(name, "leader_followed")) for name in "bc"}
+    shard.end("a")
+    wait_for("another leader", lambda: shard.register().epoch > 1)
+    follower = "b" if shard.leader() == "c" else "c"
+    shard.await_event(follower, "leader_followed", followed[follower] + 1)
+    key.write_bytes(good)
+    shard.start("a", KMQ_TLS_CERT=str(cert), KMQ_TLS_KEY=str(key), KMQ_TLS_HOST="127.0.0.1")
+    Authority(tmp_path / "tls").issue("shared")
+    for name in BROKERS:
+        wait_for("the new certificate", lambda name=name: shown(name) == cert.read_text() != before)
+    shard.await_whole()
+    assert shard.processes["b"].poll() is None and shard.processes["b"].pid == pid
