@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from kmq.errors import ConfigError, CorruptError
@@ -459,14 +460,17 @@ class RingObserver(Ring):
 
     position: int
 
-    def take(self) -> list[tuple[Block, bytes]]:
-        """Return the blocks that were committed since the last call, each with a copy of its lines.
+    def close(self) -> None:
+        with suppress(BufferError):  # an error's traceback may hold views of blocks: the mapping goes with them
+            super().close()
 
-        The list begins later than the last one ended where the reader has released blocks meanwhile: a copy counts only
-        if its block was not released before the copy was made.
+    def take(self) -> list[tuple[int, Block]]:
+        """Return the blocks that were committed since the last call, each with its position. See `has`.
+
+        The list begins later than the last one ended where the reader has released blocks meanwhile.
         """
         record = self.committed()
-        found: list[tuple[Block, bytes]] = []
+        found: list[tuple[int, Block]] = []
         while self.position < record.head:
             self.position = max(self.position, self.tail)
             if self.position >= record.head:
@@ -474,18 +478,21 @@ class RingObserver(Ring):
             at = self.position
             try:
                 block, end = block_at(self, at, record.head)
-                lines = bytes(block.data) if block is not None else b""
             except CorruptError:
-                if self.tail > at:  # written over while we looked
+                if not self.has(at):  # written over while we looked
                     continue
                 raise
-            fence()
-            if self.tail > at:
+            if not self.has(at):
                 continue
             self.position = end
             if block is not None:
-                found.append((block, lines))
+                found.append((at, block))
         return found
+
+    def has(self, position: int) -> bool:
+        """Return True if the reader has not released the block there: what was read of it before this call is right."""
+        fence()
+        return bool(self.cells[TAIL] <= position)
 
 
 def block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:

@@ -98,6 +98,11 @@ def decode(line: bytes) -> TopicChange:
     return TopicChange(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
 
 
+def are_own(lines: bytes) -> bool:
+    """Return False if whole stored lines that share a routing key are no records of the framer's own."""
+    return _OWN in lines[: lines.find(b"\n")]
+
+
 def parts(lines: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Cut whole stored lines into (lines, b"") and (a record of the framer's own, its routing key), in order.
 

@@ -261,8 +261,10 @@ class Following:
     def _blocks(self, data: wire.Data) -> Iterator[Framed]:
         """Cut lines into blocks: what KMQ says of itself alone, with its key, because routing depends on it."""
         assert self.ring is not None
-        limits, first, key = self.ring.limits, data.first, data.key
-        for part, own in topic_changes.parts(bytes(data.lines)):
+        limits, first, key, whole = self.ring.limits, data.first, data.key, bytes(data.lines)
+        # To search all lines for records of the framer's own would cost as much as everything else here.
+        may_be_own = not key or topic_changes.are_own(whole)
+        for part, own in topic_changes.parts(whole) if may_be_own else ((whole, b""),):
             if own:
                 key = len(own)
                 self.epochs.absorb(part)
@@ -270,7 +272,8 @@ class Following:
                 lines = part
                 if len(part) > limits.nbytes:
                     lines = part[: part.rfind(b"\n", 0, limits.nbytes) + 1]
-                count = lines.count(b"\n")
+                # What came was counted when it came (wire.py).
+                count = lines.count(b"\n") if len(lines) < len(whole) else data.last - data.first + 1
                 if count > limits.count:
                     count = limits.count
                     lines = b"\n".join(part.split(b"\n", count)[:count]) + b"\n"

@@ -9,8 +9,9 @@ Invariant   Only what is on our own disk is sent. A position counts only if it w
             changes nothing.
             While the ISR is smaller than min_insync nothing is committed.
 Spent       If durability was started again in this epoch, what is on its way is not known any more: it ends (is_spent).
-Memory      The last blocks are kept for all followers together, at most _TAIL_RINGS times the size of a ring. To each
-            follower at most what it has room for is on its way.
+Memory      Blocks are sent from where they lie in the ring. They stay there until they are committed, so a member of the
+            ISR never needs another one; whoever else is further behind is sent records of the WAL. To each follower at
+            most what it has room for is on its way.
 """
 
 import asyncio
@@ -39,20 +40,20 @@ from kmq.replica.wire import Link
 
 _TICK_S = 0.05  # hw is looked at at least this often, whatever was not heard
 _READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
-_TAIL_RINGS = 4
 _START_LAGS = 3  # so many lags has a new leader until its first record is committed
 HUNG_S = 60.0  # a stage that takes longer to begin, or to let go, hangs
 _BEAT_S = 0.5  # a follower hears at least this often
 
 
 class SentBlock(NamedTuple):
-    """A block of the ring as it is sent."""
+    """A block as it is sent. `position`: where it lies in the ring; None: it was read from the WAL."""
 
     first: int
     last: int
     key: int
     crc: int
-    lines: bytes
+    lines: bytes | memoryview
+    position: int | None = None
 
 
 class FollowerLink:
@@ -108,8 +109,7 @@ class Leading:
         self._asked: list[frozenset[str]] = []  # changes of the ISR at the present version
         self._ring: RingObserver | None = None
         self._epochs: Epochs | None = None
-        self._tail: dict[int, SentBlock] = {}  # by first seq, the oldest first
-        self._tail_bytes = 0
+        self._blocks: dict[int, SentBlock] = {}  # of the ring, by first seq, the oldest first
         self._samples: deque[tuple[float, int, int]] = deque()  # time, synced, numbered; one each tick, for the lag
         self._wal = LogReader(f"{stages.data}/append", by_seq=True)
 
@@ -175,7 +175,7 @@ class Leading:
             while not self.is_spent:
                 if self._failed is not None:
                     raise self._failed
-                self._turn()
+                self._look()
                 stages.note_hw()
                 await self._send_snapshot()
                 if not has_begun and stages.has_wal() and self._ring.synced_seq is not None:
@@ -201,6 +201,7 @@ class Leading:
         for link in self._links:
             link.close()
         self.followers.clear()  # what they have still said counts in this epoch only
+        self._blocks.clear()
         if self._ring is not None:
             self._ring.close()
 
@@ -213,24 +214,10 @@ class Leading:
         except Exception as err:  # a callback has nobody to tell: `run` raises it
             self._failed = err
 
-    def _turn(self) -> None:
-        """Take what was numbered and synced since the last turn; send it, and count."""
-        ring = self._ring
-        if ring is None:
-            return
-        for block, lines in ring.take():
-            if block.count:
-                self._keep(SentBlock(block.first_seq, block.last_seq, block.key_length, crc32(lines), lines))
-        self.numbered = ring.committed().next_seq - 1
-        self.synced = ring.synced_seq or 0
-        if not self.epoch_seq and self.synced > ring.base_seq - 1:
-            self.epoch_seq, self._idles_since = ring.base_seq, None
-            assert self._epochs is not None
-            self._epochs.add(self.epoch, self.epoch_seq)
+    def _look(self) -> None:
+        """Take a turn, and see who keeps up."""
+        self._turn()
         self._sample()
-        for follower in [*self.followers.values()]:
-            self._push(follower)
-        self._count()
         is_short = 1 + sum(map(self.hears, self.followers)) < self.register.min_insync
         # Nobody else is elected before our session has ended, which takes one TTL of silence.
         session_s = self.stages.settings.session_ttl
@@ -238,6 +225,28 @@ class Leading:
         self.stages.page.refuse(is_short, is_unsure)
         is_idle = is_short or not self.epoch_seq  # nothing that was numbered stands then
         self._idles_since = (self._idles_since or time.monotonic()) if is_idle else None
+
+    def _turn(self) -> None:
+        """Take what was framed and synced since the last turn; send it, and count."""
+        ring = self._ring
+        if ring is None:
+            return
+        for first in [first for first, block in self._blocks.items() if not ring.has(block.position or 0)]:
+            del self._blocks[first]
+        for at, block in ring.take():
+            crc = crc32(block.data)
+            if block.count and ring.has(at):
+                found = SentBlock(block.first_seq, block.last_seq, block.key_length, crc, block.data, at)
+                self._blocks[found.first] = found
+        self.numbered = ring.committed().next_seq - 1
+        self.synced = ring.synced_seq or 0
+        if not self.epoch_seq and self.synced > ring.base_seq - 1:
+            self.epoch_seq, self._idles_since = ring.base_seq, None
+            assert self._epochs is not None
+            self._epochs.add(self.epoch, self.epoch_seq)
+        for follower in [*self.followers.values()]:
+            self._push(follower)
+        self._count()
 
     async def _send_snapshot(self) -> None:
         """Send producers.ckpt to the followers whenever it is another one: it speaks of committed records only."""
@@ -252,12 +261,6 @@ class Leading:
             if self._snapshot is not None and follower.snapshot < self._snapshot.seq <= follower.position:
                 follower.snapshot = self._snapshot.seq
                 follower.link.send(self._snapshot)
-
-    def _keep(self, chunk: SentBlock) -> None:
-        self._tail[chunk.first] = chunk
-        self._tail_bytes += len(chunk.lines)
-        while self._tail_bytes > _TAIL_RINGS * self.stages.settings.ring_bytes and len(self._tail) > 1:
-            self._tail_bytes -= len(self._tail.pop(next(iter(self._tail))).lines)
 
     def _sample(self) -> None:
         """Note how far we are, and who has reached what was there before."""
@@ -378,15 +381,15 @@ class Leading:
             follower.position = max(follower.position, position)
             replica = follower.link.peer.replica
             self._confirmed[replica] = max(self._confirmed.get(replica, 0), position)
-        self._sample()
         self._push(follower)
         self._count()
 
     def _push(self, follower: FollowerLink) -> None:
         """Send what a follower lacks and has room for."""
-        while follower.has_room() and follower.sent < self.synced:
-            chunk = self._tail.get(follower.sent + 1)
-            if chunk is None:
+        ring = self._ring
+        while ring is not None and follower.has_room() and follower.sent < self.synced:
+            chunk = self._blocks.get(follower.sent + 1)
+            if chunk is None or not ring.has(chunk.position or 0):
                 chunk = self._read(follower.sent + 1)
                 if chunk is None or chunk.first != follower.sent + 1:
                     if chunk is not None:  # retention has deleted what comes next: it asks again, and hears so
@@ -395,12 +398,15 @@ class Leading:
             elif chunk.last > self.synced:
                 return
             follower.link.send(wire.Data(self.epoch, *chunk[:4], self.hw, chunk.lines))
+            if chunk.position is not None and not ring.has(chunk.position):
+                follower.link.close()  # it was released, perhaps written over, before all of it was sent: the crc is wrong
+                return
             follower.is_sent(chunk.last, len(chunk.lines))
             follower.sent_hw, follower.told = self.hw, time.monotonic()
 
     def _read(self, low: int) -> SentBlock | None:
         """Return records from the WAL, up to where the tail goes on."""
-        high = min([self.synced, *(first - 1 for first in self._tail if first > low)])
+        high = min([self.synced, *(first - 1 for first in self._blocks if first > low)])
         try:
             first, lines = self._wal.read(low, _READ_BYTES)
         except DamageError as err:

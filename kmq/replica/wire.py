@@ -111,7 +111,7 @@ class Data(NamedTuple):
     key: int
     crc: int
     hw: int
-    lines: bytes | bytearray
+    lines: bytes | bytearray | memoryview
 
 
 class Hw(NamedTuple):
@@ -274,9 +274,9 @@ class Link(asyncio.BufferedProtocol):
 
     peer: Peer  # after the proof
 
-    def __init__(self) -> None:
-        self.max_data = 0  # bytes of a block; known after the proof
-        self.address = ""
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        self._socket = sock  # to write to from where the bytes lie; None: TLS is in between
+        self.max_data, self.address = 0, ""  # bytes of a block, known after the proof; host:port
         self._transport: asyncio.Transport | None = None
         self._texts = bytearray(BUFFER_BYTES)
         self._begin = self._end = 0  # what of _texts was not taken yet
@@ -371,12 +371,14 @@ class Link(asyncio.BufferedProtocol):
         """Write a text, and the bytes that follow it."""
         if self._transport is None or self._transport.is_closing():
             return  # the reader is told
-        head = f"{text}\n".encode("ascii")
-        if len(data) < BUFFER_BYTES:
-            self._transport.write(head + data)
-        else:
-            self._transport.write(head)
-            self._transport.write(data)
+        head, sent = f"{text}\n".encode("ascii"), 0
+        if self._socket is not None and not self._transport.get_write_buffer_size():
+            with suppress(OSError):  # the transport finds out too
+                sent = self._socket.sendmsg([head, data])
+        for part in (head, memoryview(data)):
+            if sent < len(part):
+                self._transport.write(part[sent:])
+            sent = max(0, sent - len(part))
 
     # --- begin and end
 
@@ -569,7 +571,7 @@ class ReplicaPort:
 
     async def _take(self, sock: socket.socket, address: str) -> None:
         """Let one connection prove itself, and serve it."""
-        link, peer, task = Link(), None, asyncio.current_task()
+        link, peer, task = Link(sock if self._tls is None else None), None, asyncio.current_task()
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_S):

@@ -418,6 +418,11 @@ MUTANTS = [
         [RACES, DROPS],
     ),
     Mutant(
+        "an observer trusts a block that was released while it read",
+        [(RING, "return bool(self.cells[TAIL] <= position)", "return True")],
+        ["tests/unit/test_leading.py"],
+    ),
+    Mutant(
         "durability does not name what was dropped",
         [
             (

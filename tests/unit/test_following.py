@@ -9,7 +9,7 @@ from shard_parts import FOLLOWING, WAITING, Leader, first_register, play
 
 from kmq.cluster.register import decode
 from kmq.errors import CorruptError
-from kmq.log.committed import encode_epoch, write_committed
+from kmq.log.committed import EPOCH_KEY, encode_epoch, write_committed
 from kmq.replica import wire
 
 A = "a" * 16
@@ -21,10 +21,10 @@ TWO_EPOCHS = [
 ]
 
 
-def data(first, *lines, epoch=1, hw=0):
+def data(first, *lines, epoch=1, hw=0, key=b""):
     """What a leader sends: these lines as stored."""
     text = b"".join(stored([*lines], first))
-    return wire.Data(epoch, first, first + len(lines) - 1, 0, crc32(text), hw, text)
+    return wire.Data(epoch, first, first + len(lines) - 1, len(key), crc32(text), hw, text)
 
 
 def follower(root, scene, epoch=1, lines=(), **options):
@@ -89,6 +89,19 @@ def test_data_that_is_not_right_behind_is_refused(tmp_path, first):
         assert await asked(leader) == (1, 1)
         await shard.until(lambda: b.end == 1)
         assert b.following.received == 1
+
+    follower(tmp_path, scene)
+
+
+@pytest.mark.parametrize("key", [b"", EPOCH_KEY])
+def test_an_epoch_is_noted_when_its_record_comes(tmp_path, key):
+    async def scene(shard, b, leader):
+        a = await agree(shard, b, leader)
+        a.send(data(1, encode_epoch(1, 1, "a", 1, b"0"), key=key))
+        a.send(data(2, b"t|||x", key=b"t"))
+        await shard.until(lambda: b.end == 2)
+        a.link.abort()
+        assert await asked(leader) == (2, 1)
 
     follower(tmp_path, scene)
 

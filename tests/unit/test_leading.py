@@ -237,11 +237,29 @@ def test_who_is_behind_gets_the_wal_and_then_the_blocks_without_a_seam(tmp_path)
     play(tmp_path, scene, "a")
 
 
+def test_what_was_released_and_written_over_in_the_ring_is_sent_from_the_wal(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b, c = await shard.peer(a, "b"), await shard.peer(a, "c")
+        await b.joins(1, 1)
+        c.send(wire.FetchText(c.register.version, 1, 2, 1, 0))  # it has no room yet
+        await c.read(wire.Hw)
+        for end in range(1, 5):  # each but the first is written to the place of the one before
+            b.have(end)
+            await shard.until(lambda end=end: a.shown and a.shown[-1][1] == end)
+            await stores(shard, a, b"t|||%d" % (end + 1))
+        c.have(1)
+        found = await c.read(wire.Data)
+        assert found.first == 2 and bytes(found.lines).startswith(b"2|")
+
+    play(tmp_path, scene, "a")
+
+
 def test_who_lacks_what_retention_has_just_deleted_is_let_go_and_harms_nobody(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
         await stores(shard, a, *(b"t|||%d" % n for n in range(20)))
-        a.leading._tail.clear()
+        a.leading._blocks.clear()
         read = a.leading._wal.read
         a.leading._wal.read = lambda low, most: read(low + 5, most)  # the segment went between two looks
         b = await shard.peer(a)

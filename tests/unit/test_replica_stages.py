@@ -86,7 +86,7 @@ def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_b
         while ring.committed().next_seq < 6 and time.monotonic() < until:
             time.sleep(0.01)
         (_, first), (_, second) = ring.take()
-        assert decode_epoch(first).epoch == 7 and b"before it" in second
+        assert decode_epoch(bytes(first.data)).epoch == 7 and b"before it" in bytes(second.data)
     finally:
         framer.kill()
         framer.wait()
