@@ -361,10 +361,7 @@ class Link(asyncio.BufferedProtocol):
     # --- writing
 
     def send(self, message: Message) -> None:
-        """Write a message. The caller bounds what is on its way by the peer's `room`.
-
-        What the kernel does not take at once is copied, so the bytes of the message may change afterwards.
-        """
+        """Write a message, whose bytes may change afterwards. The caller bounds what is on its way by the peer's `room`."""
         self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
 
     def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:
