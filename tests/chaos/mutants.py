@@ -66,6 +66,7 @@ ACCEPTOR, FRAMER_START, RAW = "kmq/framing/dedupe.py", "kmq/framing/recovery.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
+SESSION = "tests/unit/test_session.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
 LEADER_ALONE = "test_in_a_shard_the_leader_alone_reaches_topics_and_all_whenever_it_begins_to_lead"
 COMMITTED, UNIT_COMMITTED = "kmq/log/committed.py", "tests/unit/test_committed.py"
@@ -959,6 +960,16 @@ MUTANTS = [
             )
         ],
         [HTTP_GROUPS],
+    ),
+    Mutant(
+        "groups: what was read before a revoke or a seek is sent",
+        [("kmq/gateway/lines/session.py", "if not self.reader.pass_turn(cursor):", "if False:")],
+        [SESSION],
+    ),
+    Mutant(
+        "groups: a seek and a leave overtake the fetch before them",
+        [("kmq/gateway/lines/session.py", "                await self.fetches.tried()\n", "                pass\n")],
+        [SESSION],
     ),
     Mutant(
         "offsets: commits do not wait for one another",
