@@ -188,8 +188,10 @@ WAL = "__append"  # the name of the WAL among topics; no topic can have it
 _TAIL = 1 << 12  # bytes read before the end of a record to find its start
 
 
-class _LastRead(namedtuple("_LastRead", ("inode", "first", "start"))):
-    """Where a read ended: inode and first offset of the segment (inodes are reused), and the next line's start."""
+class _LastRead(namedtuple("_LastRead", ("inode", "first", "start", "at"))):
+    """Where a read ended: inode and first offset of the segment (inodes are reused), the next line's start, and the byte
+    of the index line whose block was read last.
+    """
 
     __slots__ = ()
 
@@ -199,7 +201,7 @@ class LogReader:
 
     def __init__(self, directory: str, by_seq: bool) -> None:
         self.directory, self.by_seq = directory, by_seq
-        self._last_read = _LastRead(0, 0, UNKNOWN)
+        self._last_read = _LastRead(0, 0, UNKNOWN, 0)
 
     def _segments(self) -> Segments:
         return Segments(self.directory, self.by_seq)
@@ -241,7 +243,7 @@ class LogReader:
 
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
         """Return (seq, recv_ts) of the last record, unchecked; None unless the last `end_offset` returned `offset`."""
-        inode, _, (end, position) = self._last_read
+        inode, _, (end, position), _ = self._last_read
         if end != offset or not position:
             return None
         with contextlib.suppress(FileNotFoundError, IndexError), open(self.segments()[-1][1], "rb", buffering=0) as log:
@@ -253,7 +255,11 @@ class LogReader:
 
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
         """Note where in `part` a read has ended: the next one need not check again what is in front of it."""
-        self._last_read = _LastRead(part.inode, part.first, start)
+        self._last_read = _LastRead(part.inode, part.first, start, part.at or self.near_in(part))
+
+    def near_in(self, part: SegmentReader) -> int:
+        """Return where in the index of `part` to look first: a hint, of any read of this segment."""
+        return self._last_read.at if self._last_read.first == part.first else 0
 
     def known_in(self, part: SegmentReader) -> LineStart:
         """Return where the last read ended if that was in `part` and `part` is active; otherwise UNKNOWN.
@@ -261,7 +267,7 @@ class LogReader:
         A sealed segment needs no such hint, because it has an index; and compaction may replace it by a file that
         reuses its inode.
         """
-        inode, first, start = self._last_read
+        inode, first, start, _ = self._last_read
         is_same = (inode, first) == (part.inode, part.first) and not part.sealed and start.position <= part.size
         return start if is_same else UNKNOWN
 
@@ -292,7 +298,7 @@ class LogReader:
         chunks: list[bytes] = []
         length, first, stop = 0, offset, UNKNOWN
         try:
-            for checked in part.checked_lines(offset, self.known_in(part)):
+            for checked in part.checked_lines(offset, self.known_in(part), self.near_in(part)):
                 lines = checked.lines
                 if not chunks:
                     first, lines = self._skip_before(checked, offset)

@@ -89,9 +89,18 @@ class IndexReader:
     def damage(self, at: int, what: str) -> DamageError:
         return DamageError(self.path, at, self.size, 0, 0, what)
 
-    def last(self, holds: Callable[[IndexEntry], bool]) -> IndexLine | None:
-        """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it."""
+    def last(self, holds: Callable[[IndexEntry], bool], near: int = 0) -> IndexLine | None:
+        """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it.
+
+        `near`: the byte at which a line begins that may be the last one, or the one before it. They are looked at first.
+        """
         best, low, high = None, self.begin, self.size
+        if low < near < high and (line := self.line(near)).start == near and holds(line.entry):
+            best, low = line, line.end
+            for _ in range(2):
+                if low >= high or not holds((line := self.line(low)).entry):
+                    return best
+                best, low = line, line.end
         if low < high:  # most often who reads is at the end
             line = self.line(high - 1)
             if holds(line.entry):
@@ -178,6 +187,7 @@ class SegmentReader:
     ) -> None:
         """Open the segment. `trust`: read it even if its label or first record belongs to another place."""
         self.path, self.first, self.by_seq, self.sealed = path, first, by_seq, sealed
+        self.at = 0  # of the index line whose block was read last; 0: none was
         while True:
             self.index = IndexReader(segment.index_path(path))
             try:
@@ -306,21 +316,24 @@ class SegmentReader:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def checked_lines(self, offset: int, known: LineStart = UNKNOWN) -> Iterator[CheckedLines]:
-        """Yield checked lines, from the block that holds `offset` on. `known`: a line start of an earlier read."""
-        begin = self.block_holding(offset)
+    def checked_lines(self, offset: int, known: LineStart = UNKNOWN, near: int = 0) -> Iterator[CheckedLines]:
+        """Yield checked lines, from the block that holds `offset` on.
+
+        Of an earlier read: `known` is a line start, and `near` its `at`, which saves the search.
+        """
+        begin = self.block_holding(offset, near)
         hint = known if known.offset <= offset else UNKNOWN
         if begin is None:
             yield from self._unindexed(max(LineStart(self.first, 0), hint))
             return
         for block in self.blocks(begin.start):
-            checked = self._checked_block(block)
+            checked, self.at = self._checked_block(block), block.at
             yield checked
         yield from self._unindexed(max(LineStart(checked.next_offset, checked.end), hint), checked.lines)
 
-    def block_holding(self, offset: int) -> IndexLine | None:
+    def block_holding(self, offset: int, near: int = 0) -> IndexLine | None:
         """Return the index line of the block that holds `offset`; None if no index line covers it."""
-        line = self.index.last(lambda entry: entry.offset <= offset)
+        line = self.index.last(lambda entry: entry.offset <= offset, near)
         if line is None and not self.index.is_empty:
             line = self.index.line(self.index.begin)  # drop_oldest may have dropped the first seqs of this segment
             if line.entry.position or not self.by_seq:

@@ -962,6 +962,11 @@ MUTANTS = [
         [HTTP_GROUPS],
     ),
     Mutant(
+        "segment: where the last read ended is trusted, wherever the next one begins",
+        [("kmq/log/segment_reader.py", ".start == near and holds(line.entry):", ".start == near:")],
+        ["tests/unit/test_partitions.py"],
+    ),
+    Mutant(
         "groups: what was read before a revoke or a seek is sent",
         [("kmq/gateway/lines/session.py", "if not self.reader.pass_turn(cursor):", "if False:")],
         [SESSION],

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kmq.gateway.core.partitions import MAX_BATCH, Partitions
 from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import bad_line
+from kmq.log.segment_reader import IndexReader
 from kmq.wire.requests import EARLIEST, LATEST, Position
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n % 90)) for n in range(1, 2001)]
@@ -39,7 +41,7 @@ def stored(data, topic="t", number=0):
 
 def taken(batch):
     lines = os.pread(batch.span.fd, batch.span.nbytes, batch.span.begin)
-    batch.close()
+    batch.segment.close()
     assert lines.count(b"\n") == batch.lines and lines.endswith(b"\n")
     return batch.offset, lines
 
@@ -203,6 +205,44 @@ def test_a_batch_holds_at_most_the_lines_that_are_asked_for(data, log):
         got = b"".join(batch for _, batch in [taken(log.batch(start, 10**9, most))])
         assert lines[start : start + most][: got.count(b"\n")] == got.splitlines(keepends=True)
         assert 0 < got.count(b"\n") <= most
+
+
+def test_a_batch_is_the_same_whatever_was_read_before(data):
+    """What was read before is where the search begins: before the next batch, behind it, or in another segment."""
+    log = Partitions(data).open("t", 0)
+    for start in (number * 739 % 2000 for number in range(60)):
+        for max_bytes in (100, 9000):
+            assert taken(log.batch(start, max_bytes)) == taken(Partitions(data).open("t", 0).batch(start, max_bytes))
+
+
+def test_a_batch_opens_its_files_once_checks_each_block_once_and_searches_only_where_the_last_one_ended(
+    tmp_path, monkeypatch
+):
+    data = write_data(tmp_path / "d", LINES, {"t": 1})
+    log, size = Partitions(data).open("t", 0), len(b"".join(stored(data)))
+    asked = {"files": 0, "searched": 0, "bytes": 0}
+
+    def counted(name, function, amount=lambda *_: 1):
+        def count(*arguments, **options):
+            asked[name] += amount(*arguments)
+            return function(*arguments, **options)
+
+        return count
+
+    monkeypatch.setattr(segment_reader.os, "open", counted("files", os.open))
+    monkeypatch.setattr(IndexReader, "line", counted("searched", IndexReader.line))
+    monkeypatch.setattr(zlib, "crc32", counted("bytes", zlib.crc32, lambda data, *_: len(data)))
+    batches = len([None for _ in all_batches(log, 0, 3 * BLOCK_BYTES)])
+    assert batches > 10 and size > 30 * BLOCK_BYTES
+    assert asked["files"] == 2 * (batches + 1)  # and the look that finds nothing
+    assert asked["searched"] <= 4 * (batches + 1)
+    assert asked["bytes"] <= size + 2 * BLOCK_BYTES * (
+        batches + 1
+    )  # of the last block a batch takes what it has room for
+    asked["bytes"] = 0
+    for start in (900, 1900):
+        taken(log.batch(start, 100))
+    assert asked["bytes"] <= 6 * BLOCK_BYTES, "nothing of what lies between"
 
 
 def test_a_batch_begins_at_the_first_record_that_retention_has_left(data, log):

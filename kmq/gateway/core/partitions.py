@@ -21,7 +21,7 @@ Not covered Who may read, and how far a group has come. A disk that returns othe
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -74,17 +74,11 @@ class Range:
         self._locate(end, max_bytes)
         self.length = sum(part.stop - part.begin for part in self._parts)
         self.reached = self.first_offset  # behind the records of the spans that were taken
-        self._segment: SegmentReader | None = None  # that the last span is of
         self._spans = self._check()
 
     def take(self) -> Span | None:
         """Return the next span; None at the end. Raises DamageError once all good records in front are taken."""
         return next(self._spans, None)
-
-    def note_read(self, offset: int, position: int) -> None:
-        """Note that the reader goes on with record `offset`, at byte `position` of the segment of the last span."""
-        if self._segment is not None:
-            self._log.note_read(self._segment, LineStart(offset, position))
 
     def close(self) -> None:
         self._spans.close()
@@ -142,8 +136,7 @@ class Range:
             if end > at:
                 self.reached = part.next_offset if end == part.stop else offset
                 if damage is None:
-                    self._segment = segment
-                    self.note_read(self.reached, end)
+                    self._log.note_read(segment, LineStart(self.reached, end))
                 yield Span(segment.fd, at, end - at)
                 at = end
             if damage is not None:
@@ -237,20 +230,64 @@ MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span
 Signature = tuple[int, ...]
 
 
-class Batch:
-    """`lines` records from `offset` on, the bytes of `span`. Close it when they have been sent."""
+class Batch(NamedTuple):
+    """`lines` records from `offset` on, the bytes of `span`. Close `segment` when they have been sent."""
 
-    __slots__ = ("_range", "lines", "offset", "span")
+    segment: SegmentReader
+    offset: int
+    lines: int
+    span: Span
 
-    def __init__(self, found: Range, offset: int, lines: int, span: Span) -> None:
-        self._range, self.offset, self.lines, self.span = found, offset, lines, span
 
-    @property
-    def next_offset(self) -> int:
-        return self.offset + self.lines
+def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
+    """Return the records from `start` on and before `end`, of one segment and as far as they exist; None: there are none.
 
-    def close(self) -> None:
-        self._range.close()
+    The segment is opened once, and each block is checked once. Raises FileNotFoundError if a segment has gone meanwhile.
+    """
+    segments = log.segments()
+    number = max(0, sum(first <= start for first, _ in segments) - 1)
+    for (first, path), (following, _) in pairwise([*segments[number:], (_NEVER, "")]):
+        if first >= end:
+            return None
+        with ExitStack() as opened:
+            segment = opened.enter_context(SegmentReader(path, first, False, following < _NEVER))
+            batch = _first_of(segment, log, max(start, first), end, max_bytes)
+            if batch is not None:
+                opened.pop_all()
+                return batch
+            _check_whole(segment, max(start, first), following)
+    return None
+
+
+def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
+    """Return the same of a segment. Blocks are taken until they are enough; of the last one as much as there is room for."""
+    begin, last = -1, None
+    try:
+        for piece in segment.checked_lines(start, log.known_in(segment), log.near_in(segment)):
+            if piece.next_offset <= start:
+                continue
+            if last is None:
+                begin, start = piece.end - len(_rest(piece, start, False)), max(start, piece.offset)
+            last = piece
+            if piece.end - begin >= max_bytes or piece.next_offset >= end:
+                break
+    except DamageError:
+        if last is None:
+            raise
+    if last is None:
+        return None
+    stop, reached = last.end, last.next_offset
+    if reached > end:
+        stop, reached = stop - len(_rest(last, end, False)), end
+    if stop - begin > max_bytes:
+        at = max(begin, last.position)  # what lies in front of it has room
+        lines = last.lines[at - last.position : stop - last.position]
+        keep = lines.rfind(b"\n", 0, max_bytes - (at - begin)) + 1
+        if not keep and at == begin:
+            keep = lines.find(b"\n") + 1
+        stop, reached = at + keep, max(start, last.offset) + lines.count(b"\n", 0, keep)
+    log.note_read(segment, LineStart(reached, stop))
+    return Batch(segment, start, reached - start, Span(segment.fd, begin, stop - begin))
 
 
 def moment(position: Position) -> Position:
@@ -331,12 +368,12 @@ class Partition:
             raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
         return max(start, position.value)
 
-    def range(self, start: int, end: int = END, max_bytes: int = 0) -> Range:
+    def range(self, start: int, end: int = END) -> Range:
         """Return the records start…end-1, as far as they exist. Raises DamageError."""
         self.check()
         while True:
             with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
-                return Range(self._log, start, end, max_bytes)
+                return Range(self._log, start, end)
 
     def batch(self, offset: int, max_bytes: int, most: int = END) -> Batch | None:
         """Return the next records from `offset` on: at most `max_bytes`, or one longer line. None: there are none.
@@ -344,24 +381,16 @@ class Partition:
         `most`: offsets at most. Records before the first offset are gone: the batch then begins at the first offset.
         Raises DamageError once all good records in front of the damage were returned.
         """
+        self.check()
         while True:
-            found = self.range(offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
-            try:
-                span = found.take()
-            except FileNotFoundError:
-                found.close()
-                continue
-            except DamageError:
-                found.close()
-                raise
-            if span is not None:
-                batch = _cut(found, span, max_bytes)
-                self._owner.reach(self, batch.next_offset)
-                return batch
-            found.close()
-            if most == END or (first := self.start()) <= offset:
-                return None
-            offset = first  # more than `most` offsets are gone
+            with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
+                batch = _take(self._log, offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
+                if batch is not None:
+                    self._owner.reach(self, batch.offset + batch.lines)
+                    return batch
+                if most == END or (first := self.start()) <= offset:
+                    return None
+                offset = first  # more than `most` offsets are gone
 
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
@@ -382,17 +411,6 @@ class Partition:
         first, lines = self.read(offset, 1)
         line = next((line for line in lines.split(b"\n") if line), b"")
         return Message(self.topic, self.number, first, line).recv_timestamp if line else None
-
-
-def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
-    """Return the batch of at most `max_bytes` at the start of `span`."""
-    if span.nbytes <= max_bytes:
-        return Batch(found, found.first_offset, found.reached - found.first_offset, span)
-    lines = os.pread(span.fd, span.nbytes, span.begin)  # whole blocks: a small request was for less than one
-    keep = lines.rfind(b"\n", 0, max_bytes) + 1 or lines.find(b"\n") + 1
-    count = lines.count(b"\n", 0, keep)
-    found.note_read(found.first_offset + count, span.begin + keep)
-    return Batch(found, found.first_offset, count, span._replace(nbytes=keep))
 
 
 class Partitions:

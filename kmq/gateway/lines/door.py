@@ -164,10 +164,10 @@ class Consumption:
                     await self._connection.write(said.encode())
                 await self._connection.send(batch.span)
             finally:
-                self._service.release(batch)
+                self._service.release(batch.segment)
         self._service.requests.count_sent(batch.span.nbytes)
         self._left -= batch.lines
-        cursor.offset = batch.next_offset
+        cursor.offset = batch.offset + batch.lines
         return True
 
     def _has_grown(self, known: int) -> bool:

@@ -224,13 +224,13 @@ class Session:
                     async with self.turn:
                         if not self.reader.pass_turn(cursor):
                             return False
-                        cursor.offset = batch.next_offset
+                        cursor.offset = batch.offset + batch.lines
                         self.reader.delivered([cursor])
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
                         await self.connection.write(said.encode())
                         await self.connection.send(batch.span)
                 finally:
-                    self.service.release(batch)
+                    self.service.release(batch.segment)
         except (DamageError, RequestRefused) as err:
             code = err.code if isinstance(err, RequestRefused) else "damaged"
             if code not in ("damaged", "unknown_topic"):  # it was deleted, and the others are there
