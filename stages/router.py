@@ -23,6 +23,7 @@ from kmq.broker.clock import AgeClock
 from kmq.broker.damage import Damaged
 from kmq.broker.stage import Stage, main
 from kmq.config.states import InForce
+from kmq.config.values import KIB
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped, identity, wal
@@ -31,6 +32,7 @@ from kmq.log.segment import Limits
 from kmq.router.declarations import MADE_AT_ONCE
 from kmq.router.queues import Queues
 
+_TURN_BYTES = 256 * KIB  # taken in a turn: what routing it needs fits the cache, and a stall leaves no larger heap
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
 
 
@@ -82,9 +84,9 @@ def note_times(stage: Stage, blocks: list[Block]) -> None:
 
 
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
-    """Route all blocks that wait, and make some of the topics they name; returns True if there was anything to do."""
+    """Route blocks that wait, and make some of the topics they name; returns True if there was anything to do."""
     row = stage.row
-    blocks = ring.take()
+    blocks = ring.take(_TURN_BYTES)
     if blocks:
         for run in in_runs([block for block in blocks if block.last_seq > queues.sorter.sorted_seq]):
             name_or_read_gap(stage, queues, run[0], ring.jumped and run[0] is blocks[0])

@@ -8,6 +8,7 @@ Crash       A ring gets its name only when all of it is there, locked. Killed be
 
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -367,8 +368,8 @@ class RingReader(Ring):
                     " one: the containers of a pod do, those of docker and podman with --ipc=container:<the first>"
                 )
 
-    def take(self) -> list[Block]:
-        """Return all blocks committed since the last call, the oldest first.
+    def take(self, most: int = sys.maxsize) -> list[Block]:
+        """Return the blocks committed since the last call, the oldest first: all, or about `most` bytes of them.
 
         Under drop_oldest the list may begin later than the last list ended; `jumped` tells that the blocks between were
         dropped.
@@ -377,7 +378,7 @@ class RingReader(Ring):
         head = record.head
         blocks: list[Block] = []
         jumped = self._jump_unreported
-        while self.position < head:
+        while self.position < head and most > 0:
             if self.drops and self.cells[FLOOR] > self.position:
                 if blocks:
                     break  # a gap begins a list of its own
@@ -390,6 +391,7 @@ class RingReader(Ring):
             block, self.position = block_at(self, self.position, head)
             if block is not None:
                 blocks.append(block)
+                most -= len(block.data)
         self.jumped = jumped and bool(blocks)
         self._jump_unreported = jumped and not blocks
         return blocks

@@ -31,6 +31,16 @@ def test_a_block_comes_out_as_it_went_in(rings):
     assert reader.base_seq == 41
 
 
+@pytest.mark.parametrize(("most", "counts"), [(1, [1] * 5), (20, [2, 2, 1]), (21, [3, 2]), (50, [5]), (1 << 40, [5])])
+def test_a_reader_takes_about_as_many_bytes_as_it_asks_for_and_at_least_a_block(rings, most, counts):
+    writer, reader = rings()
+    for _ in range(5):
+        put(writer, b"x" * 10)
+    found = [reader.take(most) for _ in (*counts, "none left")]
+    assert list(map(len, found)) == [*counts, 0]
+    assert [block.first_seq for blocks in found for block in blocks] == [1, 2, 3, 4, 5]
+
+
 def test_replies_travel_with_their_block_apart_from_its_lines(rings):
     writer, reader = rings(first_seq=41)
     writer.append(Framed(b"two\nlines\n", Stamp(41, 2, 3, 5), b"17.1 1 !ack 2 42\n"))
