@@ -65,6 +65,21 @@ PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
 }
 
 
+def known_shard(pipes: str) -> dict[str, Any]:
+    """Return the shard as our replica has read it from Consul last (kmq/replica/shard.py); {} if it has not yet."""
+    try:
+        with open(f"{pipes}/cluster.json", encoding="ascii") as file:
+            return dict(json.load(file))
+    except FileNotFoundError:
+        return {}
+
+
+def advertised(pipes: str, *names: str) -> list[str]:
+    """Return where the brokers of our shard have these of PORTS, as host:port, whether they are alive or not."""
+    brokers = known_shard(pipes).get("brokers", {}).values()
+    return [each["doors"][name] for each in brokers if each for name in names if name in each.get("doors", {})]
+
+
 class Door(NamedTuple):
     """One port. `name`: as in the leader's addresses, one of PORTS; `setting`: of its number; `speaks`: OTHER: its end."""
 

@@ -1,12 +1,14 @@
 """The first line of a connection that speaks the acknowledged protocol.
 
-    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]
+    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]
 
     producer    ids are decimal numbers that increase over all connections of that name
     window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
     neither     messages are acknowledged, and stored as often as they are sent
     last=?      with acks and a producer: a line `!last <id>` before the first reply says the last id stored of this
                 name (0: the name is unknown), so that a restarted program can resume there
+    shard=?     a line `!shard <lineage> <host:port>…` after `!ok` says which records these are, and where the brokers of
+                the shard take lines, so that a client knows which of its addresses are one shard's; `!shard` without one
     reserved=1  with acks and the pod's local token: messages may name the topics of KMQ itself (`__…`), and the
                 producer's name may begin with `__`. It must be asked for: the gateway shows that token for its clients
                 too, and must not lend them this right
@@ -21,8 +23,10 @@ from kmq.message.ids import NAME_PATTERN
 
 MAX_BYTES = 4096  # of the line
 _NAME = re.compile(NAME_PATTERN.encode())
-_FIELDS = (b"acks", b"producer", b"window", b"last", b"reserved", b"token")
-_USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]"
+_FIELDS = (b"acks", b"producer", b"window", b"last", b"shard", b"reserved", b"token")
+_USAGE = (
+    "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]"
+)
 _OWN = b"__"  # begins the names of KMQ's own producers, so that no stranger can fence them
 
 
@@ -33,7 +37,7 @@ class HelloRefused(Exception):
 class Hello:
     """What a producer asked for."""
 
-    __slots__ = ("acks", "asks_last", "producer", "reserved", "tag", "token")
+    __slots__ = ("acks", "asks_last", "asks_shard", "producer", "reserved", "tag", "token")
 
     def __init__(
         self,
@@ -42,9 +46,11 @@ class Hello:
         window: bytes,
         token: bytes,
         asks_last: bool = False,
+        asks_shard: bool = False,
         reserved: bool = False,
     ) -> None:
-        self.acks, self.producer, self.token, self.asks_last = acks, producer, token, asks_last
+        self.acks, self.producer, self.token = acks, producer, token
+        self.asks_last, self.asks_shard = asks_last, asks_shard
         self.reserved = reserved  # it wants to write to reserved topics
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
 
@@ -70,6 +76,8 @@ def parse(line: bytes) -> Hello:
         raise HelloRefused("bad_hello producer= and window= exclude each other")
     if b"last" in fields and (fields[b"last"] != b"?" or acks == b"0" or b"producer" not in fields):
         raise HelloRefused("bad_hello last= must be ? and needs acks=1 and producer=")
+    if fields.get(b"shard", b"?") != b"?":
+        raise HelloRefused("bad_hello shard= must be ?")
     reserved = b"reserved" in fields
     if reserved and (fields[b"reserved"] != b"1" or acks == b"0"):
         raise HelloRefused("bad_hello reserved= must be 1 and needs acks=1")
@@ -81,5 +89,6 @@ def parse(line: bytes) -> Hello:
         window=fields.get(b"window", b""),
         token=fields.get(b"token", b""),
         asks_last=b"last" in fields,
+        asks_shard=b"shard" in fields,
         reserved=reserved,
     )

@@ -63,10 +63,11 @@ class Intake:
         handover: Handover,
         max_line: int,
         row: Row,
-        greet: Callable[[Connection, bytes], None] | None = None,
+        greet: Callable[[Connection, bytes], bytes] | None = None,
         hello_required: bytes = b"",
     ) -> None:
-        """`greet` gets a first line that begins with `!`. It names the connection, or raises HelloRefused.
+        """`greet` gets a first line that begins with `!`. It names the connection, or raises HelloRefused. It returns what
+        follows `!ok`.
 
         `hello_required`: code and reason for lines without a hello; b"": they are taken.
         """
@@ -116,13 +117,13 @@ class Intake:
         try:
             if self.greet is None or len(line) > MAX_BYTES:
                 raise HelloRefused(f"bad_hello longer than {MAX_BYTES} bytes")
-            self.greet(connection, line)
+            more = self.greet(connection, line)
         except HelloRefused as refused:
             connection.replies.pending += f"!err 0 {refused}\n".encode()
             count_err(self._row, str(refused).encode())
             connection.send_replies()
             return False
-        connection.replies.pending += b"!ok max_line=%d\n" % self.max_line
+        connection.replies.pending += b"!ok max_line=%d\n%b" % (self.max_line, more)
         if not connection.send_replies():
             return False
         if connection.replies.asks_last and connection.sender is not None:
@@ -335,8 +336,8 @@ class Producers:
 
     # --- a connection says who it is ----------------------------------------------------------------------------------
 
-    def _greet(self, connection: Connection, line: bytes) -> None:
-        """Give the connection what its hello asks for. Raises HelloRefused."""
+    def _greet(self, connection: Connection, line: bytes) -> bytes:
+        """Give the connection what its hello asks for; return the reply to `shard=?`, if asked. Raises HelloRefused."""
         hello = parse(line)
         if self._tokens is not None:
             self._authorize(connection, hello.token, self._tokens)
@@ -348,14 +349,28 @@ class Producers:
         if self._gate.refusal:
             raise HelloRefused(self._gate.refusal.decode())
         self._fence(hello.producer, connection.peer)
+        more = self._shard() if hello.asks_shard else b""
         if not (hello.acks or hello.tag):
-            return  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
+            return (
+                more  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
+            )
         self._greeted += 1
         connection.replies.expect(hello)
         if hello.acks:
             connection.phase = ACKED
         sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
         self.table.give_name(connection, sender, hello.producer)
+        return more
+
+    def _shard(self) -> bytes:
+        words = ["!shard"]
+        if self._settings.shard:
+            from kmq.broker import door  # only in a shard
+            from kmq.log import identity
+
+            doors = door.advertised(self._settings.pipes, "lines", "lines_tls")
+            words += identity.lineage(self._settings.data), *doors
+        return " ".join(words).encode() + b"\n"
 
     def _authorize(self, connection: Connection, token: bytes, tokens: "Tokens") -> None:
         holder = tokens.find(token)

@@ -192,6 +192,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
             "version": promised.number if promised is not None else None,
             "end": member.note.end,
             "problem": problem,
+            "doors": dict(member.note.doors),
         }
     problem = next((each["problem"] for each in brokers.values() if each is not None and each["problem"]), "")
     if view.unreadable:

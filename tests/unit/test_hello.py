@@ -71,6 +71,7 @@ LAST = "last= must be ? and needs acks=1 and producer="
         (b"!hello acks=1 window=", "window= " + NAMES),
         (b"!hello acks=1 window=a\x00", "window= " + NAMES),
         (b"!hello acks=1 producer=a window=b", "exclude each other"),
+        (b"!hello acks=1 shard=", "shard= must be ?"),
         (b"!hello acks=1 producer=a last=", LAST),
         (b"!hello acks=1 producer=a last=7", LAST),
         (b"!hello acks=0 producer=a last=?", LAST),
@@ -90,3 +91,7 @@ def test_a_long_field_is_not_repeated_in_full():
     with pytest.raises(hello.HelloRefused) as refused:
         hello.parse(b"!hello acks=1 " + b"x" * 4000)
     assert len(str(refused.value)) < 200
+
+
+def test_a_hello_may_ask_for_the_shard():
+    assert hello.parse(b"!hello acks=0 shard=?").asks_shard and not hello.parse(b"!hello acks=0").asks_shard

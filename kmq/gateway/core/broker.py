@@ -3,10 +3,10 @@
 A refusal has a code. Each door looks up the status of the code in kmq/wire/refusals.py.
 """
 
-import json
 import time
 from typing import Any
 
+from kmq.broker.door import known_shard
 from kmq.broker.health import LIFELESS, Finding, Verdict, judge, state_of
 from kmq.broker.stats import REPLICA, Row, StatsPage
 from kmq.client.failures import NotAnswered, Refused
@@ -52,11 +52,7 @@ class Broker:
         settings, row = self.settings, self.page.rows[REPLICA]
         if not settings.shard:
             raise RequestRefused("not_found", "this broker is of no shard: KMQ_SHARD is not set")
-        try:
-            with open(f"{settings.pipes}/cluster.json", encoding="ascii") as file:
-                known = json.load(file)
-        except FileNotFoundError:
-            known = {}
+        known = known_shard(settings.pipes)
         state = state_of(REPLICA, row)
         brokers = {
             name: each and each | {"role": _ROLES.get(each["role"], each["role"])}

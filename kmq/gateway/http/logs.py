@@ -1,6 +1,7 @@
 """The logs over HTTP, read-only: for kmq.spark.source.brokers, and for any other remote reader, such as curl.
 
-    GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
+    GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}; of a shard also its name, `shard`,
+                                           and where its brokers have their HTTP ports, `doors`
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "partitioner", "from_seq", "first_offsets": […],
                                            "end_offsets": […]}]
                   &internal=true         also topics of KMQ itself (`__…`)
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from kmq.broker.door import advertised
 from kmq.gateway.core.broker import Broker, RequestRefused
 from kmq.gateway.core.partitions import END, Range, Span
 from kmq.gateway.http.request import answering
@@ -97,14 +99,18 @@ class LogCalls:
     # --- all logs ----------------------------------------------------------------------------------------------------
 
     async def broker(self, request: web.Request) -> web.Response:
-        def identify() -> dict[str, str | int]:
+        def identify() -> dict[str, object]:
             form, _ = identity.version(self._data) or (0, 0)
-            return {
+            found: dict[str, object] = {
                 "data_id": identity.of_records(self._data),
                 "format": str(form),
                 "instance": self._settings.instance,
                 "marks_from": identity.marks_from(self._data),
             }
+            if self._settings.shard:
+                doors = advertised(self._settings.pipes, "http", "https")
+                found |= {"shard": self._settings.shard, "doors": doors}
+            return found
 
         return web.json_response(await self._run(identify))
 
