@@ -269,10 +269,12 @@ def mirror(
     with running("mirror", on, continuous=not follow["once"]) as job:
         from kmq.spark.connections import Access
         from kmq.spark.pipelines import mirror
-        from kmq.spark.source.brokers import open_broker
+        from kmq.spark.source.brokers import open_broker, recognised
 
-        asked = {name: text for name, text in connection.items() if name != "kmq.timeout"}
-        logs = open_broker(to_path or to_brokers, bool(to_path), Access.of(asked)) if to_path or to_brokers else None
+        access = Access.of({name: text for name, text in connection.items() if name != "kmq.timeout"})
+        if len(recognised(to_brokers.split(","), access)) > 1:
+            raise ConfigError(f"--to-brokers {to_brokers}: must be one broker, or the addresses of one shard")
+        logs = open_broker(to_path or to_brokers, bool(to_path), access) if to_path or to_brokers else None
         done = mirror.run(job.spark, where, to, logs, progress=job.progress, connection=connection, **replay, **follow)
         job.progress.stop()
         print(f"mirrored {done.rows:,} messages in {done.batches} batches to {to}; copies left out: {done.skipped:,}")

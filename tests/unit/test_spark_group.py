@@ -307,3 +307,14 @@ def test_a_group_that_cannot_be_is_refused(given, says):
 def test_a_batch_says_that_a_group_has_no_effect(capfd):
     ReadOptions({"kmq.bootstrap.servers": "h:1", "subscribe": "a", "groupId": "g"}).check_batch()
     assert 'option=groupId effect="only a stream commits offsets"' in capfd.readouterr().err
+
+
+def test_offsets_of_a_shard_go_through_the_next_address_where_one_is_silent(gateway, monkeypatch):
+    monkeypatch.setattr(group, "Logger", lambda _: FakeLogger())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        silent = f"127.0.0.1:{taken.getsockname()[1]}"
+    name = f"{silent},{gateway.name}"
+    offsets = GroupOffsets("g", name.split(","), Access())
+    offsets.commit({(name, "t", 0): 5})
+    offsets.commit({(name, "t", 0): 6, ("other:8082", "t", 0): 7})
+    assert gateway.commits == [{("t", 0): 5}, {("t", 0): 6}]

@@ -15,9 +15,11 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.source import brokers
-from kmq.spark.source.brokers import Layout, open_broker
+from kmq.spark.source import brokers, ends
+from kmq.spark.source.brokers import Layout, ShardDoors, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.planner import QueryLogs
 
 PATIENCE_S = 30.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
@@ -127,6 +129,101 @@ def test_more_or_fewer_records_than_announced_are_an_error():
             pytest.raises(CorruptError, match=f"5 records came of {end}"),
         ):
             list(Remote(gateway.name).read("t", 0, 0, 20))
+
+
+# --- addresses of one shard -------------------------------------------------------------------------------------------
+
+
+def broker_page(identity, *doors):
+    """What a gateway says of itself; with `doors`, of its shard too."""
+    shard = {"shard": "s", "doors": [*doors]} if doors else {}
+    return answer(json.dumps({"data_id": identity} | shard).encode())
+
+
+@pytest.fixture
+def silent():
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_the_addresses_of_a_shard_are_one_broker_also_one_that_is_silent(silent):
+    with (
+        Gateway(broker_page("l", silent, "b:8443")) as a,
+        Gateway(broker_page("x")) as x,
+        Gateway(broker_page("l", "b:8443")) as c,
+    ):
+        assert recognised([silent, x.name, a.name, c.name]) == [f"{silent},{a.name},{c.name}", x.name]
+
+
+def test_one_address_is_not_asked_who_it_is(silent):
+    assert recognised([silent]) == [silent]
+
+
+def test_an_address_that_no_shard_names_is_waited_for(silent):
+    """Its broker may be another one, whose records would be missing."""
+    with Gateway(broker_page("l", "a:8082")) as a, pytest.raises(RetryError, match=f"broker {silent}: .*kmq.patience"):
+        recognised([silent, a.name], Access(patience_s=0.2))
+    with Gateway(broker_page("l", "a:8082")) as a:
+        assert recognised([silent, a.name], waits=False) == [silent, a.name]
+    with Gateway(said(503, "no_leader"), broker_page("l", "x:1")) as a, Gateway(broker_page("l", "x:1")) as b:
+        assert recognised([a.name, b.name]) == [f"{a.name},{b.name}"]
+
+
+def test_shards_of_copied_records_are_two_brokers():
+    """Of a copied directory each copy may have become a shard: one lineage, and other brokers."""
+    with (
+        Gateway(broker_page("l", "a:1", "b:1")) as a,
+        Gateway(broker_page("l", "c:1")) as c,
+        Gateway(broker_page("l", "b:1")) as b,
+    ):
+        assert recognised([a.name, c.name, b.name]) == [f"{a.name},{b.name}", c.name]
+
+
+def test_copies_of_a_directory_that_is_no_shards_stay_two_brokers_and_are_refused():
+    with Gateway(broker_page("l"), broker_page("l")) as a, Gateway(broker_page("l"), broker_page("l")) as b:
+        options = ReadOptions({"kmq.bootstrap.servers": f"{a.name},{b.name}", "subscribe": "t"})
+        with pytest.raises(ConfigError, match=f"{a.name} and {b.name} are the same data directory, or copies of one"):
+            QueryLogs(options).identities()
+
+
+@pytest.mark.parametrize(
+    ("spelt", "is_it"),
+    [
+        (("kmq-0.kmq", 8082), True),
+        (("KMQ-0.kmq.ns.svc.cluster.local", 8082), True),
+        (("kmq-0.kmq.ns", 8083), False),
+        (("kmq-0.k", 8082), False),
+        (("kmq-1.kmq.ns", 8082), False),
+        (("[::1]", 8443), True),
+    ],
+)
+def test_a_door_may_be_spelt_without_its_domain(spelt, is_it):
+    doors = ShardDoors()
+    assert doors.told("l", ["kmq-0.kmq.ns:8082", "[::1]:8443", "no address"]) == "l"
+    assert doors.shard_at(*spelt) == "l" * is_it
+
+
+def test_reading_goes_on_at_the_next_address_of_a_shard(silent):
+    with Gateway(records(0, 20, 100)) as a, Gateway(said(503, "no_leader")) as b, Gateway(records(3, 20)) as c:
+        remote = PatientRemote(f"{a.name},{b.name},{silent},{c.name}", Access(patience_s=PATIENCE_S))
+        assert b"".join(lines for _, lines in remote.read("t", 0, 0, 20)) == b"".join(LINES)
+    assert c.asked[0].endswith("start=3&end=20")
+
+
+def test_every_address_has_its_turn_before_the_patience_ends(silent):
+    with socket.create_server(("127.0.0.1", 0)) as hung, Gateway(broker_page("l", "x:1")) as a:
+        name = f"127.0.0.1:{hung.getsockname()[1]},{silent},{a.name}"
+        assert PatientRemote(name, Access(timeout_s=0.2, patience_s=0.1)).identity() == "l"
+
+
+def test_offsets_by_broker_may_name_any_address_of_a_shard():
+    given = {"startingOffsets": '{"b:1": {"t": {"0": 7}}, "x:1": {"t": {"0": 8}}}'}
+    start = ends.parse({name.lower(): text for name, text in given.items()}, "starting", ["a:1", "b:1", "x:1"])
+    found = ends.of_brokers(start, ["a:1,b:1", "x:1"])
+    assert (found.value(("a:1,b:1", "t", 0)), found.value(("x:1", "t", 0))) == (7, 8)
+    with pytest.raises(ConfigError, match="startingOffsets: b:1 and x:1 are one shard; name one of them"):
+        ends.of_brokers(start, ["a:1,b:1,x:1"])
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

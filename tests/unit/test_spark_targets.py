@@ -1,11 +1,13 @@
 """Addresses of the sink, and which faults of a connection no waiting mends."""
 
+import contextlib
 import socket
 import ssl
+import threading
 
 import pytest
 
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, RetryError
 from kmq.spark.connections import PLAIN
 from kmq.spark.sink import targets
 from kmq.spark.sink.targets import Address, addresses, check, has_begun
@@ -55,6 +57,65 @@ def test_a_broker_that_is_down_or_a_name_server_that_is_away_is_no_fault():
     assert not targets.fault(socket.gaierror(socket.EAI_AGAIN, "try again"))
     assert not targets.fault(ssl.SSLEOFError(8, "ended"))
     assert not targets.fault(TimeoutError())
+
+
+class Lines:
+    """A broker's port for lines: says the same to every connection."""
+
+    def __init__(self, text):
+        self._text, self._socket = text, socket.create_server(("127.0.0.1", 0))
+        self.address = Address(*self._socket.getsockname())
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(self._text)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture
+def silent():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return Address(*taken.getsockname())
+
+
+def test_which_addresses_are_one_shards_the_brokers_say(silent):
+    alone, older = b"!ok max_line=9\n!shard\n", b"!err 0 bad_hello 'shard=?'\n"
+    with Lines(b"!ok max_line=9\n!shard l %b\n" % str(silent).encode()) as a, Lines(alone) as b, Lines(older) as c:
+        asked = [b.address, silent, a.address, c.address]
+        assert targets.shards(asked, PLAIN) == {silent: "l", a.address: "l"}
+        assert targets.shards([a.address], PLAIN) == {}, "one address is not asked"
+        options = targets.WriteOptions({"kmq.producers": ",".join(map(str, asked))})
+        options.recognise()
+        assert [options.doors(at) for at in range(4)] == [
+            [b.address],
+            [silent, a.address],
+            [a.address, silent],
+            [c.address],
+        ]
+
+
+def test_a_target_of_several_addresses_must_be_one_shard(silent):
+    with Lines(b"!ok max_line=9\n!shard l a:1\n") as a, Lines(b"!ok max_line=9\n!shard l a:1\n") as b:
+        target = targets.Target.of(f"{a.address},{b.address}", {})
+        target.check()
+        assert target.addresses == [a.address, b.address]
+        with pytest.raises(RetryError, match=f"must be the addresses of one shard; {silent} does not say of which"):
+            targets.Target.of(f"{a.address},{silent}", {}).check()
+        with Lines(b"!ok max_line=9\n!shard m a:1\n") as c, pytest.raises(ConfigError, match="addresses of one shard"):
+            targets.Target.of(f"{a.address},{c.address}", {}).check()
 
 
 def test_a_stream_has_begun_when_its_checkpoint_has_a_commit(tmp_path):

@@ -122,6 +122,8 @@ class LetterWriter:
         self._options = options
         self._connection = to.connection_like(options.token)
         given = [part.strip() for part in to.producers.split(",") if part.strip()]
+        if given and len(options.brokers) == 1:
+            given = [",".join(given)]  # of a shard, if there are several
         hint = "give --producers host:port for each, or --bad keep or drop"
         if given and len(given) != len(options.brokers):
             raise ConfigError(f"--producers {to.producers!r}: there are {len(options.brokers)} brokers; {hint}")
@@ -141,11 +143,11 @@ class LetterWriter:
             target = self._target(name)
             try:
                 target.check()
-                with producer(target.address, target.access) as probe:
+                with producer(target.addresses, target.access) as probe:
                     self._max_line = min(self._max_line, probe.connect(timeout=ADOPT_S))
             except (KmqError, TimeoutError, ValueError) as err:
                 raise ConfigError(
-                    f"bad records could not be sent to {target.address}: {err}; start the broker, {hint}"
+                    f"bad records could not be sent to {target}: {err}; start the broker, {hint}"
                 ) from err
 
     def _target(self, broker: str) -> Target:

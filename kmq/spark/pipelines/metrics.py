@@ -167,6 +167,8 @@ def run(
     lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
     stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", trigger.checkpoint)
     target = Target.of(asked["producers"], asked["connection"] or {})
+    if len(target.addresses) > 1:
+        target.check()
     streams.run(stream.options(**target.options, topic=topic), trigger, on_late)
     return 0
 

@@ -192,7 +192,7 @@ def _send(
                 yield RedrivenPartition(identities[broker], log, number, which), offset, line, new
 
     def connect(who: str) -> Producer:
-        return producer(target.address, target.access, producer=who, first_id=0, timeout_s=target.timeout_s)
+        return producer(target.addresses, target.access, producer=who, first_id=0, timeout_s=target.timeout_s)
 
     before = redrive.send(records(), rate, connect)
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])

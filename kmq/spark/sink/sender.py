@@ -323,12 +323,14 @@ class NoPartition(KmqError):
 
 
 class RowSender:
-    """One producer at one broker: it sends whole lines that carry their ids, each stored once."""
+    """One producer at one broker, or at whichever of a shard serves: it sends whole lines that carry their ids, each
+    stored once.
+    """
 
     def __init__(self, name: str, options: WriteOptions, at: int = 0, turn: int = 0) -> None:
         """`at`: the index of the broker. `turn`: which of the producer's names; 0 is the name itself."""
         self._first_name, self._options, self._at, self._turn = name, options, at, turn
-        self._name, self._address = _name_of_turn(name, turn), options.brokers[at]
+        self._name = _name_of_turn(name, turn)
         self._stored = StoredRecords(options.logs(at)) if options.has_logs else None
         self._unsent: deque[bytes] = deque()
         self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last look
@@ -359,9 +361,9 @@ class RowSender:
             self._next.abort()
 
     def _connect(self) -> None:
-        options = self._options
+        options, self._doors = self._options, self._options.doors(self._at)
         self.producer = producer(
-            self._address,
+            self._doors,
             options.access,
             producer=self._name,
             # The lines carry their own ids. Ask and wait for the last stored id only if the logs cannot be read.
@@ -384,6 +386,10 @@ class RowSender:
                     self.producer.abort()
                     raise self._failed(err) from err
                 self._warn(str(err))
+                options.recognise()  # nobody may have known it when the query began
+                if len(options.doors(self._at)) > len(self._doors):
+                    self.producer.abort()
+                    return self._connect()
             except Refused as err:
                 self.producer.abort()
                 raise self._failed(err) from err
@@ -391,7 +397,7 @@ class RowSender:
     def _check_for_fault(self) -> None:
         """Raise ConfigError if the connection fails for a reason that waiting cannot mend."""
         try:
-            check(self._address, self._options.access, is_host_sure=True)
+            check(self._doors[0], self._options.access, is_host_sure=True)
         except ConfigError as err:
             self.producer.abort()
             raise ConfigError(f"producer {self._name} at {err}") from err
@@ -504,10 +510,14 @@ class RowSender:
         if isinstance(err, Refused) and err.code == "unknown_partition":
             return NoPartition(self._name, err.line)
         kind = RetryError if isinstance(err, (NotAnswered, Fenced)) else KmqError
-        return kind(f"producer {self._name} at {self._address}: {err}")
+        return kind(f"producer {self._name} at {self._place}: {err}")
 
     def _warn(self, text: str) -> None:
-        log().warning("producer %s at %s: %s", self._name, self._address, text)
+        log().warning("producer %s at %s: %s", self._name, self._place, text)
+
+    @property
+    def _place(self) -> str:
+        return ",".join(map(str, self._doors))
 
 
 def _name_of_turn(name: str, turn: int) -> str:

@@ -22,8 +22,8 @@ Columns, by name; other columns are ignored:
 
 Options:
     kmq.producers       where ingress listens: host:5673; several are comma-separated. A Spark partition (with column
-                        producer: a producer) always writes to the same broker of the list. Do not change the list
-                        during the life of a checkpoint
+                        producer: a producer) always writes to the same broker of the list, a shard's through whichever
+                        of its addresses serves. Do not change the list during the life of a checkpoint
     path                data directories of these brokers, or kmq.bootstrap.servers, their gateways, spelled as for the
                         source: there a row that is sent again is compared with the stored record
     kmq.replay          what happens to a row whose id belongs to another row, see Again: stop (default), again, trust
@@ -330,8 +330,9 @@ class _Writer:
                 "a batch write needs option kmq.producer, a name of this job, so that rows sent again are stored once;"
                 " or columns producer and id"
             )
+        self.options.recognise()
         if self.options.probe and not (self.streaming and has_begun(options)):
-            check_all(self.options.brokers, self.options.access)
+            check_all(self.options.brokers, self.options.access, self.options.shards)
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
         """Write the rows of one task; return when the broker has replied to every row."""

@@ -1,7 +1,8 @@
 """Where the sink writes: addresses at which ingress accepts lines, their permanent faults, and the options for writing.
 
     kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS if options
-                             of TLS (kmq/spark/connections.py) are given, as for gateways. Ports: 5673; with TLS 5443
+                             of TLS (kmq/spark/connections.py) are given, as for gateways. Ports: 5673; with TLS 5443.
+                             Which of them are addresses of one shard, the brokers say (`!hello shard=?`)
 
 The options of format("kmq") for writing are described in sink.py. An error names the wrong option.
 
@@ -15,18 +16,18 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kmq.client.connection import local_address
 from kmq.client.producer import Producer
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, RetryError
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.text import request_line
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, Tls, check_options, duration, tls_of
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.brokers import Broker, Directory, ShardDoors, open_broker, recognised
 from kmq.spark.source.options import places
 from kmq.wire.refusals import RETRYABLE
 
@@ -35,6 +36,7 @@ _TLS, _TCP = "tls://", "tcp://"
 _DRIVER_TIMEOUT_S = 60.0  # of a producer outside of Spark's tasks
 _AT_A_TIME = 8
 _LOOK_S = 5.0  # timeout of a check; a slow broker is no fault
+_MOST_DOORS = 64  # addresses of a shard that are believed
 _LISTENED = 3  # connections that wait for a TLS alert
 _ALERT = b"\x15\x03"  # the first bytes of the TLS alert with which a TLS listener replies to plain text
 # OpenSSL's reasons when the broker refuses our certificate, or does not speak TLS.
@@ -77,10 +79,10 @@ def _address(option: str, text: str, has_tls: bool) -> Address:
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def producer(address: Address, access: Access, **options: Any) -> Producer:
-    """Return a kmq.Producer with these `options` at this address."""
-    tls = (access.tls or Tls()).context() if address.is_tls else None
-    return Producer(address.host, address.port, token=access.token, tls=tls, **options)
+def producer(doors: Sequence[Address], access: Access, **options: Any) -> Producer:
+    """Return a kmq.Producer with these `options` at this address, or at these of one shard."""
+    tls = (access.tls or Tls()).context() if doors[0].is_tls else None
+    return Producer(",".join(str(door).removeprefix(_TLS) for door in doors), token=access.token, tls=tls, **options)
 
 
 class Destination(NamedTuple):
@@ -97,10 +99,13 @@ class Destination(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The broker that a pipeline writes to: its address and the options of the connection."""
+    """The broker that a pipeline writes to: its address, or those of a shard, and the options of the connection."""
 
-    address: Address
+    addresses: list[Address]
     options: Mapping[str, str]  # of the sink
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.addresses))
 
     @property
     def access(self) -> Access:
@@ -113,7 +118,9 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, producers: str, connection: Mapping[str, str], option: str = "--producers") -> "Target":
-        """Return the target at `producers`, host:port; "": the broker of this directory's settings. Raises ConfigError.
+        """Return the target at `producers`, host:port, or several of one shard; "": the broker of this directory's settings.
+
+        Raises ConfigError.
 
         `connection`: the sink's options for token, TLS and timeout; for our own broker only the timeout is used.
         """
@@ -122,22 +129,31 @@ class Target(NamedTuple):
             kept = {name: text for name, text in connection.items() if name == "kmq.timeout"}
             connection, producers = kept | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
         found = addresses(option, producers, tls_of(connection) is not None)
-        if len(found) != 1:
+        if not found or len({address.is_tls for address in found}) > 1:
             raise ConfigError(f"{option} {producers!r}: must be host:port of one broker's lines")
-        return cls(found[0], {**connection, "kmq.producers": producers})
+        return cls(found, {**connection, "kmq.producers": producers})
 
     def check(self) -> None:
-        """Raise ConfigError for a permanent fault."""
-        check(self.address, self.access)
+        """Raise ConfigError for a permanent fault, or if several addresses are not those of one shard.
+
+        RetryError: that is not known, because a broker is silent.
+        """
+        known = shards(self.addresses, self.access)
+        check_all(self.addresses, self.access, known)
+        if len({known.get(address, "") for address in self.addresses}) > 1 or (len(self.addresses) > 1 and not known):
+            silent = [address for address in self.addresses if address not in known]
+            kind = RetryError if silent else ConfigError
+            said = f"; {silent[0]} does not say of which shard it is" if silent else ""
+            raise kind(f"{self}: must be the addresses of one shard{said}")
 
 
 # --- permanent faults ------------------------------------------------------------------------------------------------
 
 
-def check_all(asked: Sequence[Address], access: Access) -> None:
-    """Run `check` on all addresses at the same time."""
+def check_all(asked: Sequence[Address], access: Access, known: Container[Address] = ()) -> None:
+    """Run `check` on all addresses at the same time. `known`: those of a shard, whose hosts may be away."""
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
-        list(pool.map(lambda address: check(address, access), dict.fromkeys(asked)))
+        list(pool.map(lambda address: check(address, access, address in known), dict.fromkeys(asked)))
 
 
 def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
@@ -187,13 +203,48 @@ def _speaks_tls(address: Address) -> bool:
     return True
 
 
-def _reply(address: Address, hello: bytes, context: ssl.SSLContext | None) -> bytes:
+def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
+    """Return the shard, by its lineage, of each address that is one of a shard's, if several are asked.
+
+    A silent one is known if another one's shard advertises it.
+    """
+    found: dict[Address, str] = {}
+    doors = ShardDoors()
+    with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
+        answers = list(pool.map(lambda address: _shard_at(address, access), asked if len(asked) > 1 else ()))
+    for address, (lineage, advertised) in zip(asked, answers, strict=False):
+        if lineage and doors.told(lineage, advertised):
+            found[address] = lineage
+    for address, (said, _) in zip(asked, answers, strict=False):
+        if not said and (lineage := doors.shard_at(address.host, address.port)):
+            found[address] = lineage
+    return found
+
+
+def _shard_at(address: Address, access: Access) -> tuple[str, list[str]]:
+    """Return the lineage of the shard there and its addresses; ("", []) if there is none, or nobody says so now."""
+    hello = request_line("!hello", "acks=0", "shard=?", f"token={access.token}" if access.token else "")
+    context, said = (access.tls or Tls()).context() if address.is_tls else None, b""
+    with contextlib.suppress(OSError):
+        said = _reply(address, hello, context, lines=2)
+    greeting, _, shard = said.decode(errors="replace").partition("\n")
+    verb, *words = shard.split()[: _MOST_DOORS + 2] or [""]
+    if not greeting.startswith("!ok") or verb != "!shard" or not words:
+        return "", []
+    return words[0], words[1:]
+
+
+def _reply(address: Address, hello: bytes, context: ssl.SSLContext | None, lines: int = 1) -> bytes:
+    """Return what comes first, up to 4 KiB; at least so many `lines`, unless the connection ends."""
     with socket.create_connection((address.host, address.port), timeout=_LOOK_S) as plain:
         sock = context.wrap_socket(plain, server_hostname=address.host) if context else plain
         with sock:
             if hello:
                 sock.sendall(hello)
-            return sock.recv(4096)
+            found = data = sock.recv(4096)
+            while data and lines > found.count(b"\n") and len(found) < 4096:
+                found += (data := sock.recv(4096))
+            return found
 
 
 def fault(err: OSError) -> str:
@@ -230,9 +281,11 @@ class WriteOptions:
         options = {name.lower(): text for name, text in given.items()}
         check_options({name: text for name, text in options.items() if name not in _OF_SPARK}, OPTIONS, "writer")
         self.access = Access.of(options)
+        self._reading = replace(self.access, timeout_s=TIMEOUT_S)  # kmq.timeout is for producers
         self.brokers = addresses("kmq.producers", options.get("kmq.producers", ""), self.access.tls is not None)
         if not self.brokers:
             raise ConfigError("kmq.producers: where to write to is missing: host:port of a broker's line protocol")
+        self.shards: dict[Address, str] = {}  # by address, what `recognise` has found out
         self.probe = _flag("kmq.probe", options.get("kmq.probe", "true"))
         self.topic = options.get("topic", "")
         self.use_partition = _flag("usePartition", options.get("usepartition", "false"))
@@ -244,10 +297,24 @@ class WriteOptions:
         if self.replay not in REPLAY:
             raise ConfigError(f"kmq.replay={options['kmq.replay']!r}: must be one of {', '.join(REPLAY)}")
         self.servers, self.paths = places(options)
+        self._logs: list[str] | None = None  # their names, of which one may be a shard
         if self.servers and self.paths:
             raise ConfigError(
                 "give `path` (data directories) or `kmq.bootstrap.servers` (gateways) to compare with, one of them"
             )
+
+    def recognise(self) -> None:
+        """Find out which addresses are one shard's, of lines and of gateways; what is known stays known."""
+        self.shards |= shards(self.brokers, self.access)
+        if self._logs is None:
+            self._logs = recognised(self.servers, self._reading, waits=False) if self.servers else self.paths
+
+    def doors(self, at: int) -> list[Address]:
+        """Return where broker number `at` takes lines: its own address first, then the others of its shard."""
+        first = self.brokers[at]
+        shard = self.shards.get(first)
+        others = [each for each in self.brokers if shard and self.shards.get(each) == shard and each != first]
+        return [first, *(each for each in others if each.is_tls == first.is_tls)]
 
     def check(self) -> None:
         """Raise ConfigError if a path to compare with is no data directory. Executors see the driver's paths."""
@@ -261,10 +328,10 @@ class WriteOptions:
 
     def logs(self, at: int) -> list[Broker]:
         """Return where stored records can be read; first the place listed for broker number `at`."""
-        names = self.servers or self.paths
-        names = names[at:] + names[:at] if len(names) == len(self.brokers) else names
-        access = replace(self.access, timeout_s=TIMEOUT_S)  # kmq.timeout is for producers, not for reading
-        return [open_broker(name, bool(self.paths), access) for name in names]
+        given = self.servers or self.paths
+        first = given[at] if len(given) == len(self.brokers) else given[0]
+        names = sorted(self._logs or given, key=lambda name: first not in (name, *name.split(",")))
+        return [open_broker(name, bool(self.paths), self._reading) for name in names]
 
 
 def _flag(name: str, text: str) -> bool:

@@ -5,6 +5,8 @@ matters: each call reads again, on the driver or in a task.
 
 Remote      Only a connection, so that any process may send requests. A Remote can be pickled; in another process it
             connects anew. The gateway's side is kmq/gateway/http/logs.py.
+Shard       One broker, by whichever of its addresses: `recognised` finds out which addresses are one shard's, and a
+            Remote with several goes on at the next one where a request fails.
 Invariant   Only whole lines are handed out, and those of a partition are counted: a response states its first and last
             offset and its size in bytes. The missing rest of a response is requested again.
 Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
@@ -19,8 +21,10 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -204,25 +208,39 @@ _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
 _PORTS = {"http": 8082, "https": 8443}
 _NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
+_LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
 # OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
 
 
+class GatewayAddress(NamedTuple):
+    """Where a gateway listens."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+def gateway_address(name: str, access: Access) -> GatewayAddress:
+    """Return the address that a user's `name` means. Raises ConfigError."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[3] or 0) > 65535:
+        raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
+    if match[1] == "http" and access.tls:
+        raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
+    scheme = match[1] or ("https" if access.tls else "http")
+    return GatewayAddress(scheme, match[2], int(match[3] or _PORTS[scheme]))
+
+
 class Remote(Broker):
-    """The broker whose gateway listens at `name`: host:port, or https://host:port."""
+    """The broker whose gateway listens at `name`: host:port, or https://host:port; a shard at several, `a:8082,b:8082`."""
 
     _connection: HTTPConnection | None = None
     _context: SSLContext | None = None
 
     def __init__(self, name: str, access: Access = PLAIN) -> None:
         self.name, self._access = name, access
-        match = _NAME.fullmatch(name)
-        if match is None or int(match[3] or 0) > 65535:
-            raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
-        if match[1] == "http" and access.tls:
-            raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
-        self._scheme, self._host = match[1] or ("https" if access.tls else "http"), match[2]
-        self._port = int(match[3] or _PORTS[self._scheme])
+        self.addresses = [gateway_address(part, access) for part in name.split(",")]
 
     def __del__(self) -> None:  # a Broker has no close method
         self.close()
@@ -296,11 +314,18 @@ class Remote(Broker):
         trial = _Trial(self._access.patience_s)
         while True:
             try:
-                self._connection = self._connection or self.connect()
-                return json.loads(self._ask(self._connection, target).read())
+                return self._get_now(target)
             except _AGAIN as err:
-                self.close()
                 self._again(trial, err, target)
+
+    def _get_now(self, target: str) -> Any:
+        """Return the JSON of the response. Raises one of _AGAIN if a repeated request may have one."""
+        try:
+            self._connection = self._connection or self.connect()
+            return json.loads(self._ask(self._connection, target).read())
+        except _AGAIN:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connection; the next request opens a new one."""
@@ -310,12 +335,16 @@ class Remote(Broker):
 
     def connect(self) -> HTTPConnection:
         """Return a new connection, which opens with its first request."""
-        timeout = self._access.timeout_s
-        if self._scheme == "http":
-            return HTTPConnection(self._host, self._port, timeout=timeout)
+        (scheme, host, port), timeout = self.addresses[0], self._access.timeout_s
+        if scheme == "http":
+            return HTTPConnection(host, port, timeout=timeout)
         if self._context is None:
             self._context = (self._access.tls or Tls()).context()
-        return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
+        return HTTPSConnection(host, port, timeout=timeout, context=self._context)
+
+    def turn(self) -> None:
+        """Connect to the next address of the shard from now on."""
+        self.addresses = [*self.addresses[1:], self.addresses[0]]
 
     def authorization(self) -> dict[str, str]:
         """Return the headers that show the token, if there is one."""
@@ -323,22 +352,25 @@ class Remote(Broker):
 
     def describe(self, target: str = "") -> str:
         """Return the broker's name and the URL of a request, as errors name them."""
-        return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
+        scheme, host, port = self.addresses[0]
+        return f"broker {self.name}: {scheme}://{host}:{port}{target}"
 
-    def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
-        """Wait before a request is repeated. Raises RetryError after kmq.patience."""
-        advice = ""
-        if (
-            isinstance(err, RemoteDisconnected)
-            and self._scheme == "https"
-            and not (self._access.tls or Tls()).certificate
-        ):
+    def _again(self, trial: "_Trial", err: Exception, target: str, advice: str = "") -> None:
+        """Wait before a request is repeated, at the next address. Raises RetryError after kmq.patience."""
+        is_tls = self.addresses[0].scheme == "https"
+        if isinstance(err, RemoteDisconnected) and is_tls and not (self._access.tls or Tls()).certificate:
             advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
-        trial.failed(err, self.describe(target), advice)
+        trial.failed(err, self.describe(target), advice, len(self.addresses))
+        self.turn()
 
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
         """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
         try:
+            opened = connection.sock
+            if opened is None and len(self.addresses) > 1:  # a host that is off must not use up the patience
+                whole, connection.timeout = connection.timeout, min(self._access.timeout_s, _LOOK_S)
+                connection.connect()
+                connection.sock.settimeout(whole)
             connection.request("GET", target, headers=self.authorization())
             response = connection.getresponse()
         except SSLError as err:
@@ -385,10 +417,12 @@ class _Trial:
     def progress(self) -> None:
         """Restart the time limit, because data has arrived."""
         self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
+        self._failures = 0
 
-    def failed(self, err: Exception, url: str, advice: str) -> None:
-        """Wait before the next attempt. Raises RetryError when it has taken too long."""
-        if time.monotonic() + self._pause > self._deadline:
+    def failed(self, err: Exception, url: str, advice: str, addresses: int = 1) -> None:
+        """Wait before the next attempt. Raises RetryError when it has taken too long, and each address had its turn."""
+        self._failures += 1
+        if time.monotonic() + self._pause > self._deadline and self._failures >= addresses:
             raise RetryError(
                 f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
             ) from err
@@ -411,6 +445,93 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
             return
 
 
+# --- the addresses of a shard ----------------------------------------------------------------------------------------
+
+_AT_A_TIME = 8
+_SPELLING = "; if it is of the shard that answers, spell it as that broker's KMQ_ADVERTISE and port, or leave it out"
+
+
+class ShardDoors:
+    """What brokers say of their shards: by which lineage the records are known, and where all brokers have their doors.
+
+    Invariant   Two shards are never one: directories that were copied have one lineage, but no door in common.
+    """
+
+    def __init__(self) -> None:
+        self._doors: dict[str, set[tuple[str, int]]] = {}  # by lineage
+
+    def told(self, lineage: str, doors: Iterable[str]) -> str:
+        """Add what a broker says. Return the lineage; "" if a shard of copied records has answered under it before."""
+        new = {(host.strip("[]").lower(), port) for host, _, port in (door.rpartition(":") for door in doors)}
+        numbered = {(host, int(port)) for host, port in new if port.isdecimal()}
+        known = self._doors.setdefault(lineage, set())
+        if known and numbered and known.isdisjoint(numbered):
+            return ""
+        known |= numbered
+        return lineage
+
+    def shard_at(self, host: str, port: int) -> str:
+        """Return the lineage of the shard that has a door at this address; "" if none has.
+
+        `kmq-0.kmq` is `kmq-0.kmq.default.svc`: the domains that are left out are those of this machine.
+        """
+        mine = f"{host.strip('[]').lower()}."
+        for lineage, doors in self._doors.items():
+            for other, its_port in doors:
+                theirs = f"{other}."
+                if port == its_port and (theirs.startswith(mine) or mine.startswith(theirs)):
+                    return lineage
+        return ""
+
+
+def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True) -> list[str]:
+    """Return the names of the brokers behind these gateways: a shard with several addresses is one, `a:8082,b:8082`.
+
+    Each gateway says of which shard it is, and where that shard's brokers listen (KMQ_ADVERTISE). So a silent address
+    that the shard names is known without an answer. Every other one is waited for, because records would be missing
+    without its broker. Two addresses of one data directory that is no shard's stay two names.
+    Raises RetryError when one has been silent for kmq.patience; unless it `waits`, that one is a broker of its own.
+    """
+    if len(names) < 2:
+        return [*names]
+    quick = replace(access, timeout_s=min(access.timeout_s, _LOOK_S))
+    remotes, trial = [Remote(name, quick) for name in names], _Trial(access.patience_s)
+    found: dict[str, str] = {}  # name → the lineage of its shard, or itself
+    doors = ShardDoors()
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        while silent := [remote for remote in remotes if remote.name not in found]:
+            failed = None
+            for remote, answer in zip(silent, pool.map(_look, silent), strict=True):
+                if isinstance(answer, Exception):
+                    failed = failed or (remote, answer)
+                    continue
+                is_shard = "shard" in answer and doors.told(answer["data_id"], answer["doors"])
+                found[remote.name] = answer["data_id"] if is_shard else remote.name
+            for remote in silent:
+                _, host, port = remote.addresses[0]
+                if remote.name not in found and (lineage := doors.shard_at(host, port)):
+                    found[remote.name] = lineage
+            if not waits:
+                found |= {remote.name: remote.name for remote in silent if remote.name not in found}
+            elif failed is not None and failed[0].name not in found:
+                is_near = any(name != lineage for name, lineage in found.items())
+                failed[0]._again(trial, failed[1], "/v1/broker", _SPELLING if is_near else "")
+    brokers: dict[str, list[str]] = {}
+    for name in names:
+        brokers.setdefault(found[name], []).append(name)
+    return [",".join(addresses) for addresses in brokers.values()]
+
+
+def _look(remote: Remote) -> Any:
+    """Return what the gateway says of itself, or why it says nothing now."""
+    try:
+        return remote._get_now("/v1/broker")
+    except _AGAIN as err:
+        return err
+    finally:
+        remote.close()
+
+
 def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
-    """Return the broker of this name: a path, or host:port of a gateway."""
+    """Return the broker of this name: a path, or host:port of a gateway; of a shard also `a:8082,b:8082`."""
     return Directory(name) if is_path else Remote(name, access)

@@ -16,7 +16,7 @@ No match    A partition without a record at or after a starting time begins at i
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kmq.errors import ConfigError
@@ -108,6 +108,20 @@ def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bo
                     f" there are {', '.join(brokers)}"
                 )
     return End(name, table=table if by_broker else dict.fromkeys(brokers, table), by_broker=by_broker, is_time=is_time)
+
+
+def of_brokers(end: End, brokers: Sequence[str]) -> End:
+    """Return the end of these brokers, where a shard may be `a:8082,b:8082`. Raises ConfigError if JSON names it twice."""
+    if end.table is None:
+        return end
+    table: Table = {}
+    for broker in brokers:
+        named = [name for name in (broker, *broker.split(",")) if name in end.table]
+        if end.by_broker and len({*named}) > 1:
+            raise ConfigError(f"{end.option}: {named[0]} and {named[1]} are one shard; name one of them")
+        if named:
+            table[broker] = end.table[named[0]]
+    return replace(end, table=table)
 
 
 def _dicts(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from kmq.logfmt import Logger
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Remote
 from kmq.spark.source.plan import Key, Offsets
-from kmq.wire.refusals import GONE
+from kmq.wire.refusals import GONE, RETRYABLE
 
 BUDGET_S = 3.0  # of one call: what is left goes with the next one
 PAUSE_S = 5.0  # between a failure and the next attempt
@@ -45,15 +45,16 @@ class _RefusedError(Exception):
 
 
 class GroupOffsets:
-    """The offsets of one group at the gateways of one source.
+    """The offsets of one group at the gateways of one source; a shard is one gateway, `a:8082,b:8082`.
 
     `is_second`: the source itself commits the same, and warns of whoever else uses the group.
     """
 
     def __init__(self, group: str, servers: Iterable[str], access: Access, is_second: bool = False) -> None:
         self._group, self._is_second = group, is_second
-        quick = replace(access, timeout_s=min(access.timeout_s, BUDGET_S))
-        self._remotes = {name: Remote(name, quick) for name in servers}
+        self._servers = {*servers}
+        self._access = replace(access, timeout_s=min(access.timeout_s, BUDGET_S))
+        self._remotes: dict[str, Remote] = {}
         self._log = Logger("spark")
         self._committed: Offsets = {}
         self._next_look = 0.0
@@ -64,18 +65,34 @@ class GroupOffsets:
         """Commit the next offsets to read. Never raises. `is_last`: no later call will come, so do not wait for it."""
         changed = {key: at for key, at in offsets.items() if key[1] != WAL and self._committed.get(key) != at}
         deadline = time.monotonic() + BUDGET_S
-        for name, remote in self._remotes.items() if changed else ():
-            mine = {key: at for key, at in changed.items() if key[0] == name}
-            if not mine or (time.monotonic() < self._not_before.get(name, 0.0) and not is_last):
+        for name in sorted({key[0] for key in changed}):
+            if not self._servers.issuperset(name.split(",")):
                 continue
+            mine = {key: at for key, at in changed.items() if key[0] == name}
+            if time.monotonic() < self._not_before.get(name, 0.0) and not is_last:
+                continue
+            remote = self._remotes.setdefault(name, Remote(name, self._access))
             try:
-                with closing(remote.connect()) as connection:
-                    self._look(connection, remote, offsets)
-                    self._commit_at(connection, remote, mine, deadline)
+                self._commit_somewhere(remote, mine, offsets, deadline)
             except (_RefusedError, OSError, HTTPException, ValueError, KeyError, TypeError, KmqError) as error:
                 self._failed(remote, error)
             else:
                 self._problems.pop(name, None)
+
+    def _commit_somewhere(
+        self, remote: Remote, rows: Mapping[Key, int], offsets: Mapping[Key, int], deadline: float
+    ) -> None:
+        """Commit through the first address of the broker that takes it."""
+        for left in reversed(range(len(remote.addresses))):
+            try:
+                with closing(remote.connect()) as connection:
+                    self._look(connection, remote, offsets)
+                    return self._commit_at(connection, remote, rows, deadline)
+            except (_RefusedError, OSError, HTTPException) as error:
+                is_final = isinstance(error, _RefusedError) and error.code not in RETRYABLE
+                if is_final or not left or time.monotonic() > deadline:
+                    raise
+                remote.turn()
 
     def _failed(self, remote: Remote, reason: Exception) -> None:
         """Warn once in a row of a failure, and give the gateway a pause."""

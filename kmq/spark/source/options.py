@@ -1,7 +1,7 @@
 """The options of format("kmq"), named as in Spark's Kafka source. An error names the wrong option.
 
 path                     data directories, comma-separated, each may be a glob: pods/*/data
-kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways)
+kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways); the addresses of one shard are one broker
 kmq.token, kmq.ssl.*, kmq.timeout, kmq.patience
                          how to connect to them: kmq/spark/connections.py
 subscribe                topics, comma-separated; __append is the WAL
@@ -48,6 +48,7 @@ from kmq.message import record
 from kmq.spark import connections
 from kmq.spark.connections import Access, check_options
 from kmq.spark.source import ends
+from kmq.spark.source.brokers import recognised
 
 MAX_TRIGGER_DELAY_S = 900.0
 MAX_GROUP = 200  # bytes of a group's name
@@ -96,11 +97,13 @@ class ReadOptions:
             raise ConfigError(
                 "give `path` (data directories) or `kmq.bootstrap.servers` (host:port of gateways), one of them"
             )
-        if len(set(self.brokers)) < len(self.brokers):
+        named = self.servers or self.paths
+        if len(set(named)) < len(named):
             raise ConfigError(f"{'path' if self.paths else 'kmq.bootstrap.servers'}: names a broker twice")
         self._topics_asked()
-        self.start = ends.parse(options, "starting", self.brokers)
-        self.end = ends.parse(options, "ending", self.brokers)
+        self.start = ends.parse(options, "starting", named)
+        self.end = ends.parse(options, "ending", named)
+        self._brokers: list[str] | None = None
         self.time_strategy = options.get(ends.STRATEGY.lower(), "").strip().lower()
         if self.time_strategy not in ("", "error", "latest"):
             raise ConfigError(f"{ends.STRATEGY}={self.time_strategy!r}: must be error or latest")
@@ -147,8 +150,14 @@ class ReadOptions:
 
     @property
     def brokers(self) -> list[str]:
-        """Return the names of the brokers, as given."""
-        return self.servers or self.paths
+        """Return the names of the brokers as given; the addresses of one shard are one name, `a:8082,b:8082`.
+
+        With several gateways the first call asks them. Raises RetryError if one of them stays silent.
+        """
+        if self._brokers is None:
+            self._brokers = recognised(self.servers, self.access) if self.servers else self.paths
+            self.start, self.end = (ends.of_brokers(end, self._brokers) for end in (self.start, self.end))
+        return self._brokers
 
     def _topics_asked(self) -> None:
         asked = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]

@@ -18,7 +18,7 @@ from kmq.log import reader
 from kmq.log.reader import WAL
 from kmq.message import record
 from kmq.spark.connections import PLAIN, Access
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
 from kmq.spark.source.plan import Key, least
 from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of
 
@@ -42,7 +42,8 @@ class Sources(NamedTuple):
         """
         if not self.ask:
             raise KmqError(f"{name}: not asked (--offline)")
-        for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in self.servers)):
+        servers = recognised(self.servers, self.access, waits=False)
+        for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in servers)):
             broker = open_broker(given, is_path, self.access)
             if broker.identity() == identity:
                 return broker
