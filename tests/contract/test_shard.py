@@ -28,9 +28,9 @@ PATIENCE_S = 40.0
 BROKERS = ("a", "b", "c")
 
 
-def wait_for(what, holds):
+def wait_for(what, holds, patience_s=PATIENCE_S):
     """Return what `holds` returns once it is true."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + patience_s
     while not (found := holds()):
         assert time.monotonic() < until, f"{what} never came"
         time.sleep(0.05)

@@ -27,9 +27,9 @@ class Whole(Brokers):
         for name in BROKERS:
             wait_for(f"readiness of {name}", lambda name=name: self.status(name)["ready"])
 
-    def hosts(self, port):
+    def hosts(self, port, *names):
         return ",".join(
-            f"{HOST}:{(self.root / name / 'pipes' / f'{port}.port').read_text().strip()}" for name in BROKERS
+            f"{HOST}:{(self.root / name / 'pipes' / f'{port}.port').read_text().strip()}" for name in names or BROKERS
         )
 
     def post(self, name, path, body):
