@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-COPIED = ("kmq", "stages", "tests", "pyproject.toml")
+COPIED = ("kmq", "stages", "scripts", "tests", "pyproject.toml")
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
@@ -1441,6 +1441,8 @@ def copy_to(target: Path) -> None:
             shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target / name)
+    if (REPOSITORY / "build").exists():  # Consul, as scripts/consul-setup has left it there
+        (target / "build").symlink_to(REPOSITORY / "build")
 
 
 def mutate(root: Path, edits: list[Edit]) -> None:
