@@ -14,8 +14,8 @@ Invariant   A register is promised, on disk, before our note or any other write 
 Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id
             unless the key has a mark that this directory has not written, or notes more than it has. Then this is a copy,
             or an older state, and takes a new id, without a promise. Where the register went back this is not asked.
-            A key that another session holds two TTLs long is that of a copy: 69. Unless Consul went back: then that may
-            be a session of our own, from a former start, and we enter once it has ended.
+            A key that another session holds two TTLs long is that of a copy: 69. Unless Consul went back, or the key names
+            our own address: then that may be a session of our own, from a former start, and we enter once it has ended.
 Consul      A lost answer, a lost session, a write that another one overtook: each only costs time, because every
             decision begins with a read, and every write is a cas of what was read.
 Waiting     Who has just entered, or has reached Consul again, elects nobody for one TTL: others come back meanwhile.
@@ -42,6 +42,7 @@ WENT_BACK, UNREADABLE = PROBLEMS[1:]
 _TURNS = 4  # within the life of a session; each begins with a beat
 _AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
 _LOST_S = 0.5  # until Consul is asked again
+_FORGOTTEN_S = 180.0  # an agent compares what it has with Consul's servers every one to two minutes
 _NOTE_S = 10.0  # between two notes that only say that our end has moved
 
 
@@ -126,7 +127,7 @@ class Replica:
         self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
         self._presence = Presence(ttl_s, keeps_keys=True)
         self._position = 0  # of the watch of the register
-        self._ended = ""  # the last session of a former start that a restored Consul had
+        self._found = ""  # the last session of a former start that a restored Consul had
         self._start = ""  # the mark with which our session began
         self._note: Note | None = None  # as Consul has it
         self._noted_at = 0.0
@@ -214,14 +215,17 @@ class Replica:
             if member is not None and member.session not in ("", self._presence.session):
                 held_since = self._clock() if held_since is None else held_since
                 if member.note.start in identity.starts[:-1]:
-                    yield from self._end_former(member)
+                    self._say_found(member, "it is ended, and the replica goes on")
+                    yield from consul.destroy_session(member.session)
                 elif not _descends(view.register, self.files.promised):
                     pass  # Consul went back: a session of our own that died may be back, for some minutes
                 elif asked_at - held_since > 2 * self._ttl_s:  # a session of our own that died is gone by now
-                    who = f"broker {member.note.broker}, session {member.session}"
-                    raise BusyError(
-                        f"replica {identity.id} is held by another process ({who}): this directory is a copy"
-                    )
+                    if member.note.replica != self._address() or asked_at - held_since > _FORGOTTEN_S:
+                        who = f"broker {member.note.broker}, session {member.session}"
+                        raise BusyError(
+                            f"replica {identity.id} is held by another process ({who}): this directory is a copy"
+                        )
+                    self._say_found(member, "the replica enters once Consul has noticed that it ended")
                 yield Pause(_AGAIN_S)
             elif not self._is_ours(view, member):
                 why = "another directory has started under the id" if member is not None else "Consul has no note of it"
@@ -235,17 +239,15 @@ class Replica:
             else:
                 yield Pause(_AGAIN_S)
 
-    def _end_former(self, member: Member) -> Steps[None]:
-        """End a session under which our key has the mark of a former start of ours.
+    def _say_found(self, member: Member, effect: str) -> None:
+        """Log that a session of a former start holds our key: Consul was restored, and that session with it.
 
-        We have written a later mark since, so Consul was restored, and that session with it. Its process is gone: its
-        check was forgotten by the agent, and passes until the agent compares what it has with Consul's servers.
+        Its process is gone: its check was forgotten by the agent, and passes until the agent compares what it has with
+        Consul's servers. If we have written a later mark since, that is certain, and the session can be ended.
         """
-        if member.session != self._ended:
-            effect = "it is ended, and the replica goes on"
+        if member.session != self._found:
             self.log.warn("replica_own_session_found", session=member.session, start=member.note.start, effect=effect)
-            self._ended = member.session
-        yield from consul.destroy_session(member.session)
+            self._found = member.session
 
     def _is_ours(self, view: ShardView, member: Member | None) -> bool:
         """Return True if we are the replica of our id, as far as Consul can tell."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from certificates import Authority
-from consuls import Consul
+from consuls import Consul, free_ports
 from made_data import write_data
 
 from kmq.cluster.register import begin, decode
@@ -298,6 +298,36 @@ def test_a_consul_restored_to_before_a_restart_keeps_nobody_out(tmp_path):
         assert done.returncode == 0, done.stderr
         shard.await_whole()
         assert shard.ids() == ids and all(shard.processes[name].poll() is None for name in BROKERS)
+        shard.check()
+    finally:
+        shard.close()
+        consul.close()
+
+
+def test_a_replica_that_was_away_when_consul_was_restored_waits_for_its_own_session(tmp_path):
+    """Consul has it again, under the last mark, and forgets it within two minutes: here a request does that."""
+    consul = Consul(tmp_path / "consul.log")
+    shard = Shard(consul.address, tmp_path)
+    url = f"http://{consul.address}/v1"
+    try:
+        shard.begin()
+        ids, place = shard.ids(), {"KMQ_REPLICA_PORT": str(free_ports(1)[0])}
+        shard.end("a", signal.SIGTERM)
+        shard.start("a", **place)
+        shard.await_event("a", "replica_entered", 2)
+        shard.await_whole()
+        snapshot = httpx.get(f"{url}/snapshot", trust_env=False).raise_for_status().content
+        shard.end("a")
+        wait_for("an ISR without a", lambda: ids["a"] not in shard.register().isr)
+        httpx.put(f"{url}/snapshot", content=snapshot, trust_env=False, timeout=PATIENCE_S).raise_for_status()
+        wait_for("what is restored", lambda: ids["a"] in shard.register().isr and "a" in shard.alive())
+        shard.start("a", **place)
+        [found] = shard.await_event("a", "replica_own_session_found")
+        httpx.put(f"{url}/session/destroy/{found['session']}", trust_env=False).raise_for_status()
+        shard.await_event("a", "replica_entered", 3)
+        assert shard.command("recover", "--yes").returncode == 0
+        shard.await_whole()
+        assert shard.ids() == ids
         shard.check()
     finally:
         shard.close()
