@@ -251,7 +251,7 @@ class ConsumerDriver(Mover):
             if self.core.failed is not None:
                 raise self.core.failed
             if fetches:
-                self.core.fetch(now, max(left_s, 0.0))
+                self.core.fetch(now, max(left_s, 0.001))  # also who does not wait has nothing left
                 self.write()
         return True
 

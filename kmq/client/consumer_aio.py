@@ -180,7 +180,7 @@ class ConsumerLink(Mover, asyncio.Protocol):
                 raise self.core.failed
             left_s = deadline - now
             if fetches:
-                self.core.fetch(now, max(left_s, 0.0))
+                self.core.fetch(now, max(left_s, 0.001))  # also who does not wait has nothing left
             self.write()
             if left_s <= 0:
                 return False

@@ -55,9 +55,8 @@ from kmq.wire.refusals import REJOIN, find
 from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartition
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
-# Shares of the session, which each request renews: the longest wait of one `!fetch`, and of silence without one. A consumer
-# that waits for records needs no beats beside its fetches.
-_FETCH_WAIT, _BEAT = 0.3, 0.33
+# Shares of the session: how long a `!fetch` waits, and the longest silence, after which a beat keeps the member alive.
+_FETCH_WAIT, _BEAT = 0.9, 0.33
 _PAUSE_S = 0.2  # after a fetch that may come again later
 _POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
 
@@ -209,7 +208,11 @@ class ConsumerCore:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def fetch(self, now: float, wait_s: float) -> None:
-        """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records."""
+        """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records.
+
+        A fetch of all partitions may wait longer than the application, which comes back to it: so an idle consumer asks
+        seldom. One that names its partitions knows nothing of those that are resumed meanwhile.
+        """
         if self.phase is not Phase.READING or self.fetch_until is not None or now < self.fetch_from:
             return
         holdings, has_room = self.holdings, self.holdings.has_room
@@ -224,14 +227,17 @@ class ConsumerCore:
         if not wanted and holdings.owned and not is_late:
             return
         is_moving = any(owned.moving or owned.is_starting for owned in holdings.owned.values())
-        wait_s = 0.0 if is_moving else min(wait_s, self.options.session_s * _FETCH_WAIT)  # what moves is asked for soon
         named = (
             ()
             if len(wanted) == len(holdings.owned)
             else nameable(wanted, self.fetched[-1].place if self.fetched else None)
         )
-        if 0 < len(named) < len(wanted):
-            wait_s = 0.0  # the others are asked for with the next one
+        if is_moving or 0 < len(named) < len(wanted):
+            wait_s = 0.0  # what moves is asked for soon, and the others with the next one
+        elif named:
+            wait_s = min(wait_s, self.options.session_s * _BEAT)
+        elif wait_s:
+            wait_s = self.options.session_s * _FETCH_WAIT
         most = self.options.fetch_max_bytes if has_room else 1
         self.requests.write(lines.Fetch(most, round(wait_s * 1000), named).encode(), now)
         self.fetch_until, self._fetched_at = now + wait_s + ANSWER_S, now

@@ -132,16 +132,21 @@ def idle(port: str, topic: str, count: str, seconds: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         writer.write(b"GROUP idle%d member=m%d topics=%b\n" % (number // 10, number, topic.encode()))
         await reader.readline()
-        tasks.append(asyncio.create_task(wait(reader, writer)))
+        tasks.extend(map(asyncio.create_task, (wait(reader, writer), beat(writer))))
         return writer
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"!fetch 100000 wait=9000\n")
+        writer.write(b"!fetch 100000 wait=27000\n")
         while line := await reader.readline():
             if line.startswith(b"!revoke"):
                 writer.write(b"!revoked\n")
             elif line.startswith(b"!batch"):
-                writer.write(b"!fetch 100000 wait=9000\n")
+                writer.write(b"!fetch 100000 wait=27000\n")
+
+    async def beat(writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(10)
+            writer.write(b"!beat\n")
 
     tasks: list[asyncio.Task[None]] = []
 

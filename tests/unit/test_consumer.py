@@ -69,6 +69,15 @@ def test_poll_returns_nothing_when_its_time_is_up(consumer):
     assert time.monotonic() - begin >= 0.05
 
 
+def test_a_poll_that_does_not_wait_finds_what_has_come_since_the_last_one(server, consumer):
+    read(consumer, 8)
+    assert consumer.poll(timeout=0.05) == []
+    server.peer.records[EU].append(server.peer.records[EU][0])
+    found = []
+    wait_for(lambda: found.extend(consumer.poll(timeout=0)) or found)
+    assert places(found) == [(0, 5)]
+
+
 def test_iteration_goes_on_where_it_was_left(consumer):
     found = []
     for message in consumer:

@@ -110,7 +110,7 @@ def test_an_empty_answer_is_not_asked_for_again_unless_the_application_waits(pai
     pair.fetch(0)
     assert len(pair.peer.asked) == before
     pair.fetch(0.5)
-    assert pair.peer.asked[-1] == lines.Fetch(1 << 20, 500)
+    assert pair.peer.asked[-1] == lines.Fetch(1 << 20, 27_000)
 
 
 def test_a_compacted_record_takes_an_offset_and_the_position_passes_it():
@@ -520,11 +520,24 @@ def longest_line(data: bytes) -> int:
     return max(len(line) + 1 for line in data.split(b"\n"))
 
 
-@pytest.mark.parametrize(("session_s", "wait_ms"), [(30, 9000), (6, 1800)])
-def test_an_idle_member_asks_about_three_times_a_session(session_s, wait_ms):
+@pytest.mark.parametrize(("session_s", "wait_ms"), [(30, 27_000), (6, 5400)])
+def test_an_idle_member_asks_once_a_session_whatever_the_application_waits_and_beats_meanwhile(session_s, wait_ms):
     pair = Pair(Peer({EU: 0, US: 0}), session_s=session_s).connect()
-    pair.core.fetch(time.monotonic(), 3600.0)
+    now = time.monotonic()
+    pair.core.fetch(now, 0.1)
     assert pair.core.requests.take() == lines.Fetch(pair.core.options.fetch_max_bytes, wait_ms).encode()
+    for second in range(1, int(0.9 * session_s)):
+        pair.core.fetch(now + second, 0.1)
+        pair.core.beat(now + second)
+    assert pair.core.requests.take().splitlines() == [b"!beat"] * 2
+
+
+def test_a_fetch_that_leaves_paused_partitions_out_waits_no_longer_than_the_application(pair):
+    """They are asked for with the next one, as soon as they are resumed."""
+    pair.read_all()
+    pair.core.holdings.pause([EU])
+    pair.core.fetch(time.monotonic(), 0.1)
+    assert pair.core.requests.take() == b"!fetch 1048576 wait=100 orders/1\n"
 
 
 def test_a_member_of_2000_partitions_writes_no_line_that_the_broker_refuses():
@@ -622,7 +635,7 @@ def test_a_revocation_of_a_broken_connection_is_not_answered_on_the_next(pair):
 def test_a_silent_broker_is_noticed(pair):
     now = time.monotonic()
     pair.core.fetch(now, 2.0)
-    assert pair.core.overdue(now + 31) == "" and "no answer" in pair.core.overdue(now + 33)
+    assert pair.core.overdue(now + 56) == "" and "no answer" in pair.core.overdue(now + 58)
     pair.pass_on()
     pair.core.commit([(EU, 1)], now)
     assert pair.core.overdue(now + 29) == "" and "no answer" in pair.core.overdue(now + 31)

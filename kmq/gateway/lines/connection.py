@@ -161,12 +161,12 @@ class Connection(asyncio.Protocol):
                 count = min(_HIGH_BYTES, end - begin)
                 await self.write(_read(span.fd, count, begin))
             return
-        loop, begin = asyncio.get_running_loop(), span.begin
+        loop, at = asyncio.get_running_loop(), span.begin
         if not (self.transport.get_write_buffer_size() or self._is_lost or self.transport.is_closing()):
             with contextlib.suppress(BlockingIOError):  # what the socket takes at once is not waited for
-                begin += os.sendfile(self.transport.get_extra_info("socket").fileno(), span.fd, begin, span.nbytes)
+                at += os.sendfile(self.transport.get_extra_info("socket").fileno(), span.fd, at, span.nbytes)
         with open(span.fd, "rb", buffering=0, closefd=False) as file:
-            for begin in range(begin, end, _SEND_BYTES):
+            for begin in range(at, end, _SEND_BYTES):
                 if self._is_lost or self.transport.is_closing():
                     raise ConnectionResetError("the client has gone")
                 count = min(_SEND_BYTES, end - begin)
