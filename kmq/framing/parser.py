@@ -32,7 +32,7 @@ from kmq.config.values import KIB
 from kmq.errors import RetryError
 from kmq.framing.blocks import ANY_TOPIC, Cut, LineBatch, ends_of_messages, well_formed
 from kmq.framing.dedupe import Acceptor, DedupeTable
-from kmq.links.fifo import CONTROL, LAST_ID, LINES, MESSAGES
+from kmq.links.fifo import CONTROL, LAST_ID, LINES, MESSAGES, SINGLE
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
 from kmq.links.received import ReceivedReader
 from kmq.message import record
@@ -122,6 +122,8 @@ Origin = tuple[bytes, bytes, bytes, bool]  # connection, `p`, `w` or nothing, pr
 # sign of life whatever strangers send.
 TURN = 8192
 TURN_BYTES = 256 * KIB  # taken in a turn: fits the second-level cache
+_NEWLINE = 10
+_SINGLES = 1024  # messages of as many connections that are looked at together
 _LARGE_BYTES = 16 * KIB  # a run of lines that is a batch by itself, whatever follows: that saves a cut for each line
 
 
@@ -155,6 +157,7 @@ class Parser:
         batch = self._batch = LineBatch(next_seq, self.source.begin(text))
         self._cuts: list[Cut] = []
         self._looked = self._bytes = 0  # at so many lines; so many bytes taken
+        self._singly_until = 0  # where text ends whose messages are not all good, and so are looked at one by one
         self._stops = False  # within a run or the messages of a connection: the control lines are not done
         at, position = self._whole(batch) or (0, batch.begin)
         if not at:
@@ -187,7 +190,8 @@ class Parser:
         if run is not None:
             return self._add_run(run)
         if match := MESSAGES.match(text, at):
-            done = self._messages(at, position, match)
+            may_adjoin = match[3] == b"1" and match.end() < len(text) and at >= self._singly_until
+            done = (self._singles(at, position) if may_adjoin else None) or self._messages(at, position, match)
             if done is not None:
                 return done
         elif match := LAST_ID.match(text, at):
@@ -312,6 +316,31 @@ class Parser:
         self._cuts.pop()  # the last message is done together with the control line
         self._cut(match.end(), stop)
         return match.end(), stop
+
+    def _singles(self, at: int, position: int) -> tuple[int, int] | None:
+        """Add messages that adjoin in `received`, each of another control line, as one; None if not all are good."""
+        text, batch, end, low, ring = self._text, self._batch, at, position, b""
+        found: list[tuple[bytes, int, int, int]] = []  # connection, n, where its line and its message end
+        while len(found) < _SINGLES and low - position < TURN_BYTES and (match := SINGLE.match(text, end)):
+            connection, n, birth, start, stop = match.groups()
+            if int(start) != low or int(stop) <= low or (found and birth != ring):
+                break
+            end, low, ring = match.end(), int(stop), birth
+            found.append((connection, int(n), end, low))
+        if len(found) < 2:
+            return None
+        self._singly_until = end
+        body = self.source.text(position, low) if self.source.has(int(ring), position, low) else b""
+        if body.count(b"\n") != len(found) or any(body[stop - position - 1] != _NEWLINE for *_, stop in found):
+            return None
+        lines, cuts = len(batch.lines), len(self._cuts)
+        if not self._acceptor.accept_all(body, b"", b""):
+            return None
+        self._bytes += len(body)
+        self._looked += len(found)
+        batch.replies += [(cuts + i, lines + i, who, n, n, b"") for i, (who, n, _, _) in enumerate(found)]
+        self._cuts += [(lines + i, used, stop) for i, (_, _, used, stop) in enumerate(found, 1)]
+        return end, low
 
     def _accept(self, body: bytes, origin: Origin, messages: tuple[int, int], place: tuple[int, int]) -> int:
         """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""

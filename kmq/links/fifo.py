@@ -97,6 +97,8 @@ LINES = re.compile(rb"!r %b\n" % _PIECE)  # birth, start, end
 # connection, n, k, birth, start, end, `p` or `w`, producer or scope, ` reserved`
 _COUNTED = rb"(%b) (\d{1,18}) (\d{1,9}) %b" % (_CONNECTION, _PIECE)
 MESSAGES = re.compile(rb"!c %b(?: ([pw])=(%b))?( reserved)?\n" % (_COUNTED, _NAME))
+# one message of a connection without a name: connection, n, birth, start, end
+SINGLE = re.compile(rb"!c (%b) (\d{1,18}) 1 %b\n" % (_CONNECTION, _PIECE))
 LAST_ID = re.compile(rb"!l (%b) p=(%b)\n" % (_CONNECTION, _NAME))  # connection, producer
 
 

@@ -652,6 +652,11 @@ MUTANTS = [
         [crash("framer")],
     ),
     Mutant(
+        "received: messages of many connections are taken as one although a piece is no whole line",
+        [(FRAMING, " or any(body[stop - position - 1] != _NEWLINE for *_, stop in found)", "")],
+        [UNIT_FRAMING],
+    ),
+    Mutant(
         "received: a start takes a piece from its start again",
         [
             (

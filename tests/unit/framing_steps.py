@@ -138,6 +138,7 @@ def random_traffic(rng: random.Random, count: int = 40) -> tuple[list[Part], "Mo
     """(parts for Way.text, what the model makes of it): many connections, resends, long lines, shells between."""
     model = Model()
     conns: list[list[Any]] = [[b"17.%d" % n, rng.choice([b"", b"p=a", b"p=b", b"w=a", b"w=b"]), 0] for n in range(1, 5)]
+    at_once: dict[int, int] = {}
     out: list[Part] = []
     for _ in range(count):
         if not rng.randrange(4):
@@ -152,6 +153,13 @@ def random_traffic(rng: random.Random, count: int = 40) -> tuple[list[Part], "Mo
             out.append(plain(*lines))
             for line in lines:
                 model.nobody(line)
+            continue
+        if not rng.randrange(8):
+            for number in rng.choices(range(1, 30), k=rng.choice([2, 5, 20])):  # one message of each, without a name
+                at_once[number] = nth = at_once.get(number, 0) + 1
+                line = rng.choice([b"t.k|1|%d|x" % nth, b"t.k|1||"] * 20 + [b"", b"t|1", b"t|1|1;p=me|"])
+                out.append(messages([line], nth, b"", b"18.%d" % number))
+                model.take(line, b"18.%d" % number, nth, b"")
             continue
         conn = rng.choice(conns)
         whose, tag, n = conn

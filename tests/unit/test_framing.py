@@ -1,6 +1,7 @@
 """From the text of the FIFO, and the ring it speaks of, to the lines of a block, and to the replies of producers."""
 
 import random
+import re
 
 import pytest
 from framing_steps import MAX, P, Steps, W, cuts_in, mine, one_by_one, random_traffic, randomly, source_of, table
@@ -372,6 +373,65 @@ def test_replies_of_a_part_of_a_batch_have_the_seqs_of_its_block():
     assert told(encode_replies(replies[:1], 1, 102)) == [b"1 !ack 2 103"]
     assert told(encode_replies(replies[1:], 3, 104)) == [b"3 !ack 3 104"]
     assert encode_replies([], 0, 1) == b""
+
+
+def random_singles(rng, way):
+    """Control lines of one message each, for pieces that adjoin, and some that a stranger might make up."""
+    way.put([b"t|||" + b"x" * rng.choice([0, 700])] * rng.randrange(3))
+    start, moved, text = way.writer.head, 0, b""
+    for n in range(rng.randrange(2, 12)):
+        room = way.writer.size - way.writer.head % way.writer.size
+        to_the_end = [b"t|||" + b"x" * (room - 5)] if 5 <= room < 9000 else [b"t|||"]  # the next one lies at the start
+        odd = rng.choice([[b""], [b"t|%d" % n], [b"t|||" + b"x" * 9000], [b"t||1;w=a|"], [b"t|||1", b"t|||2"]])
+        at, end = way.put(rng.choice([[b"t.k|%d||x" % n]] * 20 + [to_the_end] * 9 + [odd]))
+        birth = way.writer.birth + (not rng.randrange(60))
+        at, moved = (
+            at - moved,
+            rng.choice([0] * 20 + [1, 2, end - at]),
+        )  # the border between two pieces is no end of a line
+        end -= moved
+        at, end = rng.choice([(at, end)] * 40 + [(at, at), (at + 2, end), (at, end - 1), (start, end), (at, end + 50)])
+        right = rng.choice([b""] * 40 + [b" reserved", b" p=me"])
+        text += b"!c 17.%d %d 1 %d %d %d%b\n" % (n, n + 1, birth, at, end, right)
+        text += rng.choice([b""] * 40 + [b"u|||\n", b"!l 17.1 p=me\n", b"!c 17.1 1 2 1 0 9\n"])
+    return text
+
+
+def test_messages_of_many_connections_are_taken_together_as_one_by_one(monkeypatch):
+    rng, way, together, singles = random.Random(12), Way(1 << 16), [], parser.Parser._singles
+    source = source_of(way)
+
+    def counted(*arguments):
+        together.append(singles(*arguments))
+        return together[-1]
+
+    monkeypatch.setattr(parser.Parser, "_singles", counted)
+    for _ in range(3000):
+        text, found = random_singles(rng, way), []
+        for pattern in (parser.SINGLE, re.compile(b"(?!)")):
+            with monkeypatch.context() as patched:
+                patched.setattr(parser, "SINGLE", pattern)
+                batch = parser.Parser(MAX, table(), source, ROOMY).batch(text, 1, 0)
+            found.append((batch.lines, batch.replies, batch.cuts, batch.used, batch.position, batch.more))
+        assert found[0] == found[1], text
+        source.committed(Received(source.done.birth, way.writer.head))
+        way.put([b"the ring is not empty, or it would be begun anew"])
+    assert len(together) > len(list(filter(None, together))) > 1000
+
+
+def test_a_bad_message_among_many_connections_costs_one_more_look_at_each_at_most(monkeypatch):
+    """Of a stranger who sends one in every turn, so that the others' messages are looked at one by one."""
+
+    class Counting:
+        def __init__(self, pattern):
+            self.match = lambda *where: (looks.append(where), pattern.match(*where))[1]
+
+    looks = []
+    monkeypatch.setattr(parser, "SINGLE", Counting(parser.SINGLE))
+    sent = [[b"t|||%d" % n] for n in range(1000)]
+    sent[990] = [b"no separator"]
+    batch, _ = batch_of(*(messages(lines, 1, b"", b"17.%d" % n) for n, lines in enumerate(sent)))
+    assert len(batch.lines) == 999 and len(batch.replies) == 1000 and len(looks) == 1001
 
 
 # --- the same in the plainest words ------------------------------------------------------------------------------------
