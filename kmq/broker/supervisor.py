@@ -356,11 +356,11 @@ def is_supervisor(pid: int) -> bool:
     return not _SUPERVISORS.isdisjoint(arguments)
 
 
-def end_with(pid: int) -> None:
-    """Let the kernel kill this process when the process `pid`, which has started it, ends."""
+def end_with(pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel end this process, `by` this signal, when the process `pid`, which has started it, ends."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != pid:  # the starter is gone already
         raise SystemExit(EXIT_OK)
 
@@ -450,8 +450,13 @@ def why_not_here(settings: Settings) -> str:
 
 
 def main() -> int:
-    """Run `python -m kmq.broker.supervisor [--no-gateway]`, which `kmq up` starts in the background."""
+    """Run `python -m kmq.broker.supervisor [--with PID] [--no-gateway]`, which `kmq up` starts in the background.
+
+    --with: stop, in order, when that process ends, which has started it.
+    """
     keep_others_out()
+    if "--with" in sys.argv:
+        end_with(int(sys.argv[sys.argv.index("--with") + 1]), signal.SIGTERM)
     try:
         return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
     except (KmqError, OSError) as err:
