@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 def register(spark: "SparkSession") -> None:
-    """Make format("kmq") known to `spark`, with filters pushed down to offset ranges.
+    """Make format("kmq") known to `spark`, with the number of its cores and with what option pushFilters needs.
 
-    Spark finds the format without this call if kmq[spark] is installed on the driver and the executors. Then filters
-    are not pushed down, because Spark does that for Python sources only if its conf says so, and a source cannot set
-    the conf.
+    Spark finds the format without this call if kmq[spark] is installed on the driver and the executors.
     """
+    from kmq.spark import failures
+
+    failures.require_pyspark()
     from kmq.spark import format
 
     format.register(spark)

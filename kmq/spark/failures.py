@@ -1,4 +1,4 @@
-"""Reduces an error of Spark to one line: its cause, without the JVM's stack trace around it.
+"""Reduces an error of Spark to one line: its cause, without the JVM's stack trace around it. Refuses an older pyspark.
 
 A KmqError raised in a Python worker comes back as text within an exception of Spark. It is recognised by its class
 name, so that the command still ends with its exit code.
@@ -7,7 +7,7 @@ name, so that the command still ends with its exit code.
 import re
 from importlib import import_module
 
-from kmq.errors import KmqError, RetryError
+from kmq.errors import ConfigError, KmqError, RetryError
 
 # The last line of a Python traceback, anywhere in the text of Spark's exception.
 _RAISED = re.compile(r"^((?:\w+\.)*)(\w+(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
@@ -19,6 +19,19 @@ _BUSY = (
     " once (--master 'local[1]'), give its container more CPU, or start again later; nothing that was done is lost"
 )
 _MAX_CHARS = 600  # of a message of Spark
+
+# The oldest pyspark: 4.0 has no filters and no Arrow writer of streams, 4.1 has no limits of a stream.
+OLDEST, OLDEST_OF_STREAMS = (4, 1), (4, 2)
+
+
+def require_pyspark(least: tuple[int, int] = OLDEST, what: str = "this") -> None:
+    """Raise ConfigError if the pyspark here is older. `what`: the subject of the error."""
+    from pyspark.version import __version__ as version
+
+    here = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if here < least:
+        wanted = ".".join(map(str, least))
+        raise ConfigError(f"{what} needs pyspark {wanted}, {version} is here; pip install 'pyspark>={wanted}'")
 
 
 def explain(error: Exception) -> KmqError | None:

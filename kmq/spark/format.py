@@ -26,10 +26,11 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
+from kmq.spark import failures
 from kmq.spark.connections import SECRETS
 from kmq.spark.source import columns
+from kmq.spark.source.batch_reader import BatchReader, PushdownReader
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.reader import BatchReader, PushdownReader, StreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,11 +68,14 @@ class KmqDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._checked(schema)
         options.check_batch()
-        return BatchReader(schema, options)
+        return (PushdownReader if options.push_filters else BatchReader)(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._checked(schema)
         options.check_stream()
+        failures.require_pyspark(failures.OLDEST_OF_STREAMS, "a stream of topics")
+        from kmq.spark.source.stream_reader import StreamReader
+
         return StreamReader(schema, options)
 
     def _checked(self, schema: StructType) -> ReadOptions:
@@ -91,26 +95,14 @@ class KmqDataSource(DataSource):
         return KmqStreamWriter(schema, self._given(), overwrite)
 
 
-class PushdownSource(KmqDataSource):
-    """The source for sessions whose conf enables filter pushdown.
-
-    Without that conf Spark refuses a reader that accepts filters.
-    """
-
-    def reader(self, schema: StructType) -> DataSourceReader:
-        options = self._checked(schema)
-        options.check_batch()
-        return PushdownReader(schema, options)
-
-
-def source_for(cores: int) -> type[PushdownSource]:
+def source_for(cores: int) -> type[KmqDataSource]:
     """Return the source for a session with this many cores.
 
     Spark's processes receive the class with its attribute `cores`: a class made in a function is pickled by value, not
     by name.
     """
 
-    class SessionSource(PushdownSource):
+    class SessionSource(KmqDataSource):
         pass
 
     SessionSource.cores = cores
@@ -119,7 +111,7 @@ def source_for(cores: int) -> type[PushdownSource]:
 
 def register(spark: "SparkSession") -> None:
     """Make format("kmq") known to a session; see kmq.spark.register."""
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")  # for the option pushFilters
     # Spark's default pattern (spark.redaction.regex) covers both secrets, but a user's own pattern may not.
     redacted = spark.conf.get("spark.sql.redaction.options.regex") or ""
     if SECRETS not in redacted:

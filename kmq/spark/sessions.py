@@ -37,6 +37,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kmq.broker.health import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
+from kmq.spark import failures
 
 if TYPE_CHECKING:
     from pyspark import SparkConf
@@ -70,6 +71,7 @@ def session(
     Raises ConfigError without Spark or Java, RetryError if the master or the JVM does not answer.
     """
     require_spark()
+    failures.require_pyspark()
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
@@ -126,7 +128,7 @@ def default_confs(master: str) -> dict[str, str]:
         "spark.sql.warehouse.dir": f"{tempfile.gettempdir()}/spark-warehouse-{os.getuid()}",
         # Without pandas, Spark would warn at every UDF that it falls back to running without Arrow.
         "spark.sql.execution.pythonUDF.arrow.enabled": "true" if find_spec("pandas") else "false",
-        # Filters on offset, recv_ts, topic and partition become ranges of segments.
+        # For the option pushFilters of format("kmq").
         "spark.sql.python.filterPushdown.enabled": "true",
         # The default writes checksums beside files on a local disk, which takes 50 ms more for each micro-batch.
         "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing"

@@ -27,7 +27,7 @@ from kmq.spark.format import KmqDataSource
 from kmq.spark.sessions import session
 from kmq.spark.sink.sink import BATCH_ID, KmqStreamWriter, KmqWriter
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.reader import StreamReader
+from kmq.spark.source.stream_reader import StreamReader
 
 Plan = dict[str, Any]
 

@@ -176,13 +176,27 @@ def rows_read(df):
 def test_filters_push_down_to_ranges(spark, data, condition, count, at_most):
     moments = {"early": START + timedelta(microseconds=10), "late": START + timedelta(microseconds=1000)}
     text = condition.format(**{name: f"{each:%Y-%m-%d %H:%M:%S.%f}" for name, each in moments.items()})
-    found, received = rows_read(read(spark, data, subscribe="orders,jobs").where(text))
+    found, received = rows_read(read(spark, data, subscribe="orders,jobs", pushFilters="true").where(text))
     assert found == count
     assert received <= at_most
 
 
 def test_seq_pushes_down_in_the_wal(spark, data):
-    assert rows_read(read(spark, data, subscribe="__append").where("seq between 100 and 109")) == (10, 10)
+    wal = read(spark, data, subscribe="__append", pushFilters="true")
+    assert rows_read(wal.where("seq between 100 and 109")) == (10, 10)
+
+
+def test_the_filters_of_one_query_do_not_reach_another_one_of_the_same_frame(spark, data):
+    df = read(spark, data, subscribe="jobs")
+    assert [df.where("offset >= 15").count(), df.count(), df.where("offset < 4").count()] == [5, 20, 4]
+    df.createOrReplaceTempView("jobs_twice")
+    both = (
+        "select count(*) from jobs_twice where offset >= 15 union all select count(*) from jobs_twice where offset < 4"
+    )
+    try:
+        assert [row[0] for row in spark.sql(both).collect()] == [5, 4]
+    finally:
+        spark.catalog.dropTempView("jobs_twice")
 
 
 @pytest.mark.parametrize(

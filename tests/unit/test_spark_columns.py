@@ -146,9 +146,10 @@ def test_a_schema_that_cannot_be_had_is_refused(name, kind, says):
 def batch(lines, **kinds):
     """The columns of these types as rows, as a reader makes them."""
     schema = types.StructType([types.StructField(name, kind) for name, kind in kinds.items()])
-    exact = [columns.is_exact(kind.simpleString()) for kind in kinds.values()]
+    selection = columns.select((name, kind.simpleString()) for name, kind in kinds.items())
+    assert selection.schema.equals(to_arrow_schema(schema, timezone="UTC"), check_metadata=True)
     block = columns.Block(columns.of_bytes(40, lines, False), "orders", False)
-    return columns.batch(block, WHERE, schema.names, exact, to_arrow_schema(schema, timezone="UTC")).to_pylist()
+    return columns.batch(block, WHERE, *selection).to_pylist()
 
 
 PAIRS = types.ArrayType(

@@ -16,8 +16,7 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.source import group
-from kmq.spark.source import reader as stream_reader
+from kmq.spark.source import group, stream_reader
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import listener

@@ -7,8 +7,8 @@ from kmq.errors import ConfigError
 from kmq.spark.source.options import ReadOptions
 
 types = pytest.importorskip("pyspark.sql.types")
-BatchReader = pytest.importorskip("kmq.spark.source.reader").BatchReader
-StreamReader = pytest.importorskip("kmq.spark.source.reader").StreamReader
+BatchReader = pytest.importorskip("kmq.spark.source.batch_reader").BatchReader
+StreamReader = pytest.importorskip("kmq.spark.source.stream_reader").StreamReader
 SCHEMA = types.StructType([types.StructField("offset", types.LongType())])
 THEN = FIRST_TS // 1000 + 1  # milliseconds: seq 1000 and all later ones were received then or later
 

@@ -17,7 +17,7 @@ from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import DataLossError
 from kmq.spark.source.planner import partition_has, stamp_before, wal_has
-from kmq.spark.source.reader import StreamReader
+from kmq.spark.source.stream_reader import StreamReader
 
 ALL = ReadAllAvailable()
 

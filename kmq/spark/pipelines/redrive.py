@@ -140,7 +140,8 @@ def _dropped(spark: SparkSession, where: Mapping[str, str], pods: RoutedPods, to
     retired = sum(selection.retired(mine, firsts[name]) for name, mine in ranges.items())
     lost = sum(last - low + 1 for ledger in ledgers.values() for low, last in ledger["dropped"]["framed"])
     edges = [seq for mine in ranges.values() for span in mine for seq in span] or [0]
-    rows = _read(spark, where, WAL).where(F.col("offset").between(min(edges), max(edges)))  # read no more of the WAL
+    # Read no more of the WAL. All that follows keeps this filter, so that it may be pushed.
+    rows = _read(spark, {**where, "pushFilters": "true"}, WAL).where(F.col("offset").between(min(edges), max(edges)))
     rows = route(among(rows, ranges), pods.look()[0])
     rows = rows.where(F.col("topic") != topic_changes.TOPIC)  # the framer numbers it again
     return _Source(rows.where(F.col("topic") == topic) if topic else rows, lost, retired)

@@ -17,7 +17,7 @@ Memory      One extent at a time; a block that was handed out shares no bytes wi
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -249,9 +249,33 @@ def check(name: str, kind: str) -> None:
         raise ConfigError(f"schema: column {name} is {' or '.join(kinds)}, not {kind}")
 
 
-def is_exact(kind: str) -> bool:
-    """Return True if a column of this type holds exact bytes in place of text."""
-    return kind in ("binary", HEADERS_ARRAY)
+_ARROW = {
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "map<string,string>": pa.map_(pa.string(), pa.string()),
+    HEADERS_ARRAY: pa.list_(pa.field("element", pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+}
+
+
+class ColumnSelection(NamedTuple):
+    """The columns that a query reads. `exact`: as bytes in place of text. `schema`: as Spark's own function makes it."""
+
+    names: list[str]
+    exact: list[bool]
+    schema: pa.Schema
+
+
+def select(kinds: Iterable[tuple[str, str]]) -> ColumnSelection:
+    """Return the selection of columns by name and type. Raises ConfigError if there is no such column."""
+    pairs = list(kinds)
+    for name, kind in pairs:
+        check(name, kind)
+    exact = [kind in ("binary", HEADERS_ARRAY) for _, kind in pairs]
+    schema = pa.schema([(name, _ARROW[kind]) for name, kind in pairs])
+    return ColumnSelection([name for name, _ in pairs], exact, schema)
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
@@ -534,7 +558,7 @@ _ALIASES = {
 
 
 def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
-    """Return the columns `names` of a block; `exact[i]`: as bytes (`is_exact`). Spark expects `schema`."""
+    """Return the columns `names` of a block; `exact[i]`: as bytes. Spark expects `schema`."""
     wanted = [(_ALIASES.get(name, name), as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
     made = {(name, as_bytes): _MAKE[name](block, where, as_bytes) for name, as_bytes in dict.fromkeys(wanted)}
     arrays = [made[column] for column in wanted]

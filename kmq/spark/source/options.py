@@ -25,6 +25,8 @@ minOffsetsPerTrigger     stream: a micro-batch waits for at least this many reco
 maxTriggerDelay          how long minOffsetsPerTrigger may keep records waiting: 90s, 15m (default), 1h
 minPartitions            minimum tasks, if there are as many records
 maxRecordsPerPartition   maximum records in a task
+pushFilters              batch: true: filters of the query on offset, recv_ts, topic and partition become ranges. For a
+                         DataFrame that one query reads once: Spark applies them to its later queries too; default: false
 failOnDataLoss           true: stop if records that were to be read are lost (default); false: skip them
 groupId                  stream: the consumer group whose offsets show how far the query is; kmq/spark/source/group.py
 includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as in Kafka's connector, null
@@ -58,7 +60,7 @@ OPTIONS = (
     *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
     *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     *("minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxRecordsPerPartition", "failOnDataLoss"),
-    *("groupId", "includeHeaders", "includeOrigin"),
+    *("pushFilters", "groupId", "includeHeaders", "includeOrigin"),
 )
 _STREAM_ONLY = ("groupId", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
 _BATCH_ONLY = ("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp")
@@ -109,6 +111,7 @@ class ReadOptions:
             raise ConfigError(f"{ends.STRATEGY}={self.time_strategy!r}: must be error or latest")
         self._limits()
         self.fail_on_data_loss = self._flag("failOnDataLoss", True)
+        self.push_filters = self._flag("pushFilters", False)
         self.group_id = self._group()
         self.include_headers = self._flag("includeHeaders", False)
         self.include_origin = self._flag("includeOrigin", False)
@@ -208,6 +211,8 @@ class ReadOptions:
         for name in _BATCH_ONLY:
             if name.lower() in self._given:
                 raise ConfigError(f"{name}={self._given[name.lower()][:80]!r}: a stream has no end; spark.read has one")
+        if self.push_filters:
+            raise ConfigError("pushFilters='true': a stream reads what its checkpoint says; leave it out")
 
     def wants(self, topic: str, partition: int | None = None) -> bool:
         """Return True if a topic, or this partition of it, was requested."""

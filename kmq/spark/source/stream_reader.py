@@ -1,12 +1,10 @@
-"""The readers that Spark calls: which ranges a batch or a micro-batch reads, and how a task reads its range.
+"""spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
 
-spark.read         planned once for a query, narrowed to records that its filters may match
-spark.readStream   how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint
+Needs pyspark 4.2, whose classes are imported here. So only a stream imports this module.
 
-Invariant   A task reads all records of its range, or raises DataLossError (failOnDataLoss=false: reads those there
-            are). `partitions` of a stream needs nothing but the two offsets of a batch (plan.py): a repeated batch
-            always has the same tasks. Without new records latestOffset returns its start unchanged, so that no batch
-            runs.
+Invariant   A batch reads what batch_reader.py says of a task. `partitions` needs nothing but the two offsets of a batch
+            (plan.py): a repeated batch always has the same tasks. Without new records latestOffset returns its start
+            unchanged, so that no batch runs.
 Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
             partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
             batch with a limit ends at one recv_ts (plan.py).
@@ -14,23 +12,10 @@ Unlimited   A batch without a limit ends where the partitions end. Their ends ar
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
-from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -42,175 +27,14 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.log.reader import WAL
 from kmq.logfmt import Logger
-from kmq.spark.source import columns, ends, plan
-from kmq.spark.source.brokers import Broker, open_broker
-from kmq.spark.source.columns import Lines
-from kmq.spark.source.ends import EARLIEST, LATEST
+from kmq.spark.source import plan
+from kmq.spark.source.batch_reader import TaskReader
+from kmq.spark.source.ends import LATEST
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, StreamPosition
-from kmq.spark.source.planner import QueryLogs, Task, begun, check_same_records
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-# --- in a task -------------------------------------------------------------------------------------------------------
-
-
-class TaskReader:
-    """What a task does, the same for batches and streams: read a range of offsets as Arrow batches."""
-
-    def __init__(self, schema: StructType) -> None:
-        for field in schema.fields:
-            columns.check(field.name, field.dataType.simpleString())
-        self._names = schema.fieldNames()
-        self._exact = [columns.is_exact(field.dataType.simpleString()) for field in schema.fields]
-        self._schema = schema
-
-    def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
-        if not isinstance(partition, Task):
-            return  # Spark's placeholder if there is nothing to read
-        schema = to_arrow_schema(self._schema, timezone="UTC")
-        broker = open_broker(partition.broker, partition.is_path, partition.access)
-        origin = broker.identity() if "origin_broker" in self._names else ""
-        where = columns.Where(partition.broker, partition.topic, partition.partition, origin)
-        needs_marks = not {"key", columns.KEY_BYTES}.isdisjoint(self._names) and partition.topic != WAL
-        marks_from = broker.marks_from() if needs_marks else 0
-        for lines in _lines(partition, broker):
-            block = columns.Block(lines, partition.topic, partition.topic == WAL, marks_from)
-            if block.count:
-                yield columns.batch(block, where, self._names, self._exact, schema)
-
-
-def _lines(task: Task, broker: Broker) -> Iterator[Lines]:
-    """Yield the lines of a task in blocks. Raises DataLossError if there are fewer than planned."""
-    key = (task.broker, task.topic, task.partition)
-    reached = task.start
-    for lines in broker.blocks(task.topic, task.partition, task.start, task.end):
-        if lines.offset > reached:
-            _check_not_lost(task, broker, key, reached)
-        yield lines
-        reached = lines.next_offset
-    if reached < task.end:
-        _check_not_lost(task, broker, key, reached)
-
-
-def _check_not_lost(task: Task, broker: Broker, key: Key, reached: int) -> None:
-    """Raise DataLossError if the records at `reached` are lost; in the WAL drop_oldest may have left a gap."""
-    first, end = broker.bounds([task.topic]).get((task.topic, task.partition), (task.end, task.end))
-    if not task.fail_on_data_loss:
-        return
-    if first > reached:
-        raise DataLossError(key, f"offsets {reached} to {first - 1} went while they were to be read: retention")
-    if end < task.end or task.topic != WAL:
-        raise DataLossError(key, f"the log ends at {min(end, reached)}, but was to be read up to {task.end - 1}")
-
-
-# --- spark.read ------------------------------------------------------------------------------------------------------
-
-
-class BatchReader(TaskReader, DataSourceReader):
-    """spark.read: plans on the driver, once per query."""
-
-    def __init__(self, schema: StructType, options: ReadOptions) -> None:
-        super().__init__(schema)
-        self._options = options
-        self._conditions: list[Filter] = []
-
-    def partitions(self) -> Sequence[InputPartition]:
-        logs = QueryLogs(self._options)
-        bounds = logs.bounds()
-        start, end = logs.starting(bounds, EARLIEST), logs.ending(bounds)
-        self._check_within(start, end, bounds)
-        logs.check_complete(bounds)
-        kept = {key: edges for key, edges in bounds.items() if all(_may_hold(each, key) for each in self._conditions)}
-        start, end = ({key: at[key] for key in kept} for at in (start, end))
-        for each in self._conditions:
-            self._narrow(each, logs, start, end)
-        # Never an empty list: Spark would call read(None). Requested records exist, or `_check_within` has raised.
-        return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, kept, False)) or [
-            InputPartition(None)
-        ]
-
-    def _check_within(self, start: Offsets, end: Offsets, bounds: Bounds) -> None:
-        """Raise if options request records that do not exist, or an end before the start."""
-        options = self._options
-        for key, (first, stop) in bounds.items():
-            value = options.start.value(key)
-            if not options.start.is_time and value not in (None, EARLIEST, LATEST):
-                if options.fail_on_data_loss and start[key] < first:
-                    raise DataLossError(key, f"startingOffsets: {start[key]} is gone, the log begins with {first}")
-                if start[key] > stop:
-                    raise ConfigError(
-                        f"startingOffsets: {plan.name_of(key)} ends at {stop}, which is before {start[key]}"
-                    )
-            if options.fail_on_data_loss and end[key] > stop:
-                raise DataLossError(key, f"endingOffsets: {end[key]} is not there yet, the log ends at {stop}")
-            if options.fail_on_data_loss and not options.end.is_time and end[key] < first:
-                raise DataLossError(key, f"endingOffsets: all before {end[key]} is gone, the log begins with {first}")
-        ends.check_order(options.start, options.end, start, end)
-
-    def _narrow(self, condition: Filter, logs: QueryLogs, start: Offsets, end: Offsets) -> None:
-        """Move starts and ends to where `condition` may hold; Spark still checks each row."""
-        name, low, high = _span(condition)
-        if name == "recv_ts":
-            for key in start:
-                broker, topic, partition = key
-                if low is not None:
-                    start[key] = max(start[key], logs.brokers[broker].offset_of_time(topic, partition, low))
-                if high is not None:
-                    end[key] = min(end[key], logs.brokers[broker].offset_of_time(topic, partition, high + 1))
-        for key in start:
-            if name == "offset" or (name == "seq" and key[1] == WAL):
-                start[key] = max(start[key], low) if low is not None else start[key]
-                end[key] = min(end[key], high + 1) if high is not None else end[key]
-
-
-class PushdownReader(BatchReader):
-    """A BatchReader that also gets the filters of the query."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Use the filters to read fewer partitions and segments. Return all of them: Spark still checks each row."""
-        self._conditions = list(filters)
-        return filters
-
-
-def _may_hold(condition: Filter, key: Key) -> bool:
-    """Return True if rows of this partition may pass, as far as broker, topic and partition tell."""
-    if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
-        return True
-    mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])
-    if mine is None:
-        return True
-    if isinstance(condition, EqualTo):
-        return bool(mine == condition.value)
-    return mine in condition.value
-
-
-def _span(condition: Filter) -> tuple[str, int | None, int | None]:
-    """Return (column, lowest, highest): the values that may pass; of recv_ts in microseconds."""
-    kinds = (EqualTo, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
-    if not isinstance(condition, kinds) or len(condition.attribute) != 1:
-        return "", None, None
-    value: Any = condition.value
-    if isinstance(value, datetime):
-        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
-        value = (int(aware.timestamp()) * 1_000_000) + aware.microsecond
-    if type(value) is not int:
-        return "", None, None
-    low = value + isinstance(condition, GreaterThan)
-    high = value - isinstance(condition, LessThan)
-    if isinstance(condition, (LessThan, LessThanOrEqual)):
-        return condition.attribute[0], None, high
-    if isinstance(condition, (GreaterThan, GreaterThanOrEqual)):
-        return condition.attribute[0], low, None
-    return condition.attribute[0], low, high
-
-
-# --- spark.readStream ------------------------------------------------------------------------------------------------
+from kmq.spark.source.plan import Bounds, DataLossError, Offsets, OffsetSpan, StreamPosition
+from kmq.spark.source.planner import QueryLogs, begun, check_same_records
 
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):

@@ -1,0 +1,59 @@
+"""The records of a range of offsets as Arrow batches, for a task of Spark and for a query of DuckDB. Imports neither.
+
+Invariant   All records of the range are handed out, in order, or DataLossError is raised (`fail_on_data_loss` false:
+            those there are).
+Memory      One block of lines, and the batch that is made of it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kmq.log.reader import WAL
+from kmq.spark.source import columns
+from kmq.spark.source.brokers import Broker
+from kmq.spark.source.columns import KEY_BYTES, ColumnSelection, Lines
+from kmq.spark.source.plan import DataLossError, OffsetSpan
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def read(
+    broker: Broker, span: OffsetSpan, selection: ColumnSelection, fail_on_data_loss: bool = True
+) -> Iterator["pa.RecordBatch"]:
+    """Yield the columns of `selection` of the records of a range."""
+    _, topic, partition = span.key
+    names = selection.names
+    origin = broker.identity() if "origin_broker" in names else ""
+    where = columns.Where(broker.name, topic, partition, origin)
+    needs_marks = not {"key", KEY_BYTES}.isdisjoint(names) and topic != WAL
+    marks_from = broker.marks_from() if needs_marks else 0
+    for lines in _lines(broker, span, fail_on_data_loss):
+        block = columns.Block(lines, topic, topic == WAL, marks_from)
+        if block.count:
+            yield columns.batch(block, where, names, selection.exact, selection.schema)
+
+
+def _lines(broker: Broker, span: OffsetSpan, fail_on_data_loss: bool) -> Iterator[Lines]:
+    """Yield the lines of a range in blocks. Raises DataLossError if there are fewer than planned."""
+    _, topic, partition = span.key
+    reached = span.start
+    for lines in broker.blocks(topic, partition, span.start, span.end):
+        if lines.offset > reached and fail_on_data_loss:
+            _check_not_lost(broker, span, reached)
+        yield lines
+        reached = lines.next_offset
+    if reached < span.end and fail_on_data_loss:
+        _check_not_lost(broker, span, reached)
+
+
+def _check_not_lost(broker: Broker, span: OffsetSpan, reached: int) -> None:
+    """Raise DataLossError if the records at `reached` are lost; in the WAL drop_oldest may have left a gap."""
+    _, topic, partition = span.key
+    first, end = broker.bounds([topic]).get((topic, partition), (span.end, span.end))
+    if first > reached:
+        gone = f"offsets {reached} to {first - 1} went while they were to be read: retention"
+        raise DataLossError(span.key, gone)
+    if end < span.end or topic != WAL:
+        short = f"the log ends at {min(end, reached)}, but was to be read up to {span.end - 1}"
+        raise DataLossError(span.key, short)
