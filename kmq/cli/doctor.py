@@ -141,7 +141,7 @@ def _java() -> Check:
     try:
         return Check("java", OK, f"{find_java()}")
     except ConfigError as error:
-        return Check("java", NOTE, f"only pipelines and kmq sql need it: {error}")
+        return Check("java", NOTE, f"only pipelines and kmq sql on Spark need it: {error}")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -227,9 +227,9 @@ def metrics(
             if to:
                 print(f"added {rows:,} rows to {to} ({format})")
         elif as_json:
-            from kmq.spark.sql import shell
+            from kmq.spark.sql import shell, spark_engine
 
-            shell.as_json(metrics.summary(job.spark, where, windows["window"]), job.progress)
+            shell.as_json(spark_engine.result(metrics.summary(job.spark, where, windows["window"]), job.progress))
         else:
             table = metrics.as_table(metrics.summary(job.spark, where, windows["window"]))
             job.progress.stop()

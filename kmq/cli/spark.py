@@ -5,6 +5,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,9 +14,10 @@ from kmq.cli import pipelines
 from kmq.cli.output import examples, grouped, seconds
 from kmq.cli.pipelines import pipeline_app, run_app
 from kmq.cli.spark_options import From, On, running
-from kmq.errors import BusyError, ConfigError, KmqError
+from kmq.errors import BusyError, ConfigError, KmqError, pip_install
 
 if TYPE_CHECKING:
+    from kmq.spark.sql.shell import Shell
     from kmq.spark.streaming.status import Sources
 
 
@@ -29,6 +31,14 @@ def sql(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, values in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON objects, one per line.")] = False,
     rows: Annotated[int, typer.Option("--rows", help="Maximum rows in a table; 0: all.")] = 1000,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            help="spark, or duckdb: here, without Java. \\[default: spark where it is installed]",
+            show_default=False,
+        ),
+    ] = "",
     on: On,
 ) -> None:
     """Query topics by SQL: each topic is a table, as it is now. Also `append` (the WAL) and `all_topics`.
@@ -40,16 +50,49 @@ def sql(
     committed, end, lag, member, generation, metadata, time, broker.
     """
     where = origin.options()
+    from kmq.spark.sql import shell
+
+    show = shell.as_csv if as_csv else shell.as_json if as_json else shell.as_table(rows)
+    if _engine(engine, on) == "duckdb":
+        from kmq.spark.sql import duckdb_engine
+
+        with duckdb_engine.opened(where, on.confs()) as opened:
+            _run(shell.Shell(opened, where, show), query)
+        return
     with running("sql", on) as job:
-        from kmq.spark.sql import shell
+        from kmq.spark.sql import spark_engine
 
         job.progress.stop()  # each query shows progress of its own
-        show = shell.as_csv if as_csv else shell.as_json if as_json else shell.as_table(rows)
-        topics = shell.Shell(job.spark, where, show)
-        if not query and sys.stdin.isatty():
-            raise typer.Exit(shell.prompt(topics))
-        for statement in shell.statements(query or sys.stdin.read()):
-            topics.run(statement)
+        _run(shell.Shell(spark_engine.engine(job.spark, where), where, show), query)
+
+
+def _engine(name: str, on: On) -> str:
+    """Return the engine to use. Raises ConfigError if it is not installed, or if options are not for it."""
+    has_duckdb = all(map(find_spec, ("duckdb", "pyarrow", "numpy")))
+    if name not in ("", "spark", "duckdb"):
+        raise ConfigError(f"--engine {name!r}: must be spark or duckdb")
+    if not name and not find_spec("pyspark"):
+        if not has_duckdb:
+            least = pip_install("duckdb")
+            raise ConfigError(f"this needs Spark or DuckDB: {pip_install('spark')}, or for this machine {least}")
+        name = "duckdb"
+    if name == "duckdb":
+        if not has_duckdb:
+            raise ConfigError(f"--engine duckdb: this needs DuckDB: {pip_install('duckdb')}")
+        for option, value in (("--master", on.master), ("--py-files", on.py_files)):
+            if value:
+                raise ConfigError(f"{option} {value!r}: is for Spark; leave it out, or give --engine spark")
+    return name or "spark"
+
+
+def _run(topics: "Shell", query: str) -> None:
+    """Run the statements of the command line or of stdin, or show a prompt."""
+    from kmq.spark.sql import shell
+
+    if not query and sys.stdin.isatty():
+        raise typer.Exit(shell.prompt(topics))
+    for statement in shell.statements(query or sys.stdin.read()):
+        topics.run(statement)
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
@@ -191,6 +234,7 @@ def add_to(app: typer.Typer) -> None:
             'kmq sql "select topic, count(*) from all_topics group by topic"',
             'kmq sql "select max(recv_ts), max(length(value)) from append"',
             """kmq sql "select get_json_object(value_text, '$.user') from test" """.strip(),
+            "kmq sql --engine duckdb \"select value_text->>'$.user' from test\"",
             "kmq sql",
         )
     )(sql)

@@ -8,7 +8,7 @@ import pytest
 from made_data import append, write_data
 
 from kmq.errors import ConfigError
-from kmq.spark.sql import shell
+from kmq.spark.sql import shell, spark_engine
 
 ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
 LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
@@ -29,7 +29,8 @@ def ask(spark, data, capsys):
     """A function that runs a query and returns what is printed."""
 
     def run(text, show=None):
-        topics = shell.Shell(spark, {"path": data[0]}, show or shell.as_table(100))
+        source = {"path": data[0]}
+        topics = shell.Shell(spark_engine.engine(spark, source), source, show or shell.as_table(100))
         capsys.readouterr()
         for statement in shell.statements(text):
             topics.run(statement)
@@ -114,3 +115,35 @@ def test_consumer_groups_are_a_table_with_their_lag(ask, data):
     assert other.startswith("bill.eu,orders,1,2,8,6,m,")
     both = "select max(g.lag) - count(*) from orders o join __consumer_offsets g using (topic, partition)"
     assert cells(ask(both)) == [["-4"]]
+
+
+def test_filters_of_one_scan_do_not_reach_another_of_the_same_statement(ask):
+    both = "select (select count(*) from orders where offset >= 4), (select count(*) from orders)"
+    assert cells(ask(both)) == [["4", "10"]]
+
+
+SAME = [
+    "select * from orders order by seq",
+    "select topic, key, headers, value, value_text, id, recv_ts, timestampType from all_topics order by topic, seq",
+    "select count(*) c, min(seq) l, max(recv_ts) m, sum(offset) s, avg(seq) a, max(key) k from append",
+    "select key, count(*) as n, sum(seq) / 2 as half from orders where offset >= 1 group by key order by key",
+    "select o.offset, a.value from orders o join append a using (seq) where o.partition = 1 order by seq",
+    "select `group`, lag, time from __consumer_offsets",
+    "select value_text, null as nothing, true as yes, 1.5 as dec from `jobs.eu` order by offset limit 1",
+    "select topic from all_topics where topic = 'Jobs' or recv_ts < timestamp '2000-01-01 00:00:00'",
+]
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_duckdb_prints_the_same(ask, data, capsys, text):
+    duckdb_engine = pytest.importorskip("kmq.spark.sql.duckdb_engine")
+    append(
+        data[1], [b"__consumer_offsets.@.bill.orders.0|0||offset=2 ts=1700000000.125 member=m generation=3 metadata="]
+    )
+    source = {"path": data[0]}
+    for show in (shell.as_table(100), shell.as_csv, shell.as_json):
+        here = ask(text, show)
+        with duckdb_engine.opened(source, {}) as engine:
+            shell.Shell(engine, source, show).run(text)
+        there = capsys.readouterr().out
+        assert there == here

@@ -10,13 +10,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from made_data import write_data
 from typer.testing import CliRunner
 
+import kmq.spark
 from kmq.cli import pipelines, spark, spark_options
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
 from kmq.spark.pipelines.options import MIRROR_EVERY, ArchiveOptions, MirrorOptions, RouteOptions, complete
-from kmq.spark.sql import shell
+from kmq.spark.sql import shell, spark_engine
 from kmq.spark.streaming import checkpoint, streams
 
 
@@ -163,6 +165,43 @@ def test_a_missing_extra_is_named_with_the_command_to_get_it(monkeypatch):
         sessions.require_spark()
 
 
+def as_of(monkeypatch, version):
+    monkeypatch.setattr(pytest.importorskip("pyspark.version"), "__version__", version)
+
+
+@pytest.mark.parametrize("version", ["4.0.5", "3.5.8", "4.0.0.dev1"])
+def test_a_pyspark_too_old_for_anything_is_named_with_the_one_that_is_needed(monkeypatch, version):
+    as_of(monkeypatch, version)
+    with pytest.raises(ConfigError, match=rf"^this needs pyspark 4\.1, {re.escape(version)} is here; pip install"):
+        sessions.session("local[1]")
+    with pytest.raises(ConfigError, match=r"^this needs pyspark 4\.1"):
+        kmq.spark.register(None)
+
+
+def test_pyspark_4_1_reads_batches_and_refuses_a_stream(monkeypatch, tmp_path):
+    as_of(monkeypatch, "4.1.4")
+    failures.require_pyspark()
+    types = pytest.importorskip("pyspark.sql.types")
+    schema = types.StructType([types.StructField("offset", types.LongType())])
+    format = pytest.importorskip("kmq.spark.format")
+    source = format.KmqDataSource({"path": write_data(tmp_path / "data", [b"orders|0|1|a"]), "subscribe": "orders"})
+    [task] = source.reader(schema).partitions()
+    assert [len(batch) for batch in source.reader(schema).read(task)] == [1]
+    with pytest.raises(ConfigError, match=r"^a stream of topics needs pyspark 4\.2, 4\.1\.4 is here"):
+        source.streamReader(schema)
+
+
+def test_only_a_stream_imports_what_pyspark_4_1_lacks():
+    pytest.importorskip("pyspark")
+    code = (
+        "import pyspark.sql.datasource, pyspark.sql.streaming.datasource as lacking; vars(lacking).clear();"
+        " import kmq.spark.format, kmq.spark.sink.sink, kmq.spark.streaming.listener"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    late = subprocess.run([sys.executable, "-c", f"{code}, kmq.spark.source.stream_reader"], stderr=-1, timeout=60)
+    assert b"ImportError: cannot import name 'ReadAllAvailable'" in late.stderr
+
+
 @pytest.mark.parametrize(
     ("master", "cores"), [("local", 1), ("local[3]", 3), ("local[3,2]", 3), ("local-cluster[2,3,1024]", 6)]
 )
@@ -251,7 +290,25 @@ def test_an_error_that_is_not_of_spark_is_left_as_it_is():
     ],
 )
 def test_a_query_gets_the_columns_it_names_and_all_where_it_may_need_others(text, columns):
-    assert shell.needed(text) == columns
+    assert spark_engine.needed(text) == columns
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("select count(*) from orders where offset > 5", True),
+        ("SELECT * FROM `jobs.eu` where recv_ts > now() limit 3", True),
+        ("select * from orders a, orders b where a.offset > 5", False),
+        ("select * from orders where offset > (select max(seq) - 5 from append)", False),
+        ("select 1 from orders where offset > 5 union all select 2 from orders", False),
+        ("with a as (select * from orders) select 1 from a x join a y using (seq) where x.offset > 5", False),
+        ("create temporary view v as select * from orders", False),
+        ("from orders |> where offset > 5", False),
+        ("select * from orders join `jobs.eu` using (seq)", False),
+    ],
+)
+def test_filters_are_pushed_where_a_statement_surely_has_one_scan(text, is_one):
+    assert spark_engine.is_one_scan(text, shell.views_of(text, ["jobs.eu", "orders"])) is is_one
 
 
 def test_a_statement_ends_with_a_semicolon_that_is_not_quoted():

@@ -1,12 +1,14 @@
 """`kmq sql`: topics as views, for one query or at a prompt, and its results as a table, CSV or JSON.
 
 Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`. A query
-sees the records that are durable when it begins. Only topics that it names are read. Only columns that it names are
-read, if the text shows for certain which these are; otherwise all columns.
+sees the records that are durable when it begins. Only topics that it names are read.
 
 `__consumer_offsets` is a table: how far each consumer group is, a row for each partition. The records of that topic are
-read here, not by tasks of Spark: only the last one of each key counts, and few bytes are left of it. Partitions that do
-not exist any more are left out, as `kmq groups describe` does.
+read here, not by an engine: only the last one of each key counts, and few bytes are left of it. Partitions that do not
+exist any more are left out, as `kmq groups describe` does.
+
+What both engines share is here. spark_engine.py and duckdb_engine.py each make an Engine; neither needs the other's
+packages.
 """
 
 import contextlib
@@ -14,12 +16,12 @@ import csv
 import re
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -32,20 +34,24 @@ from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.streaming.streams import Progress
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
 
 # --- results ---------------------------------------------------------------------------------------------------------
 
 _MAX_CHARS = 60  # of a value in a table; CSV and JSON print all of it
 _WIDE = 1 << 16  # columns of a terminal: more than a table of shortened values can have
-_ISO = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
-_NUMBERS = ("byte", "short", "integer", "long", "float", "double", "tinyint", "smallint", "int", "bigint")
 
-Show = Callable[["DataFrame", Progress], None]
+
+class QueryResult(NamedTuple):
+    """The result of a statement, computed when it is read. Two columns may have the same name."""
+
+    names: Sequence[str]  # of the columns; empty if the statement has no result
+    numbers: Sequence[bool]  # which columns are numbers
+    rows: Callable[[int], Iterator[Sequence[str | None]]]  # at most so many (0: all), values as text in full
+    lines: Callable[[], Iterator[str]]  # a JSON object for each row
+    began: float  # on the monotonic clock, when the statement was taken
+
+
+Show = Callable[[QueryResult], None]
 
 
 def as_table(max_rows: int) -> Show:
@@ -54,54 +60,36 @@ def as_table(max_rows: int) -> Show:
     It prints the number of rows and the seconds taken on stderr.
     """
 
-    def show(frame: "DataFrame", progress: Progress) -> None:
-        begin = time.monotonic()
-        texts = _texts(frame)
-        rows = texts.take(max_rows + 1) if max_rows else texts.collect()
-        progress.stop()
-        if not frame.columns:
-            return  # the statement has no result
+    def show(result: QueryResult) -> None:
+        rows = list(result.rows(max_rows + 1 if max_rows else 0))
+        if not result.names:
+            return
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-        for field in frame.schema.fields:
-            is_number = field.dataType.typeName() in _NUMBERS or field.dataType.typeName().startswith("decimal")
-            table.add_column(field.name, justify="right" if is_number else "left", no_wrap=True)
+        for name, is_number in zip(result.names, result.numbers, strict=True):
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
         shown = rows[:max_rows] if max_rows else rows
         for row in shown:
             table.add_row(*(cell_text(value) for value in row))
         width = Console(width=_WIDE).measure(table).maximum  # long lines wrap in the terminal, so that nothing is lost
         Console(width=width, highlight=False, markup=False).print(table)
         more = f"; there are more: --rows {10 * max_rows}, or --csv" if len(rows) > len(shown) else ""
-        print(f"{len(shown)} row(s) in {time.monotonic() - begin:.1f} s{more}", file=sys.stderr)
+        print(f"{len(shown)} row(s) in {time.monotonic() - result.began:.1f} s{more}", file=sys.stderr)
 
     return show
 
 
-def as_csv(frame: "DataFrame", progress: Progress) -> None:
+def as_csv(result: QueryResult) -> None:
     """Print CSV with a header; values are printed in full."""
-    rows = _texts(frame).toLocalIterator(prefetchPartitions=True)
-    progress.stop()
+    rows = result.rows(0)
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(frame.columns)
+    writer.writerow(result.names)
     writer.writerows(while_read(rows))
 
 
-def as_json(frame: "DataFrame", progress: Progress) -> None:
+def as_json(result: QueryResult) -> None:
     """Print one JSON object per row, with binary columns in base64."""
-    from pyspark.sql.functions import struct, to_json
-
-    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false", "timestampFormat": _ISO}))
-    rows = lines.toLocalIterator(prefetchPartitions=True)
-    progress.stop()
-    for (line,) in while_read(rows):
+    for line in while_read(result.lines()):
         print(line)
-
-
-def _texts(frame: "DataFrame") -> "DataFrame":
-    """Return every column as text: times in the session's zone, bytes as UTF-8. Two columns may have the same name."""
-    from pyspark.sql.functions import col
-
-    names = [f"c{number}" for number in range(len(frame.columns))]
-    return frame.toDF(*names).select(*(col(name).cast("string") for name in names))
 
 
 def cell_text(value: str | None) -> str:
@@ -114,14 +102,9 @@ def cell_text(value: str | None) -> str:
 
 # --- consumer groups -------------------------------------------------------------------------------------------------
 
-SCHEMA = (
-    "`group` string, topic string, `partition` int, committed bigint, `end` bigint, lag bigint, member string,"
-    " generation int, metadata string, time timestamp, broker string"
-)
-
 
 class GroupRow(NamedTuple):
-    """One partition of one group, in the order of SCHEMA. `end`: the partition's next offset. `lag`: in messages."""
+    """One partition of one group: a row of the table. `end`: the partition's next offset. `lag`: in messages."""
 
     group: str
     topic: str
@@ -134,11 +117,6 @@ class GroupRow(NamedTuple):
     metadata: str
     time: datetime
     broker: str
-
-
-def groups_table(spark: "SparkSession", source: Mapping[str, str]) -> "DataFrame":
-    """Return the table as it is now. `source`: the options that name brokers."""
-    return spark.createDataFrame(list(group_rows(source)), SCHEMA)
 
 
 def group_rows(source: Mapping[str, str]) -> Iterator[GroupRow]:
@@ -180,22 +158,57 @@ def _committed(broker: Broker) -> dict[RowKey, CommittedOffset]:
 # --- statements ------------------------------------------------------------------------------------------------------
 
 WAL_VIEW, ALL_VIEW, GROUPS_VIEW = OWN_VIEWS = "append", "all_topics", TOPIC
-_WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
-# Syntax that uses columns without naming them: a star, a natural join, a pipe, a statement other than a plain SELECT.
-_UNNAMED = re.compile(
-    r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b|\s)"
-    r"|\b(?:union|except|intersect|minus|all|distinct)\s+from\b",
-    re.IGNORECASE,
-)
+WORD = re.compile(r"""`([^`]+)`|"([^"]+)"|([A-Za-z0-9_]+)""")
 _STATEMENT = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`|--[^\n]*|[^;])+""")
 _HISTORY = Path.home() / ".kmq_sql_history"
+
+
+class Views(NamedTuple):
+    """What a statement may name."""
+
+    topics: list[str]  # that exist now
+    named: dict[str, dict[str, str]]  # views that it names → the option of format("kmq") that says which records
+    has_groups: bool
+    has_cases: bool  # some topics differ in upper and lower case only
+
+
+class Engine(NamedTuple):
+    """What runs statements. `query`: a context, in which the result is read. `cancel`: may be called by a signal."""
+
+    query: Callable[[str, Views], AbstractContextManager[QueryResult]]
+    cancel: Callable[[], None]
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a statement, without the quotes of names."""
+    return ["".join(groups) for groups in WORD.findall(text)]
+
+
+def views_of(text: str, topics: list[str]) -> Views:
+    """Return the views that a statement names."""
+    named = set(words(text))
+    has_cases = len({topic.lower() for topic in topics}) < len(topics)
+    if not has_cases:
+        named = {name.lower() for name in named}
+    views = {topic: {"subscribe": topic} for topic in topics if {topic, topic.lower()} & named}
+    views.pop(GROUPS_VIEW, None)
+    if WAL_VIEW in named:
+        views[WAL_VIEW] = {"subscribe": WAL}
+    if ALL_VIEW in named:
+        views.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
+    return Views(topics, views, GROUPS_VIEW in named, has_cases)
+
+
+def unknown_topic(name: str, topics: Iterable[str]) -> ConfigError:
+    """Return the error that a statement names a table which does not exist. `name`: quoted."""
+    return ConfigError(f"unknown topic {name}; expected one of {', '.join([*_shown(topics), *OWN_VIEWS])}")
 
 
 class Shell:
     """Run statements over the topics of one source. `show`: prints a result."""
 
-    def __init__(self, spark: "SparkSession", source: dict[str, str], show: Show) -> None:
-        self.spark, self.source, self._show = spark, source, show
+    def __init__(self, engine: Engine, source: dict[str, str], show: Show) -> None:
+        self.engine, self.source, self._show = engine, source, show
 
     def topics(self) -> list[str]:
         """Return the names of the topics that exist now."""
@@ -203,64 +216,15 @@ class Shell:
         opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
 
-    def query(self, text: str) -> "DataFrame":
-        """Return the result of one statement, not computed yet, over views of the topics that it names.
-
-        Raises ConfigError if the statement names a topic that does not exist.
-        """
-        topics = self.topics()
-        named = {quoted or plain for quoted, plain in _WORD.findall(text)}
-        columns = needed(text)
-        if len({topic.lower() for topic in topics}) < len(topics):
-            self.spark.conf.set("spark.sql.caseSensitive", "true")
-        else:
-            named = {name.lower() for name in named}
-        views = {topic: {"subscribe": topic} for topic in topics if {topic, topic.lower()} & named}
-        views.pop(GROUPS_VIEW, None)
-        if WAL_VIEW in named:
-            views[WAL_VIEW] = {"subscribe": WAL}
-        if ALL_VIEW in named:
-            views.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
-        for view, subscription in views.items():
-            reader = self.spark.read.format("kmq").options(**self.source, **subscription)
-            (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
-        if GROUPS_VIEW in named:
-            groups_table(self.spark, self.source).createOrReplaceTempView(f"`{GROUPS_VIEW}`")
-        try:
-            return self.spark.sql(text)
-        except Exception as error:
-            if missing := re.match(r"\[TABLE_OR_VIEW_NOT_FOUND\] The table or view (\S+)", str(error)):
-                known = ", ".join([*_shown(topics), *OWN_VIEWS])
-                raise ConfigError(f"unknown topic {missing[1]}; expected one of {known}") from None
-            raise
-
     def run(self, text: str) -> None:
-        """Run one statement and show its result."""
-        with Progress(self.spark, "sql") as progress:
-            self._show(self.query(text), progress)
-
-    def cancel(self) -> None:
-        """Cancel the running query; may be called from a signal handler.
-
-        Uses a thread, because the query occupies the main thread's connection to Spark.
-        """
-        threading.Thread(target=self.spark.sparkContext.cancelAllJobs).start()
+        """Run one statement and show its result. Raises ConfigError if it names a topic that does not exist."""
+        with self.engine.query(text, views_of(text, self.topics())) as result:
+            self._show(result)
 
 
 def _shown(topics: Iterable[str]) -> list[str]:
     """Return the topics without those of KMQ itself, which are tables too, and in no list."""
     return [topic for topic in topics if not topic.startswith("__")]
-
-
-def needed(text: str) -> str:
-    """Return the schema of the columns that a query names; "" for all, if its text does not name all that it needs."""
-    from kmq.spark.source.columns import COLUMNS
-
-    text = re.sub(r"'[^']*'", "''", re.sub(r"count\s*\(\s*\*\s*\)", "count(1)", text, flags=re.IGNORECASE))
-    words = [(quoted or plain).lower() for quoted, plain in _WORD.findall(text)]
-    if _UNNAMED.search(text) or words.count("from") > words.count("select"):
-        return ""
-    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items() if name.lower() in words) or "offset bigint"
 
 
 def statements(text: str) -> Iterator[str]:
@@ -290,7 +254,7 @@ def prompt(shell: Shell) -> int:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             text = _read_statement()
-            signal.signal(signal.SIGINT, lambda number, frame: shell.cancel())
+            signal.signal(signal.SIGINT, lambda number, frame: shell.engine.cancel())
             for statement in statements(text):
                 shell.run(statement)
         except EOFError:
