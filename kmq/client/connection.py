@@ -138,7 +138,7 @@ def dial(address: Address, core: ProducerCore) -> Greeted:
     with contextlib.ExitStack() as undo:
         try:
             server = address()
-            where = str(server)
+            where, core.has_others = str(server), bool(server.among)
             sock = undo.enter_context(open_socket(server.host, server.port, options.tls, options.server_hostname))
             sock.sendall(core.hello(server.token))
             greeting = b""

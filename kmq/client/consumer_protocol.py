@@ -46,7 +46,7 @@ from kmq.client.consumer_state import (
     opening_of,
     split,
 )
-from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.failures import ANSWER_S, Fenced, NotAnswered, Refused
 from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
 from kmq.wire import replies
@@ -54,7 +54,6 @@ from kmq.wire import requests as lines
 from kmq.wire.refusals import REJOIN, find
 from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartition
 
-ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
 # Shares of the session: how long a `!fetch` waits, and the longest silence, after which a beat keeps the member alive.
 _FETCH_WAIT, _BEAT = 0.9, 0.33
 _PAUSE_S = 0.2  # after a fetch that may come again later

@@ -2,6 +2,8 @@
 
 from kmq.errors import KmqError, RetryError
 
+ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
+
 
 class Refused(KmqError):
     """The broker refused a message or the connection, and stored nothing. `code` is the first word of `reason`."""

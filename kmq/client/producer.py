@@ -398,10 +398,12 @@ class ProducerDriver:
                 logger().exception("a delivery callback failed")
 
     def _look(self) -> None:
-        """Let expired messages fail, and report a stall."""
+        """Let expired messages fail, report a stall, and leave a broker that is silent for too long."""
         if text := self._overdue.look():
             with self._unlocked:
                 self._overdue.report(text)
+        if self._channel.is_open and (why := self.core.silent()):
+            self._lose(why)
 
     def _write(self) -> None:
         if why := self._channel.write():

@@ -388,7 +388,7 @@ class ProducerLink(asyncio.Protocol):
         where = "the broker"
         try:
             server = self.address()
-            where = str(server)
+            where, self.core.has_others = str(server), bool(server.among)
             async with asyncio.timeout(CONNECT_S):
                 await self._say_hello(server)
                 data = await greeting
@@ -414,7 +414,7 @@ class ProducerLink(asyncio.Protocol):
         transport.write(self.core.hello(server.token))
 
     async def _look(self) -> None:
-        """Let expired messages fail, and report stalls."""
+        """Let expired messages fail, report stalls, and leave a broker that is silent for too long."""
         overdue = Overdue(self.core, logger().warning)
         while True:
             await asyncio.sleep(overdue.period_s)
@@ -423,3 +423,5 @@ class ProducerLink(asyncio.Protocol):
                 self._call_back()
             if text:
                 overdue.report(text)
+            if why := self.core.silent():
+                self._lose(why)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_hex
 
 from kmq.client.delivery import Delivery, Options
-from kmq.client.failures import Fenced, Refused, refused_message
+from kmq.client.failures import ANSWER_S, Fenced, Refused, refused_message
 from kmq.client.window import SendWindow
 from kmq.config.values import MIB
 from kmq.errors import EXIT_CONFIG, KmqError
@@ -71,6 +71,8 @@ class ProducerCore:
         self.failed: KmqError | None = None  # why the producer has ended
         self._away_since: float | None = time.monotonic()  # None: there is a connection
         self._away_reason = "not connected yet"
+        self._replied_at = 0.0  # when the last reply came on this connection, or its greeting
+        self.has_others = False  # there are other addresses than the one of this connection
         self._replies = ConnectionReplies()  # of this connection
 
     @property
@@ -158,7 +160,7 @@ class ProducerCore:
             last = read_last(more, self.ids.name)
             self.window.raise_ids(last)
             self.ids.resume(last)
-        self._away_since, self._replies = None, ConnectionReplies()
+        self._away_since, self._replies, self._replied_at = None, ConnectionReplies(), time.monotonic()
         self.connections += 1
         name, _, value = rest.partition("=")
         if name == "max_line" and value.isdecimal():
@@ -201,7 +203,7 @@ class ProducerCore:
 
     def receive(self, data: bytes) -> None:
         """Process replies. Raises Refused if the producer has `failed`, or if the caller must reconnect (`lost`)."""
-        replies = self._replies
+        replies, self._replied_at = self._replies, time.monotonic()
         for line in replies.split(data):
             answered = replies.answered
             try:
@@ -256,6 +258,16 @@ class ProducerCore:
         """End the producer, and fail every message without a reply."""
         self.failed = error
         self.window.fail_all(error)
+
+    def silent(self) -> str:
+        """Return why to go to another address: replies are awaited, and none comes; "": stay.
+
+        A broker that only hangs keeps its connections. With one address there is nobody else to ask.
+        """
+        oldest = self.window.oldest
+        if not self.has_others or oldest is None or not self.connected:
+            return ""
+        return f"no reply within {ANSWER_S:g} s" if time.monotonic() - max(oldest, self._replied_at) > ANSWER_S else ""
 
     def describe(self, now: float) -> str:
         """Return a sentence on what the producer waits for."""

@@ -12,6 +12,7 @@ import pytest
 from consumer_peer import EU, Peer, Server
 
 import kmq
+from kmq.client import producer_core
 from kmq.client.connection import address_of, read_hosts
 from kmq.errors import ConfigError
 
@@ -26,6 +27,7 @@ class Door:
         self.greeting, self.acks = greeting, acks
         self.ids: list[bytes] = []
         self.connections = 0
+        self.holds = False  # it takes lines, and replies to none
         self._listener = socket.create_server((HOST, 0))
         self.address = f"{HOST}:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -42,6 +44,8 @@ class Door:
                     for number, line in enumerate(lines, 1):
                         if number > self.acks:
                             break
+                        if self.holds:
+                            continue
                         self.ids.append(line.split(b"|")[2])
                         sock.sendall(b"!ack %d %d\n" % (number, len(self.ids)))
 
@@ -132,6 +136,22 @@ def test_what_a_broker_has_not_answered_goes_to_the_next_with_the_same_id(doors,
             return await producer.send_many("t", [b"1", b"2", b"3"])
 
     check(asyncio.run(send()))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_broker_that_hangs_is_left_for_the_next_address_and_alone_is_waited_for(doors, monkeypatch, is_async):
+    """Its kernel accepts and keeps connections; nobody reads."""
+    monkeypatch.setattr(producer_core, "ANSWER_S", 0.3)
+    hung, leader = doors(acks=9), doors(acks=9)
+    hung.holds = True
+    assert sends(f"{hung.address},{leader.address}", is_async) > 0
+    assert hung.connections and not hung.ids and leader.ids[0] == b"1"
+    before = hung.connections
+    alone = kmq.Producer(hung.address, timeout_s=1.5)
+    with pytest.raises(kmq.NotAnswered):
+        alone.send("t", b"x").result()
+    alone.abort()
+    assert hung.connections == before + 1, "there is nobody else to ask"
 
 
 def test_while_no_address_serves_all_of_them_are_named():
