@@ -13,9 +13,9 @@ Memory      None for what passes: it stays in the kernel of one side until the k
             there are no more.
 Time        `is_over` is asked at least every _TURN_S. Names of hosts are looked up in a thread: no stranger's name server
             holds up the heartbeat.
-Not covered Rights by address: the leader sees this broker as the peer (docs/security.md). Two brokers that follow each
-            other, as an election may leave them for a moment, splice in a circle until `most` is reached or one knows
-            better.
+One hop     Nobody is a leader here before it has led in the epoch that this broker has promised (kmq/replica/stages.py),
+            so two brokers never pass a connection on to each other.
+Not covered Rights by address: the leader sees this broker as the peer (docs/security.md).
 """
 
 import contextlib

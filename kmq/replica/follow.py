@@ -69,6 +69,7 @@ class Following:
         self._said = 0.0
         self._link: Link | None = None
         self._is_agreed = self._is_filling = self.is_over = False
+        self.has_agreed = False  # the leader has compared its log with ours: it does lead in this epoch
         self._told = ""  # the last reason why there is no connection
         self._snapshot: wire.FileText | None = None  # producers.ckpt of the leader, until our hw has reached it
 
@@ -148,6 +149,9 @@ class Following:
                 if not self._is_agreed:
                     await self._start()
                     self._is_agreed, self._told = True, ""
+                    self.has_agreed = True
+                    if not self.is_over:
+                        self.stages.show_doors(self.duty.doors)
                     self.log.info("leader_followed", leader=link.peer.broker, epoch=self.epoch, next=self.received + 1)
                     self._have(is_due=True)
                 self._raise_hw(message.seq)

@@ -49,13 +49,14 @@ _NOTE_S = 10.0  # between two notes that only say that our end has moved
 class Duty(NamedTuple):
     """What the promised register asks of the replica `me`. `leader`: the leader's address, "" if nobody knows it.
 
-    `doors`: the leader's broker, and its ports for clients.
+    `doors`: the leader's broker, and its ports for clients; `is_open`: Consul knows that they are open in this epoch.
     """
 
     register: Register
     me: str
     leader: str
     doors: tuple[tuple[str, str], ...] = ()
+    is_open: bool = False
 
 
 class Work(Protocol):
@@ -321,7 +322,7 @@ class Replica:
         leader, duty = view.members.get(register.leader), Duty(register, self.files.identity.id, "")
         if leader is not None:
             doors = (("broker", leader.note.broker), *leader.note.doors)
-            duty = duty._replace(leader=leader.note.replica, doors=doors)
+            duty = duty._replace(leader=leader.note.replica, doors=doors, is_open=leader.note.opened == register.epoch)
         # What came of an epoch that it led before its start is not known.
         is_spent = register.leader == duty.me and register.epoch == self._spent
         self._work.act(None if is_spent else duty)

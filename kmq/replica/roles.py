@@ -131,7 +131,8 @@ class Roles:
             try:
                 await task
             except asyncio.CancelledError:
-                pass
+                if (ours := asyncio.current_task()) is not None and ours.cancelling():
+                    raise  # else the end of the process waits for ever
             except WentBack:
                 self._duty, self._went_back = None, True
             finally:
@@ -165,9 +166,11 @@ class Roles:
     # --- what the replica asks (replica.Work) ------------------------------------------------------------------------
 
     def act(self, duty: Duty | None) -> None:
-        doors = dict(duty.doors) if duty is not None and duty.register.leader != duty.me else {}
-        if doors != self.stages.page.leader:
-            self.stages.page.show_leader(doors)
+        following, doors = self.following, tuple[tuple[str, str], ...]()
+        if duty is not None and duty.register.leader != duty.me:
+            agrees = following is not None and is_same(duty, following.duty) and following.has_agreed
+            doors = duty.doors if duty.is_open or agrees else ()
+        self.stages.show_doors(doors)
         if duty is not None and (self._duty is None or not is_same(duty, self._duty)):
             self._asked_at = time.monotonic()
         self._duty = duty

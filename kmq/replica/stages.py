@@ -91,6 +91,15 @@ class Stages:
         found = [lock.holder() or lock.path for lock in locks if lock.is_held()]
         return found + [f"ring {name}" for name in (*layout.RINGS, received.NAME) if layout.is_held(instance, name)]
 
+    def show_doors(self, doors: tuple[tuple[str, str], ...]) -> None:
+        """Let the doors of this broker lead to these of the leader; (): nobody leads, as far as we know.
+
+        Only to a broker that has led in the epoch that we have promised. It follows nobody of that epoch, or an earlier
+        one, any more: so no circle of followers passes connections on to each other.
+        """
+        if dict(doors) != self.page.leader:
+            self.page.show_leader(dict(doors))
+
     def has_wal(self) -> bool:
         """Return True if a stage of this broker writes the WAL now."""
         return FileLock(f"{self.data}/append/.owner").is_held()

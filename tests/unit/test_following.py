@@ -11,6 +11,7 @@ from kmq.cluster.register import decode
 from kmq.errors import CorruptError
 from kmq.log.committed import EPOCH_KEY, encode_epoch, write_committed
 from kmq.replica import wire
+from kmq.replica.replica import Duty
 
 A = "a" * 16
 TWO_EPOCHS = [
@@ -291,3 +292,26 @@ def test_lines_in_the_fifo_of_a_follower_never_come_up_again(tmp_path):
         assert [each["count"] for each in b.log.of("fifo_lines_dropped")] == [5]
 
     follower(tmp_path, scene)
+
+
+def test_doors_lead_to_a_leader_only_once_it_has_led_in_our_epoch_so_two_followers_make_no_circle(tmp_path):
+    async def scene(shard, b):
+        register = first_register("a" * 16, ["a" * 16, b.id])
+        doors = (("broker", "a"), ("lines", "127.0.0.1:1"))
+        async with Leader(register) as leader:
+            b.files.promise(register)
+            b.roles.act(Duty(register, b.id, leader.address, doors))
+            peer, _ = await leader.accept()
+            assert b.page.leader == {}, "it may follow us, by an older register"
+            peer.send(wire.Hw(0))
+            await shard.until(lambda: b.page.leader == dict(doors))
+            b.roles.act(Duty(register, b.id, leader.address, doors))
+            assert b.page.leader == dict(doors)
+            later = register.elect("a" * 16, ["a" * 16, b.id])
+            b.files.promise(later)
+            b.roles.act(Duty(later, b.id, leader.address, doors))
+            assert b.page.leader == {}, "of this epoch nothing is known yet"
+            b.roles.act(Duty(later, b.id, leader.address, doors, is_open=True))
+            assert b.page.leader == dict(doors), "Consul knows that it has opened its doors"
+
+    play(tmp_path, scene, "b")
