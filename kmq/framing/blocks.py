@@ -137,6 +137,8 @@ def frame(batch: LineBatch, limits: BlockLimits, last_ts: int, birth: int = 0) -
 
 def cuts_of(batch: LineBatch, limits: BlockLimits) -> list[int]:
     """Return the numbers of the cuts that end blocks which the ring takes; of the last lines if `batch.cuts` is None."""
+    if batch.cuts and len(batch.cuts) == 1:
+        return [0]
     count, max_count = len(batch.lines), limits.count
     reply_bytes = sum(_REPLY_BYTES + len(reply[-1]) for reply in batch.replies) if batch.replies else 0
     fits = sum(map(len, batch.lines)) + count * _STAMP_BYTES + reply_bytes <= limits.nbytes

@@ -173,7 +173,7 @@ class Parser:
 
     def _whole(self, batch: LineBatch) -> tuple[int, int] | None:
         """Make the batch of one run of well-formed lines; return where it ends, or None if there is more, or other."""
-        run = self._run(0, batch.begin)
+        run = None if self._text.startswith(b"!c") else self._run(0, batch.begin)
         if run is None or not run.text or (run.end < len(self._text) and len(run.text) < _LARGE_BYTES):
             return None
         lines = well_formed(run.text, batch.next_seq, self.topics)
@@ -186,14 +186,13 @@ class Parser:
     def _step(self, at: int, position: int) -> tuple[int, int]:
         """Add what lies at `at` of the text; return where the text, and `received`, go on."""
         text = self._text
-        run = self._run(at, position)
-        if run is not None:
-            return self._add_run(run)
         if match := MESSAGES.match(text, at):
             may_adjoin = match[3] == b"1" and match.end() < len(text) and at >= self._singly_until
             done = (self._singles(at, position) if may_adjoin else None) or self._messages(at, position, match)
             if done is not None:
                 return done
+        elif run := self._run(at, position):
+            return self._add_run(run)
         elif match := LAST_ID.match(text, at):
             self._looked += 1
             connection, name = match.groups()

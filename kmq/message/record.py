@@ -91,7 +91,7 @@ def common_key(lines: list[bytes]) -> bytes:
     line seldom has the key of the first, so comparing these two usually settles it.
     """
     key = lines[0][: lines[0].index(b"|") + 1]
-    if lines[-1].startswith(key) and min(lines).startswith(key) and max(lines).startswith(key):
+    if len(lines) == 1 or (lines[-1].startswith(key) and min(lines).startswith(key) and max(lines).startswith(key)):
         return key[:-1]
     return b""
 
@@ -275,6 +275,9 @@ def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
     Returns (block, added): `added` is how many bytes the numbers and times take, so that
     len(block) - added is what the lines took with their newlines.
     """
+    if len(lines) == 1:  # one in flight: a tenth of the code, which is cold then
+        head = b"%d|%b|" % (seq, recv_ts)
+        return b"%b%b\n" % (head, lines[0]), len(head)
     stamp = recv_ts + b"|"
     parts: list[bytes] = []
     added = 0
