@@ -21,6 +21,7 @@ PARTS: dict[str, Callable[[parts.Bench], Iterator[Figure]]] = {
     "records": parts.records,
     "bytes": parts.large,
     "async": parts.by_asyncio,
+    "commits": parts.commits,
     "lines": parts.lines,
     "latency": parts.latency,
     "together": together.together,

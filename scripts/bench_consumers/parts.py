@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from bench.pod import Pod
 from bench.report import Figure, say
 from bench.sending import WAIT_S
@@ -94,6 +96,19 @@ def large(bench: Bench) -> Iterator[Figure]:
 def by_asyncio(bench: Bench) -> Iterator[Figure]:
     yield from _figures(bench, "async", "_async", "AsyncConsumer", SMALL, "")
     yield from _figures(bench, "async", "_async", "AsyncConsumer", LARGE, "")
+
+
+def commits(bench: Bench) -> Iterator[Figure]:
+    """A group that commits every 500 messages, and what the gateway takes for it."""
+    gateway = psutil.Process(bench.running.page().rows["gateway"].pid)
+    for topic in (SMALL, LARGE):
+        count = bench.filled(*topic)
+        before = sum(gateway.cpu_times()[:2])
+        best = bench.read("_commit", topic[0], count)
+        used = (sum(gateway.cpu_times()[:2]) - before) / (count * bench.runs)
+        what = f"a group, {topic[1]} B, commit per 500"
+        yield Figure("commits", what, best["count"] / best["seconds"], "msg/s")
+        yield Figure("commits", f"{what}, gateway", used * 1e6, "µs/msg", "≤ 2.4" if topic is LARGE else "")
 
 
 def lines(bench: Bench) -> Iterator[Figure]:

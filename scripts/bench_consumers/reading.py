@@ -36,6 +36,20 @@ def poll(port: str, topic: str, count: str) -> None:
         _print(begin, cpu, int(count), nbytes)
 
 
+def commit(port: str, topic: str, count: str) -> None:
+    """Lists of at most 500 messages, and the value of each message; each list is committed before the next one."""
+    left, nbytes = int(count), 0
+    with kmq.Consumer(topic, port=int(port), group_id=f"commit-{time.time()}", auto_commit=False) as consumer:
+        consumer.connect()
+        begin, cpu = time.monotonic(), time.process_time()
+        while left > 0:
+            for message in consumer.poll(500):
+                nbytes += len(message.value or b"")
+                left -= 1
+            consumer.commit()
+        _print(begin, cpu, int(count), nbytes)
+
+
 def by_asyncio(port: str, topic: str, count: str) -> None:
     async def read() -> None:
         left, nbytes = int(count), 0
@@ -171,6 +185,7 @@ def _print(begin: float, cpu: float, count: int, nbytes: int) -> None:
 ROLES: dict[str, Callable[..., None]] = {
     "_iterate": iterate,
     "_poll": poll,
+    "_commit": commit,
     "_async": by_asyncio,
     "_lines": lines,
     "_wait": wait,
