@@ -52,6 +52,13 @@ _EXPORTS = {
 }
 
 
+__all__ = sorted(_EXPORTS)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_EXPORTS]
+
+
 def __getattr__(name: str) -> object:
     """Import an export at its first use, because the stages import this package and need no export."""
     if name not in _EXPORTS:

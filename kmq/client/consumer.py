@@ -39,7 +39,7 @@ from kmq.client.connection import (
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Offsets, OnPlaces, Result, at_once
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import ConsumerCore
-from kmq.client.failures import NotAnswered
+from kmq.client.failures import NotAnswered, choose
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
@@ -70,7 +70,9 @@ class Consumer(ConsumerCalls):
         on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
-        driver = ConsumerDriver(ConsumerCore(ConsumerOptions(**options)), address_of(host, port))
+        driver = ConsumerDriver(
+            ConsumerCore(choose("Consumer", ConsumerOptions, options, "host", "port")), address_of(host, port)
+        )
         super().__init__(driver, on_assign, on_revoke, on_lost)
         self._make_producer = makes_producers(host, port, self.options)
         atexit.register(self._at_exit)

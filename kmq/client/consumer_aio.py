@@ -30,7 +30,7 @@ from kmq.client.connection import (
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Result
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import ConsumerCore
-from kmq.client.failures import NotAnswered, Refused
+from kmq.client.failures import NotAnswered, Refused, choose
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.producer import Producer
 from kmq.client.runner import Stop, local_producer, makes_producers, run_handler
@@ -54,7 +54,9 @@ class AsyncConsumer(ConsumerCalls):
         **options: Unpack[ConsumerChoices],
     ) -> None:
         """The arguments are those of kmq.Consumer."""
-        link = ConsumerLink(ConsumerCore(ConsumerOptions(**options)), address_of(host, port))
+        link = ConsumerLink(
+            ConsumerCore(choose("AsyncConsumer", ConsumerOptions, options, "host", "port")), address_of(host, port)
+        )
         super().__init__(link, on_assign, on_revoke, on_lost)
         self._make_producer = makes_producers(host, port, self.options)
         if topics:

@@ -1,6 +1,14 @@
 """Why a message was not stored, as a producer raises it: the broker refused it, or did not reply in time."""
 
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from inspect import signature
+from typing import TypeVar
+
 from kmq.errors import KmqError, RetryError
+from kmq.wire import refusals
+
+T = TypeVar("T")
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
 
@@ -9,9 +17,16 @@ class Refused(KmqError):
     """The broker refused a message or the connection, and stored nothing. `code` is the first word of `reason`."""
 
     def __init__(self, reason: str, line: bytes = b"") -> None:
-        self.code, self.reason, self.line = reason.partition(" ")[0], reason, line
-        message = f": {line[:200]!r}" if line else ""
-        super().__init__(f"refused by the broker: {reason}{message}")
+        self.code, _, said = reason.partition(" ")
+        self.reason, self.line = reason, line
+        row = refusals.find(self.code)
+        text = f"refused by the broker: {reason}"
+        if not said and row.code == self.code:
+            text += f": {row.text}"
+        if line:  # logs get its topic and length, and nothing that somebody may have written into it
+            topic = line.partition(b"|")[0].partition(b".")[0][:200].decode(errors="replace") if b"|" in line else ""
+            text += f" (a message of {len(line):,} bytes{f' for topic {topic!r}' * bool(topic)})"
+        super().__init__(text)
 
 
 class Fenced(Refused):
@@ -20,6 +35,20 @@ class Fenced(Refused):
 
 class NotAnswered(RetryError, TimeoutError):
     """No reply came in time: the message may or may not be stored. Sending it again with the same id is safe."""
+
+
+def choose(call: str, options: Callable[..., T], given: Mapping[str, object], *more: str) -> T:
+    """Return the options that a call was given. Raises TypeError that names the call, not what is inside it.
+
+    `more`: parameters that the call has besides.
+    """
+    known = [*signature(options).parameters, *more]
+    for name in given:
+        if name not in known:
+            like = get_close_matches(name, known, 1)
+            advice = f"did you mean {like[0]!r}?" if like else f"it has {', '.join(known)}"
+            raise TypeError(f"{call}() has no parameter {name!r}; {advice}")
+    return options(**given)
 
 
 _ADVICE = {
@@ -39,4 +68,4 @@ def refused_message(reason: str, line: bytes) -> Refused:
     return Refused(reason, line)
 
 
-__all__ = ["Fenced", "NotAnswered", "Refused", "refused_message"]
+__all__ = ["Fenced", "NotAnswered", "Refused", "choose", "refused_message"]

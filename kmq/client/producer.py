@@ -27,7 +27,7 @@ from typing import Unpack
 from kmq.client.connection import Address, Channel, Greeted, address_of, backoff, dial, local_address, logger
 from kmq.client.delivery import Choices, Options, in_parts
 from kmq.client.delivery import Delivery as CoreDelivery
-from kmq.client.failures import NotAnswered
+from kmq.client.failures import NotAnswered, choose
 from kmq.client.producer_core import Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
 from kmq.message.text import Headers, as_bytes, make_routing_key
@@ -63,14 +63,14 @@ class Producer:
 
         `port`: the port of a host without one; a number, or a function that is called before each connection.
         """
-        self._start(address_of(host, port), Options(**options))
+        self._start(address_of(host, port), choose("Producer", Options, options, "host", "port"))
 
     @classmethod
     def local(cls, **options: Unpack[Choices]) -> "Producer":
         """Return a producer for the broker of this directory's settings (environment, kmq.toml)."""
         local_address()
         producer = cls.__new__(cls)
-        producer._start(local_address, Options(**options))
+        producer._start(local_address, choose("Producer", Options, options, "host", "port"))
         return producer
 
     def _start(self, address: Address, options: Options) -> None:

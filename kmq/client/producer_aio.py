@@ -28,7 +28,7 @@ from kmq.client.connection import (
     logger,
 )
 from kmq.client.delivery import Choices, Delivery, Options, in_parts
-from kmq.client.failures import NotAnswered, Refused
+from kmq.client.failures import NotAnswered, Refused, choose
 from kmq.client.lines import no_connection
 from kmq.client.producer_core import Outgoing, Overdue, ProducerCore, as_list
 from kmq.errors import KmqError
@@ -42,7 +42,7 @@ class AsyncProducer:
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
         """`host`: one, or several as `a:5673,b:5673`. `port`: of hosts without one; a function is called each time."""
-        self.options = Options(**options)
+        self.options = choose("AsyncProducer", Options, options, "host", "port")
         self._core = ProducerCore(self.options)
         self._link = ProducerLink(self._core, address_of(host, port))
         self._order = asyncio.Lock()  # so that senders waiting for room proceed in order

@@ -230,7 +230,7 @@ def test_what_is_left_in_a_window_that_nobody_fills_goes_all_the_same(up, connec
 def test_a_refused_message_fails_alone_with_code_and_message(up, connect):
     with connect() as producer:
         before, bad, after = producer.send("t", b"1"), producer.send("append", b"2"), producer.send("t", b"3")
-        with pytest.raises(kmq.Refused, match=r"reserved_topic.*append\|") as refused:
+        with pytest.raises(kmq.Refused, match=r"reserved_topic.*append") as refused:
             bad.result()
         assert refused.value.code == "reserved_topic"
         assert after.result() == before.result() + 1
