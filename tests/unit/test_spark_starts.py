@@ -1,5 +1,7 @@
 """What readers say of options that do not fit what is there: over real data directories, as Spark's planner asks them."""
 
+import json
+
 import pytest
 from made_data import FIRST_TS, write_data
 
@@ -106,3 +108,39 @@ def test_times_bound_what_is_read(data):
     )
     assert count(data, subscribe="orders", startingTimestamp=str(THEN - 1), endingTimestamp=str(THEN)) == 999
     assert count(data, subscribe="orders", startingTimestamp=str(THEN), startingOffsets="earliest") == 1
+
+
+def begins(data, text, **more):
+    options = ReadOptions({"path": data, "subscribe": "orders,jobs", "startingOffsets": text, **more})
+    return {(task.topic, task.partition): task.start for task in BatchReader(SCHEMA, options).partitions()}
+
+
+def test_a_word_stands_for_all_partitions_of_a_topic(data):
+    first = begins(data, '{"orders": "earliest", "jobs": {"0": 5}}')
+    assert first == {("orders", 0): 0, ("orders", 1): 0, ("orders", 2): 0, ("jobs", 0): 5}
+    assert begins(data, '{"orders": "Latest", "jobs": "earliest"}') == {("jobs", 0): 0}
+    by_broker = json.dumps({data: {"orders": "latest", "jobs": {"0": -2}}})
+    assert begins(data, by_broker) == {("jobs", 0): 0}
+    assert begins(
+        data, '{"orders": "latest", "jobs": "earliest"}', endingOffsets='{"orders": "latest", "jobs": {"0": 3}}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"orders": "latest"}', "says nothing of .* jobs/0"),
+        ('{"orders": "latest", "jobs": "now"}', "must be earliest, latest or"),
+        ('{"orders": "latest", "jobs": "latest", "job": "latest"}', "startingOffsets: job was not asked for"),
+        ('{"orders": {"*": 5}, "jobs": "latest"}', "must be earliest, latest or"),
+        ('{"orders": {"0": "latest"}, "jobs": "latest"}', "must be earliest, latest or"),
+    ],
+)
+def test_a_word_that_does_not_fit_is_refused(data, text, says):
+    with pytest.raises(ConfigError, match=says):
+        begins(data, text)
+
+
+def test_earliest_is_no_end_of_a_topic_either(data):
+    with pytest.raises(ConfigError, match=r"endingOffsets=.*must be latest or"):
+        begins(data, "earliest", endingOffsets='{"orders": "earliest", "jobs": "latest"}')

@@ -3,7 +3,7 @@
 If several options are given for one end, the first of this list wins, as in Kafka's connector:
     <side>Timestamp            milliseconds since the epoch, for all partitions: the first record received then or later
     <side>OffsetsByTimestamp   {"orders": {"0": 1700000000000}}: the same per partition
-    <side>Offsets              earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest)
+    <side>Offsets              earliest, latest or {"orders": {"0": 23, "1": -2}, "jobs": "latest"} (-2 earliest, -1 latest)
 <side> is starting or ending. The JSON is for every broker, or per broker: {"host:8082": {"orders": …}}.
 
 Invariant   JSON always names each requested partition and no other. Otherwise a typing error would start a stream at
@@ -26,6 +26,8 @@ from kmq.spark.source.plan import Bounds, Key
 EARLIEST, LATEST = -2, -1
 STRATEGY = "startingOffsetsByTimestampStrategy"
 _NAMED = 5  # partitions that an error names
+_ALL, _EACH = -1, "*"  # of a topic whose JSON is a word: its partitions, as a number and in the table
+_WORDS = {"earliest": EARLIEST, "latest": LATEST}
 
 Table = dict[str, dict[str, dict[str, int]]]  # broker → topic → partition
 
@@ -44,13 +46,14 @@ class End:
         """Return the option's value for a partition; None if it has none."""
         if self.table is None:
             return self.everywhere
-        return self.table.get(key[0], {}).get(key[1], {}).get(str(key[2]))
+        numbers = self.table.get(key[0], {}).get(key[1], {})
+        return numbers.get(str(key[2]), numbers.get(_EACH))
 
     def named(self) -> Iterator[Key]:
-        """Yield all partitions that the JSON names."""
+        """Yield all partitions that the JSON names; _ALL for those of a topic as a whole."""
         for broker, topics in (self.table or {}).items():
             for topic, numbers in topics.items():
-                yield from ((broker, topic, int(number)) for number in numbers)
+                yield from ((broker, topic, _ALL if number == _EACH else int(number)) for number in numbers)
 
     def says(self, key: Key) -> str:
         """Return, for errors, the option and its value for a partition."""
@@ -94,12 +97,14 @@ def _offsets(name: str, text: str, brokers: Sequence[str]) -> End:
 
 def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bool) -> End:
     table = parse_json(name, text)
-    by_broker = any(isinstance(each, dict) for topics in _dicts(table) for each in topics.values())
+    by_broker = any(isinstance(each, (dict, str)) for topics in _dicts(table) for each in topics.values())
     shape = f'{{"topic": {{"0": {1700000000000 if is_time else 23}}}}} or {{"broker": {{"topic": …}}}}'
     must_be = f"must be {'' if is_time else 'latest or ' if least == LATEST else 'earliest, latest or '}{shape}"
     for topics in table.values() if by_broker else [table]:
-        if not isinstance(topics, dict) or not all(_is_shaped(numbers, least) for numbers in topics.values()):
+        words = {} if is_time else {word: value for word, value in _WORDS.items() if value >= least}
+        if not isinstance(topics, dict) or not all(_is_shaped(each, least, words) for each in topics.values()):
             raise ConfigError(f"{name}={text[:80]!r}: {must_be}" + (f", from {least} on" if not is_time else ""))
+        topics |= {topic: {_EACH: words[word.lower()]} for topic, word in topics.items() if isinstance(word, str)}
     if by_broker:
         for broker in table:
             if broker not in brokers:
@@ -128,7 +133,9 @@ def _dicts(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     return (each for each in table.values() if isinstance(each, dict))
 
 
-def _is_shaped(numbers: Any, least: int) -> bool:
+def _is_shaped(numbers: Any, least: int, words: Mapping[str, int]) -> bool:
+    if isinstance(numbers, str):
+        return numbers.lower() in words
     return isinstance(numbers, dict) and all(
         number.isascii() and number.isdecimal() and str(int(number)) == number and type(value) is int and value >= least
         for number, value in numbers.items()
@@ -171,18 +178,22 @@ def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Ke
     return found
 
 
-def check_named(end: End, bounds: Bounds, wants: Callable[[str, int], bool]) -> None:
+def check_named(end: End, bounds: Bounds, wants: Callable[[str, int | None], bool]) -> None:
     """Raise ConfigError if JSON names a partition that does not exist or was not requested."""
     there = set(bounds) if end.by_broker else {("", *key[1:]) for key in bounds}
+    there |= {(*key[:2], _ALL) for key in there}
     for broker, topic, partition in end.named():
-        if not wants(topic, partition):
-            raise ConfigError(f"{end.option}: {topic}/{partition} was not asked for; name what is read, and no more")
+        if not wants(topic, None if partition == _ALL else partition):
+            what = topic if partition == _ALL else f"{topic}/{partition}"
+            raise ConfigError(f"{end.option}: {what} was not asked for; name what is read, and no more")
         if (broker if end.by_broker else "", topic, partition) not in there:
             numbers = sorted(
                 {each[2] for each in bounds if each[1] == topic and (not end.by_broker or each[0] == broker)}
             )
             where = f" at {broker}" if end.by_broker else ""
             has = f"it has {', '.join(map(str, numbers))}" if numbers else "it does not exist"
+            if partition == _ALL:
+                raise ConfigError(f"{end.option}: there is no topic {topic!r}{where}")
             raise ConfigError(f"{end.option}: there is no partition {partition} of topic {topic!r}{where}; {has}")
 
 

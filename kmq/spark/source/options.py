@@ -8,8 +8,9 @@ subscribe                topics, comma-separated; __append is the WAL
 subscribePattern         or topics by a regular expression (of the whole name; KMQ's own topics, __*, only if it begins
                          so)
 assign                   or partitions: {"orders": [0, 1]}
-startingOffsets          earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest), for every broker,
-                         or {"host:8082": {"orders": …}} per broker; default: earliest in a batch, latest in a stream
+startingOffsets          earliest, latest or {"orders": {"0": 23, "1": -2}, "jobs": "latest"} (-2 earliest, -1 latest),
+                         for every broker, or {"host:8082": {"orders": …}} per broker; default: earliest in a batch,
+                         latest in a stream
 startingOffsetsByTimestamp, startingTimestamp
                          by time, in milliseconds since the epoch; see kmq/spark/source/ends.py, also for what JSON must
                          name
