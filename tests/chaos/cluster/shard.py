@@ -32,7 +32,7 @@ BROKERS = {"a": 11, "b": 12, "c": 13}
 SERVERS = (1, 2, 3)
 CLONE = 10  # from the number of a broker to that of its clone
 PATIENCE = PATIENCE_S
-DISK_BYTES = 512 << 20
+DISK_BYTES = 1 << 30  # sparse; a soak stores a quarter of it
 TTL_S = 2.0
 REPLICA = "kmq.replica"  # module of the process `replica`
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -234,18 +234,24 @@ class Shard:
         self.witness.forget(name)
         remove_shared_memory(self.brokers[name].instance)
         shutil.rmtree(self.brokers[name].data)
+        self._sync(name)
+
+    def _sync(self, name: str) -> None:
+        """What was done to this disk is there after a power cut, too."""
+        subprocess.run(["sync", "-f", self.disks[name].path], check=True)
 
     def restore(self, name: str) -> None:
         """Kill a broker, and give it its directory as `copy` found it."""
         self.wipe(name)
-        shutil.copytree(self._copy_of(name), self.brokers[name].data)
+        shutil.copytree(self._copy_of(name), self.brokers[name].data, symlinks=True)
+        self._sync(name)
 
     def clone(self, name: str) -> None:
         """Start a copy of its directory on another machine, beside the broker itself, which starts anew."""
         self.copy(name)
         number, root = BROKERS[name] + CLONE, self.root / f"{name}.clone"
         self.network.add(number)
-        shutil.copytree(self._copy_of(name), root / "data")
+        shutil.copytree(self._copy_of(name), root / "data", symlinks=True)
         settings = self._settings[name] | {"KMQ_ADVERTISE": f"{NET}.{number}"}
         self._clones.append(ShardBroker(root, name, self.network.inside(number), settings))
         self._starts.append(self._clones[-1].begin())
@@ -254,7 +260,7 @@ class Shard:
         """Kill a broker, keep a copy of its directory, and start it again."""
         self.kill(name)
         shutil.rmtree(self._copy_of(name), ignore_errors=True)
-        shutil.copytree(self.brokers[name].data, self._copy_of(name))
+        shutil.copytree(self.brokers[name].data, self._copy_of(name), symlinks=True)
         self.up(name)
 
     def _copy_of(self, name: str) -> Path:

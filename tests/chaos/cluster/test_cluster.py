@@ -221,7 +221,7 @@ def test_rolling_restarts_and_some_faults_lose_nothing(trial: Trial) -> None:
         trial.befall("restart", name)
         trial.heal(f"restart {name}")
     print(f"no acknowledgement for {trial.clients.longest_pause(began):.1f} s at most, while all were restarted")
-    for number, fault in enumerate(trial.rng.sample(sorted(FAULTS), 4)):
+    for number, fault in enumerate(trial.rng.sample(sorted(FAULTS), 3)):
         trial.one(fault, of_leader=number % 2 > 0)
     trial.end()
 
