@@ -39,7 +39,7 @@ from kmq.wire import refusals
 LINES, CONSUMERS, HTTP, OTHER = "lines", "consumers", "http", ""  # what a port speaks, so how a client is refused there
 WAIT_S = 5.0
 
-_TURN_S = 0.05
+_TURN_S = 0.1
 _ASK_S = 0.02
 _SAY_S = 1.0  # between two log lines of one event; how long a refused client has to read why
 _AGAIN_S = 0.25  # after an attempt to connect that failed

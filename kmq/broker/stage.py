@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _SPACE_POLL_S = 0.25  # between two attempts to write to a full disk: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # between two looks for a missing peer
+_ROLE_POLL_S = 0.1  # between two looks for work in a shard
 
 # In a shard: in which roles of its broker a stage works.
 _WORKS_IN = {
@@ -97,6 +98,7 @@ class Stage:
         self.role: RolePage | None = None  # in a shard, once `await_role` has returned
         self.generation = 0
         self.leader: dict[str, str] = {}  # while it has no work: see RolePage.leader
+        self._waits_on: RolePage | None = None  # while it has no work
         self._held: list[FileLock | RingWriter | RingReader | ReceivedWriter | ReceivedReader | RolePage] = []
         self._gives_way_to: FileLock | None = None
         self._synced: int | None = None  # the FIFO for `note_sync`
@@ -161,11 +163,13 @@ class Stage:
         if meanwhile is not None:
             meanwhile(self)
         while not self.has_work():
-            time.sleep(_PEER_POLL_S)
+            time.sleep(_ROLE_POLL_S)
 
     def has_work(self) -> bool:
         """Return True if this stage has work in the role of its broker, and begin it. Else write a heartbeat."""
-        page = RolePage.find(self.settings.instance, self.data_id)
+        page = self._waits_on
+        if page is None or not page.is_in_place():
+            page = self._waits_on = RolePage.find(self.settings.instance, self.data_id)
         role = page.read() if page is not None else None
         if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
             if self.role is None:

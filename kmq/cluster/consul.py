@@ -17,13 +17,18 @@ import binascii
 import json
 import os
 import ssl
+import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
 from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped
+
+if find_spec("sniffio") is None:
+    sys.modules["sniffio"] = None  # type: ignore[assignment]  # httpcore looks for it in each request, on all of the path
 
 T = TypeVar("T")
 
@@ -112,18 +117,9 @@ def watch(prefix: str, position: int, wait_s: float) -> Steps[Watched]:
     From position 0 it returns at once. A position that went backwards is returned as 0: Consul was restored, so what
     was read before says nothing.
     """
-    return (yield from _watch(prefix, {"recurse": ""}, position, wait_s))
-
-
-def watch_key(key: str, position: int, wait_s: float) -> Steps[Watched]:
-    """As `watch`, of one key alone: other keys that begin with it wake nobody."""
-    return (yield from _watch(key, {}, position, wait_s))
-
-
-def _watch(key: str, params: Mapping[str, str], position: int, wait_s: float) -> Steps[Watched]:
     millis = max(1, int(wait_s * 1000))  # Consul takes 0 for its default, which is five minutes
-    params = {**params, "index": str(position), "wait": f"{millis}ms"}
-    response = yield Request("GET", f"/v1/kv/{key}", params, wait_s=wait_s)
+    params = {"recurse": "", "index": str(position), "wait": f"{millis}ms"}
+    response = yield Request("GET", f"/v1/kv/{prefix}", params, wait_s=wait_s)
     entries = _entries(response)
     now = int(response.headers.get("x-consul-index", "0"))
     return Watched(entries, now if now >= position else 0)

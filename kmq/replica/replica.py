@@ -2,7 +2,7 @@
 
     live          enter; then turn after turn, until it is told to stop
     enter         a session, who we are (identity), the lock of our key
-    turn          beat; wait for a change of the register; promise; say so in our note; act on it; change the ISR, elect
+    turn          wait for a change of register or notes; beat; promise; say so in our note; act on it; change the ISR, elect
 
 Owner       The process kmq/replica/__main__.py. All of it is Steps: the tests carry them out in any order they like.
 Invariant   A register is promised, on disk, before our note or any other write speaks of its version.
@@ -34,12 +34,12 @@ from kmq.cluster.register import Register, UnreadableRegister, decode
 from kmq.errors import BusyError
 from kmq.logfmt import Logger
 from kmq.replica.files import ReplicaFiles, new_identity
-from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, write
+from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, view_of, write
 from kmq.replica.wire import NOBODY, Peer
 
 WENT_BACK, UNREADABLE = PROBLEMS[1:]
 
-_TURNS = 4  # within the life of a session; each begins with a beat
+_TURNS = 4  # within the life of a session; each has a beat
 _AGAIN_S = 0.1  # while our key is held, or its lock is not given out yet
 _LOST_S = 0.5  # until Consul is asked again
 _FORGOTTEN_S = 180.0  # an agent compares what it has with Consul's servers every one to two minutes
@@ -293,11 +293,10 @@ class Replica:
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> Steps[None]:
-        yield from self._presence.beat()
-        watched = yield from consul.watch_key(self.keys.register, self._position, self._ttl_s / _TURNS)
+        watched = yield from consul.watch(self.keys.root, self._position, self._ttl_s / _TURNS)
         self._position = watched.position
-        yield from self._presence.beat()
-        view = yield from read_shard(self.keys)
+        yield from self._presence.beat()  # after the wait: who was stopped meanwhile does nothing with what it has read
+        view = view_of(self.keys, watched.entries)
         self.seen = view, time.time()
         ours = view.members.get(self.files.identity.id)
         if ours is None or ours.session != self._presence.session:  # a session also ends with its node
