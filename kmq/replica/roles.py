@@ -39,7 +39,6 @@ from kmq.replica.shard import ShardKeys, document
 from kmq.replica.stages import Stages
 
 _BEAT_S = 0.5
-_SHOW_S = 2.0  # what Consul says is left for the gateway this often, and whenever it is something else
 _LOOK_S = 0.1  # between two looks whether a signal has come
 
 
@@ -315,20 +314,14 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
     port = wire.ReplicaPort(roles.me, secret, context, replica.why_not, roles.serve, log)
     transport = Transport(place.address)
 
-    shown, shown_at = dict[str, Any](), 0.0
-
     def publish(row: Row) -> None:
-        nonlocal shown, shown_at
         replica.publish(row)
         roles.publish(row)
         if tls is not None:
             tls.look()
         if (seen := replica.seen) is not None:
             view, at = seen
-            found = document(settings.shard, place.broker, view)
-            if found != shown or at - shown_at >= _SHOW_S:
-                _show(settings, found | {"as_of": round(at, 3)})
-                shown, shown_at = found, at
+            _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})
 
     async def end() -> None:
         while not is_told():
