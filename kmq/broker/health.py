@@ -517,7 +517,7 @@ def _of_replica(states: dict[str, str], row: Row, settings: Settings) -> list[Fi
     """Return why a broker of a shard is not ready. Leaves the replica's state in `states` only if it is a reason."""
     unled = tuple(name for name, state in states.items() if state == "unled")
     state, code, why, advice = states.pop(REPLICA), "", "", ""
-    if settings.shard and state in LIFELESS:
+    if settings.shard and state in (*LIFELESS, "disk_full"):
         states[REPLICA] = state
     elif settings.shard and state != "waiting" and "starting" in (state, row.role_name):  # waiting: for Consul
         states[REPLICA] = "starting"

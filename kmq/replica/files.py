@@ -61,7 +61,7 @@ class ReplicaFiles:
 
     def __init__(self, data: str, shard: str) -> None:
         """Read them, and begin `replica` if it is missing. Raises ConfigError for another shard, CorruptError."""
-        self._data = data
+        self.data = data
         self.identity = self._read_identity(shard)
         self.promised = self._read_promise()
 
@@ -71,24 +71,24 @@ class ReplicaFiles:
         text = self._read("replica")
         if text is None:
             if self._read("register") is not None:
-                raise CorruptError(f"{self._data}/register: is there without `replica`, which says whose promise it is")
+                raise CorruptError(f"{self.data}/register: is there without `replica`, which says whose promise it is")
             made = new_identity(shard)
-            replace_file(f"{self._data}/replica", _identity_text(made).encode())
+            replace_file(f"{self.data}/replica", _identity_text(made).encode())
             return made
         match = _REPLICA.fullmatch(text)
         if match is None:
-            raise CorruptError(f"{self._data}/replica: {text[:40]!r} names no replica; it is damaged")
+            raise CorruptError(f"{self.data}/replica: {text[:40]!r} names no replica; it is damaged")
         id, name, starts, coming = match.groups()
         found = ReplicaIdentity(id, name, tuple(starts.split(",")) if starts else (), coming)
         if _identity_text(found) != text:
-            raise CorruptError(f"{self._data}/replica: its crc32 does not fit; it is damaged")
+            raise CorruptError(f"{self.data}/replica: its crc32 does not fit; it is damaged")
         if name != shard:
-            raise ConfigError(f"KMQ_SHARD={shard}: KMQ_DATA={self._data!r} is a replica of the shard {name}")
+            raise ConfigError(f"KMQ_SHARD={shard}: KMQ_DATA={self.data!r} is a replica of the shard {name}")
         return found
 
     def save(self, identity: ReplicaIdentity) -> None:
         """Make this the identity of the directory. Under a new id it has no promise."""
-        replace_file(f"{self._data}/replica", _identity_text(identity).encode())
+        replace_file(f"{self.data}/replica", _identity_text(identity).encode())
         if identity.id != self.identity.id:
             self.promised = None
         self.identity = identity
@@ -99,7 +99,7 @@ class ReplicaFiles:
         text = self._read("register")
         if text is None:
             return None
-        path = f"{self._data}/register"
+        path = f"{self.data}/register"
         match = _PROMISE.fullmatch(text)
         if match is None or _with_crc(text.rpartition("crc32=")[0]) != text:
             raise CorruptError(f"{path}: {text[:40]!r} is no promise, or damaged; nobody knows what was answered to")
@@ -115,12 +115,12 @@ class ReplicaFiles:
         if before is not None and not register.descends_from(before.version):
             raise ValueError(f"version {register.version} does not descend from the promised {before.version}")
         text = f"replica={self.identity.id}\n{register.encode().decode()}"
-        replace_file(f"{self._data}/register", _with_crc(text).encode())
+        replace_file(f"{self.data}/register", _with_crc(text).encode())
         self.promised = register
 
     def _read(self, name: str) -> str | None:
         try:
-            with open(f"{self._data}/{name}", encoding="latin-1", newline="") as file:
+            with open(f"{self.data}/{name}", encoding="latin-1", newline="") as file:
                 return file.read()
         except FileNotFoundError:
             return None

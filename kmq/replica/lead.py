@@ -104,6 +104,7 @@ class Leading:
         self._failed: Exception | None = None
         self._snapshot: wire.FileText | None = None  # producers.ckpt as it is now
         self._snapshot_file: object = None  # which file that was
+        self._is_too_large = False  # producers.ckpt, for followers
         self._changed_at = 0.0  # when the version changed: hw may stand until all have promised it
         self._confirmed: dict[str, int] = {}  # the last position of each replica in this epoch
         self._asked: list[frozenset[str]] = []  # changes of the ISR at the present version
@@ -253,9 +254,13 @@ class Leading:
         path = dedupe_file.path(self.stages.data)
         file = file_id(path)
         if file is not None and file != self._snapshot_file:
-            content = await asyncio.to_thread(_read, path)
-            self._snapshot_file = file
-            if len(content) <= wire.FILE_BYTES and (seq := dedupe_file.checkpoint_seq(self.stages.data)):
+            self._snapshot_file, size = file, os.path.getsize(path)
+            if size > wire.FILE_BYTES and not self._is_too_large:
+                effect = "followers keep the one that they have, and their WAL from there on; see KMQ_DEDUPE_COUNT"
+                self.log.warn("producers_not_sent", bytes=size, limit=wire.FILE_BYTES, effect=effect)
+            self._is_too_large = size > wire.FILE_BYTES
+            content = b"" if self._is_too_large else await asyncio.to_thread(_read, path)
+            if content and (seq := dedupe_file.checkpoint_seq(self.stages.data)):
                 self._snapshot = wire.FileText("producers.ckpt", seq, crc32(content), content)
         for follower in self.followers.values():
             if self._snapshot is not None and follower.snapshot < self._snapshot.seq <= follower.position:

@@ -16,11 +16,13 @@ Identity    Each session begins with a mark that is on our disk before it is in 
             or an older state, and takes a new id, without a promise. Where the register went back this is not asked.
             A key that another session holds two TTLs long is that of a copy: 69. Unless Consul went back, or the key names
             our own address: then that may be a session of our own, from a former start, and we enter once it has ended.
+Room        Without room for a promise, or for our identity, we give our key back and wait, as if we were not there.
 Consul      A lost answer, a lost session, a write that another one overtook: each only costs time, because every
             decision begins with a read, and every write is a cas of what was read.
 Waiting     Who has just entered, or has reached Consul again, elects nobody for one TTL: others come back meanwhile.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from kmq.cluster.consul import Conflict, ConsulError, KvOperation, Pause, Steps,
 from kmq.cluster.presence import Presence, SessionLost
 from kmq.cluster.register import Register, UnreadableRegister, decode
 from kmq.errors import BusyError
+from kmq.files import FULL
 from kmq.logfmt import Logger
 from kmq.replica.files import ReplicaFiles, new_identity
 from kmq.replica.shard import Member, Note, ShardKeys, ShardView, elect, encode_note, read_shard, view_of, write
@@ -134,6 +137,7 @@ class Replica:
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
         self._is_lost = False  # it does not, and the log has that
+        self._is_full = False  # what has to be on disk before we go on found no room
         self._elections = 0
         self._resigned = -math.inf  # when hw stood, and we let another one lead
         promised = files.promised
@@ -150,7 +154,8 @@ class Replica:
     def publish(self, row: Row) -> None:
         """Say in the row of the stats page where this replica stands."""
         promised, is_waiting = self.files.promised, self._reached is None and self._is_lost
-        row.state = STATES.index("ready" if self._reached is not None else "waiting" if is_waiting else "starting")
+        state = "ready" if self._reached is not None else "waiting" if is_waiting else "starting"
+        row.state = STATES.index("disk_full" if self._is_full else state)
         row.problem = PROBLEMS.index(self.problem)
         row.last, row.elections = self._work.position()[1], self._elections
         if promised is not None:
@@ -174,6 +179,14 @@ class Replica:
                     yield from self._enter()
                     has_entered = True
                 yield from self._turn()
+                if self._is_full:
+                    self.log.info("disk_space_recovered")
+                    self._is_full = False
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                yield from self._wait_for_room(error)
+                has_entered = False
             except SessionLost as error:
                 self._lost(str(error))
                 has_entered = False
@@ -190,6 +203,18 @@ class Replica:
             self._is_lost = True
         self._reached, self._position = None, 0
 
+    def _wait_for_room(self, error: OSError) -> Steps[None]:
+        """Give our key back, and do nothing, for a while: who can promise nothing can neither lead nor be elected."""
+        if not self._is_full:
+            effect = "this broker leaves its shard until there is room"
+            self.log.warn("disk_full", file=error.filename or self.files.data, lacks="disk_full", effect=effect)
+            self._is_full = True
+        self._work.act(None)
+        self._reached, self._note = None, None
+        with contextlib.suppress(ConsulError):  # then the session ends by itself
+            yield from self._presence.close()
+        yield Pause(_LOST_S)
+
     def _leave(self) -> Steps[None]:
         """Say where we stand, and give our key back."""
         try:
@@ -205,7 +230,7 @@ class Replica:
         """Begin a session, find out who we are, and lock our key."""
         self._note = None
         held_since: float | None = None
-        if not self.files.identity.coming:
+        if self._is_full or not self.files.identity.coming:  # no room: no session
             self.files.save(self.files.identity.about_to_start())
         yield from self._presence.open()
         while not self._is_stopping():

@@ -34,6 +34,7 @@ from kmq.logfmt import Logger
 
 _LOOK_S = 0.02  # between two looks at the locks
 _TOLD_S = 10.0  # after it, who does not let go is named
+_ROOM_S = 0.5  # while the disk is full
 _NOTE_S = 1.0  # the file `committed` is at most this old
 _FIFO_BYTES = 1 << 16
 _FIFO_TOLD_S = 60.0  # between two log lines about lines that a shell has written on a follower
@@ -53,6 +54,7 @@ class Stages:
         self.cut_records = 0
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
+        self._is_full = False
         self._fifo_lines = 0
         self._looked_at = 0  # the time of topics/ when its requests were refused last
         self._mend()
@@ -80,8 +82,28 @@ class Stages:
                 self.log.warn("role_held", by="; ".join(held), effect="the next role waits until it has let go")
                 told = True
             await asyncio.sleep(_LOOK_S)
-        self._mend()
+        while not self._has_mended():
+            await asyncio.sleep(_ROOM_S)
         self._drop()
+
+    def _has_mended(self) -> bool:
+        """Mend the end of the WAL; return False if the disk is full."""
+        try:
+            self._mend()
+        except OSError as err:
+            if err.errno not in FULL:
+                raise
+            if not self._is_full:
+                self.log.warn(
+                    "disk_full",
+                    file=err.filename or self.data,
+                    lacks="disk_full",
+                    effect="the next role waits for room",
+                )
+            self._is_full = True
+            return False
+        self._is_full = False
+        return True
 
     def _held(self) -> list[str]:
         """Return who still holds something of the role."""

@@ -1162,7 +1162,8 @@ CAS, BLIND_WRITE = (
 AGREES = "min(diverged.end, self.epochs.end_of(diverged.epoch, end))"
 PATIENT = "        if duty.register == self.register:\n            return\n        self.duty, self.register"
 NOTICES = (
-    "        if not self.files.identity.coming:\n            self.files.save(self.files.identity.about_to_start())\n"
+    "        if self._is_full or not self.files.identity.coming:  # no room: no session\n"
+    "            self.files.save(self.files.identity.about_to_start())\n"
 )
 RESIGNS = "other is not None and self._work.stands() and"
 
@@ -1344,7 +1345,7 @@ GUARDS: list[tuple[str, list[Edit], str]] = [  # name, edits, the test that noti
     ),
     (
         "promise_lost",
-        [(REPLICA_FILES, '        replace_file(f"{self._data}/register", _with_crc(text).encode())\n', "")],
+        [(REPLICA_FILES, '        replace_file(f"{self.data}/register", _with_crc(text).encode())\n', "")],
         f"{IN_FOLLOWING}::test_a_version_is_promised_on_disk_before_anything_is_answered_under_it",
     ),
     (

@@ -21,6 +21,7 @@ from consuls import Consul, free_ports
 from made_data import write_data
 
 from kmq.cluster.register import begin, decode
+from kmq.log import committed, reader, wal
 from kmq.replica.files import ReplicaFiles
 
 TTL_S = 1.0
@@ -74,8 +75,8 @@ class Shard:
         self.processes[name].send_signal(number)
         return self.processes[name].wait(timeout=PATIENCE_S)
 
-    def command(self, *arguments, broker="a", **more):
-        argv = [sys.executable, "-m", "kmq", "cluster", *arguments]
+    def command(self, *arguments, group="cluster", broker="a", **more):
+        argv = [sys.executable, "-m", "kmq", *group.split(), *arguments]
         environment = self.environment(broker, **more)
         return subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=self.root, timeout=60)
 
@@ -611,3 +612,70 @@ def test_a_renewed_certificate_is_shown_to_new_connections_without_a_restart(sha
         wait_for("the new certificate", lambda name=name: shown(name) == cert.read_text() != before)
     shard.await_whole()
     assert shard.processes["b"].poll() is None and shard.processes["b"].pid == pid
+
+
+def test_where_all_must_have_a_message_a_lost_leader_is_followed_but_nothing_is_committed_until_it_is_back(shard):
+    shard.start(*BROKERS)
+    for name in BROKERS:
+        shard.await_event(name, "replica_entered")
+    assert shard.command("init", "--brokers", "a,b,c", "--min-insync", "3").returncode == 0
+    shard.await_whole()
+    shard.await_event("a", "doors_opened")
+    with open(shard.root / "a" / "pipes" / "raw", "wb") as raw:
+        raw.write(b"t|0||kept\n")
+    data = {name: f"{shard.root}/{name}/data" for name in BROKERS}
+    wait_for("the line on all disks", lambda: {wal.last_stored(each)[0] for each in data.values()} == {2})
+    shard.end("a")
+    wait_for("another leader", lambda: shard.register().epoch > 1 and shard.leader() in "bc")
+    for name in "bc":
+        wait_for("the record of another epoch", lambda name=name: wal.last_stored(data[name])[0] > 2)
+        assert committed.shown_seq(data[name]) == 2, "it is not committed"
+        assert not shard.events(name, "doors_opened")
+    assert len(shard.register().isr) == 3, "who is away may have what others lack"
+    shard.start("a")
+
+    def is_open():
+        return [each for name in BROKERS for each in shard.events(name, "doors_opened") if int(each["epoch"]) > 1]
+
+    wait_for("an open door", is_open)
+    shard.await_whole()
+    for each in data.values():
+        wait_for("more in its queues", lambda each=each: committed.shown_seq(each) > 2)
+        assert b"||kept\n" in next(reader.read(each, 2, 2))
+    shard.check()
+
+
+@pytest.fixture
+def small_disk(shard):
+    """The data directory of broker c on a disk of its own. Yields a file that fills it when it is written."""
+    data = shard.root / "c" / "data"
+    data.mkdir(parents=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", data], capture_output=True, text=True)
+    if done.returncode:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no mount here (needs root): {done.stderr}")
+    yield data / "filler"
+    shard.close()
+    subprocess.run(["umount", "-l", data], check=True)
+
+
+@pytest.mark.root
+def test_a_replica_without_room_for_its_promise_gives_its_key_back_and_returns(shard, small_disk):
+    shard.begin()
+    ids = shard.ids()
+    with contextlib.suppress(OSError), small_disk.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    shard.end("a")
+    [full] = shard.await_event("c", "disk_full")
+    assert full["file"].startswith(str(small_disk.parent)) and full["effect"]
+    wait_for("its key to be free", lambda: "c" not in shard.alive())
+    shard.start("a")
+    wait_for("a leader with room", lambda: shard.leader() in "ab" and {"a", "b"} <= shard.alive())
+    assert shard.processes["c"].poll() is None and len(shard.events("c", "disk_full")) == 1
+    status = json.loads(shard.command("status", "--json", group="", broker="c").stdout)
+    assert "disk_full" in {reason["code"] for reason in status["reasons"]}, status["reasons"]
+    small_disk.unlink()
+    shard.await_event("c", "disk_space_recovered")
+    shard.await_whole()
+    assert shard.ids() == ids and shard.processes["c"].poll() is None
+    shard.check()

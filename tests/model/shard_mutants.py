@@ -30,7 +30,7 @@ MUTANTS = [
     ),
     Mutant(
         "a promise is not on disk",
-        (("files", "        replace_file(f\"{self._data}/register\", _with_crc(text).encode())\n", ""),),
+        (("files", "        replace_file(f\"{self.data}/register\", _with_crc(text).encode())\n", ""),),
     ),
     Mutant(
         "a note speaks of a version before it is promised",
@@ -84,7 +84,8 @@ MUTANTS = [
         "each start has a new mark",
         (("files", "return self if self.coming else self._replace(coming=new_mark())",
           "return self._replace(coming=new_mark())"),
-         ("replica", "        if not self.files.identity.coming:\n", "        if True:\n")),
+         ("replica", "        if self._is_full or not self.files.identity.coming:  # no room: no session\n",
+          "        if True:\n")),
     ),
     Mutant(
         "the mark of a start is in Consul before it is on disk",

@@ -3,6 +3,8 @@
 import pytest
 from shard_parts import LEADING, STARTING, first_register, play
 
+from kmq.files import file_id, replace_file
+from kmq.log import dedupe_file
 from kmq.log.committed import encode_epoch
 from kmq.replica import wire
 
@@ -287,6 +289,31 @@ def test_a_connection_that_breaks_makes_nobody_behind_before_the_lag_is_over(tmp
         await shard.until(lambda: a.roles.is_behind(B))
 
     play(tmp_path, scene, "a", env={"KMQ_REPLICA_LAG": "1s"})
+
+
+def test_producers_that_are_too_many_for_followers_are_not_sent_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "FILE_BYTES", 100)
+
+    def write(a, nbytes):
+        replace_file(dedupe_file.path(a.data), b"1|0|2\n".ljust(nbytes, b"x"))
+
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        write(a, 101)
+        await shard.until(lambda: a.log.of("producers_not_sent"))
+        [said] = a.log.of("producers_not_sent")
+        assert (said["bytes"], said["limit"]) == (101, 100) and "KMQ_DEDUPE_COUNT" in said["effect"]
+        b = await shard.peer(a)
+        await b.joins(1, 1)
+        b.have(1)
+        write(a, 102)
+        await shard.until(lambda: a.leading._snapshot_file == file_id(dedupe_file.path(a.data)))
+        assert not [each for each in await b.answered() if isinstance(each, wire.FileText)]
+        write(a, 100)
+        assert len((await b.read(wire.FileText)).content) == 100
+        assert len(a.log.of("producers_not_sent")) == 1
+
+    play(tmp_path, scene, "a")
 
 
 def test_who_confirms_more_than_it_was_sent_is_let_go(tmp_path):
