@@ -9,10 +9,10 @@ Options     See source/options.py.
 Columns     See source/columns.py. Spark prunes no columns of Python sources. Give a schema with the columns that you
             need: only these are built.
 
-Invariant   A task is a range of offsets of one partition of one broker. Reading it again always gives the same rows,
-            because records never change their offset and only compaction and retention remove records. If records that
-            were to be read are gone, the query stops with an error that names them, or skips them with
-            failOnDataLoss=false. Damage always stops the query.
+Invariant   A task is a range of offsets of one partition, or several ranges of one broker. Reading it again always
+            gives the same rows, because records never change their offset and only compaction and retention remove
+            records. If records that were to be read are gone, the query stops with an error that names them, or skips
+            them with failOnDataLoss=false. Damage always stops the query.
 Crash       All state is in Spark's checkpoint: the end offsets of each batch are written there before it is read. After
             a kill the last batch is read again, as the same tasks with the same rows in the same order.
 Where       Planning runs in a Python process of the driver, reading in Python processes of the executors. They share

@@ -57,17 +57,18 @@ def test_a_position_survives_json_and_keeps_the_order_of_its_tasks():
     offsets = {A: 3, WAL: 7, ("b2", "a", 2): 9, ("b2", "a", 12): 0}
     last = {A: (4711, 1_700_000_000_000_123), WAL: (6, 1)}
     position = StreamPosition(
-        dict(sorted(offsets.items())), {"b2": "y", "b1": "x"}, last, {A: [1, 2]}, {("b2", "a", 2): 5}
+        dict(sorted(offsets.items())), {"b2": "y", "b1": "x"}, last, {A: [1, 2]}, {("b2", "a", 2): 5}, {"b1": [2, 1]}
     )
     again = StreamPosition.of_json(json.loads(json.dumps(position.to_json())))
     assert again == position and list(again.offsets) == sorted(offsets)
 
 
 def test_a_position_keeps_its_order_under_other_names():
-    position = StreamPosition({A: 3, ("b2", "a", 0): 9}, {"b1": "x", "b2": "y"}, {A: (1, 1)}, {}, {})
+    position = StreamPosition({A: 3, ("b2", "a", 0): 9}, {"b1": "x", "b2": "y"}, {A: (1, 1)}, {}, {}, {"b2": [2]})
     renamed = StreamPosition.of_json(position.to_json()).renamed({"b1": "z1", "b2": "a2"})
     assert list(renamed.offsets) == [("z1", "a", 0), ("a2", "a", 0)]
     assert renamed.identities == {"z1": "x", "a2": "y"} and renamed.last == {("z1", "a", 0): (1, 1)}
+    assert renamed.tasks == {"a2": [2]}
 
 
 def test_numbers_in_the_json_are_the_offsets_alone():
@@ -86,9 +87,16 @@ def test_offsets_of_format_1_are_read():
     assert position.cuts is None and not position.last and not position.begins
 
 
+def test_only_offsets_of_tasks_that_share_need_this_release():
+    position = StreamPosition({A: 3}, {"b1": "x"}, {}, {}, {})
+    assert position.to_json()["b1"]["__format"] == "2"
+    position.tasks = {"b1": [2, 1]}
+    assert (position.to_json()["b1"]["__format"], position.to_json()["b1"]["__tasks"]) == ("3", "2 1")
+
+
 def test_offsets_of_a_later_format_are_refused():
     with pytest.raises(ConfigError, match="newer version of kmq"):
-        StreamPosition.of_json({"/data": {"__id": "x", "__format": "3", "orders": {"0": 20}}})
+        StreamPosition.of_json({"/data": {"__id": "x", "__format": "4", "orders": {"0": 20}}})
 
 
 # --- options ---------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_times_bound_what_is_read(data):
 
 def begins(data, text, **more):
     options = ReadOptions({"path": data, "subscribe": "orders,jobs", "startingOffsets": text, **more})
-    return {(task.topic, task.partition): task.start for task in BatchReader(SCHEMA, options).partitions()}
+    tasks = BatchReader(SCHEMA, options).partitions()
+    return {span.key[1:]: span.start for task in tasks for span in task.spans}
 
 
 def test_a_word_stands_for_all_partitions_of_a_topic(data):

@@ -9,10 +9,11 @@ import made_up
 import pytest
 from made_data import FIRST_TS, append, write_data
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMinRows
-from pyspark.sql.types import StructType
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
+from kmq.spark.source.batch_reader import BatchReader
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import DataLossError
@@ -55,7 +56,7 @@ def numbers(offset, topic="t"):
 
 
 def spans(stream, start, end):
-    return [(task.topic, task.partition, task.start, task.end) for task in stream.partitions(start, end)]
+    return [(*span.key[1:], span.start, span.end) for task in stream.partitions(start, end) for span in task.spans]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -294,3 +295,36 @@ def test_a_session_says_how_many_cores_there_are(tmp_path):
         serializer = CloudPickleSerializer()
         source = serializer.loads(serializer.dumps(source_for(cores)))({"path": path, "subscribe": "t"})
         assert len(source.reader(StructType([])).partitions()) == tasks
+
+
+def test_small_partitions_share_tasks_and_a_replay_has_the_same_ones(tmp_path):
+    """Whatever options and retention say by then: the sink takes its ids from the number of the task."""
+    many = [b"t.@%d|0|%d|x" % (n % 40, n) for n in range(4000)]
+    made = write_data(tmp_path / "data", many[:2000], {"t": 40}, closed=False)
+    stream = planner(tmp_path / "data", maxOffsetsPerTrigger="1500", minPartitions="3")
+    begin = through_json(stream.initialOffset())
+    offsets = [begin, first := next_offset(stream, begin)]
+    planned = [tasks(stream, begin, first)]
+    append(made, many[2000:])
+    offsets.append(next_offset(stream, first))
+    planned.append(tasks(stream, *offsets[1:]))
+    for found, records in zip(planned, (1500, 1500), strict=True):
+        assert 3 <= len(found) <= 6 and sum(end - start for task in found for *_, start, end in task) == records
+    for options in ({}, {"minPartitions": "60"}, {"maxRecordsPerPartition": "10", "maxOffsetsPerTrigger": "7"}):
+        stream = planner(tmp_path / "data", **options)
+        assert [tasks(stream, *offsets[at : at + 2]) for at in (0, 1)] == planned
+
+
+def tasks(stream, start, end):
+    return [[(*span.key[1:], span.start, span.end) for span in task.spans] for task in stream.partitions(start, end)]
+
+
+def test_a_shared_task_reads_its_ranges_one_after_the_other(tmp_path):
+    write_data(tmp_path / "data", [b"t.@%d|0|%d|x" % (n % 40, n) for n in range(400)], {"t": 40})
+    options = ReadOptions({"path": f"{tmp_path}/data", "subscribe": "t"})
+    reader = BatchReader(
+        StructType([StructField("partition", IntegerType()), StructField("offset", LongType())]), options
+    )
+    (task,) = reader.partitions()
+    rows = [row for batch in reader.read(task) for row in zip(*batch.to_pydict().values(), strict=True)]
+    assert rows == [(number, offset) for number in range(40) for offset in range(10)]

@@ -1,6 +1,6 @@
 """What a task of Spark reads, and spark.read: planned once for a query, narrowed to what its filters may match.
 
-Invariant   A task reads all records of its range, or raises DataLossError (failOnDataLoss=false: reads those there
+Invariant   A task reads all records of its ranges, or raises DataLossError (failOnDataLoss=false: reads those there
             are).
 """
 
@@ -27,7 +27,7 @@ from kmq.spark.source import batches, columns, ends, plan
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets
 from kmq.spark.source.planner import QueryLogs, Task
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TaskReader:
-    """What a task does, the same for batches and streams: read a range of offsets as Arrow batches."""
+    """What a task does, the same for batches and streams: read its ranges of offsets as Arrow batches."""
 
     def __init__(self, schema: StructType) -> None:
         self._selection = columns.select((field.name, field.dataType.simpleString()) for field in schema.fields)
@@ -44,8 +44,7 @@ class TaskReader:
         if not isinstance(partition, Task):
             return  # Spark's placeholder if there is nothing to read
         broker = open_broker(partition.broker, partition.is_path, partition.access)
-        span = OffsetSpan((partition.broker, partition.topic, partition.partition), partition.start, partition.end)
-        yield from batches.read(broker, span, self._selection, partition.fail_on_data_loss)
+        yield from batches.read(broker, partition.spans, self._selection, partition.fail_on_data_loss)
 
 
 class BatchReader(TaskReader, DataSourceReader):

@@ -1,11 +1,11 @@
-"""The records of a range of offsets as Arrow batches, for a task of Spark and for a query of DuckDB. Imports neither.
+"""The records of ranges of offsets as Arrow batches, for a task of Spark and for a query of DuckDB. Imports neither.
 
-Invariant   All records of the range are handed out, in order, or DataLossError is raised (`fail_on_data_loss` false:
+Invariant   All records of the ranges are handed out, in order, or DataLossError is raised (`fail_on_data_loss` false:
             those there are).
 Memory      One block of lines, and the batch that is made of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kmq.log.reader import WAL
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 
 def read(
-    broker: Broker, span: OffsetSpan, selection: ColumnSelection, fail_on_data_loss: bool = True
+    broker: Broker, spans: Sequence[OffsetSpan], selection: ColumnSelection, fail_on_data_loss: bool = True
 ) -> Iterator["pa.RecordBatch"]:
-    """Yield the columns of `selection` of the records of a range."""
-    _, topic, partition = span.key
+    """Yield the columns of `selection` of the records of these ranges, one after the other."""
     names = selection.names
     origin = broker.identity() if "origin_broker" in names else ""
-    where = columns.Where(broker.name, topic, partition, origin)
-    needs_marks = not {"key", KEY_BYTES}.isdisjoint(names) and topic != WAL
+    needs_marks = not {"key", KEY_BYTES}.isdisjoint(names) and any(span.key[1] != WAL for span in spans)
     marks_from = broker.marks_from() if needs_marks else 0
-    for lines in _lines(broker, span, fail_on_data_loss):
-        block = columns.Block(lines, topic, topic == WAL, marks_from)
-        if block.count:
-            yield columns.batch(block, where, names, selection.exact, selection.schema)
+    for span in spans:
+        _, topic, partition = span.key
+        where = columns.Where(broker.name, topic, partition, origin)
+        for lines in _lines(broker, span, fail_on_data_loss):
+            block = columns.Block(lines, topic, topic == WAL, marks_from)
+            if block.count:
+                yield columns.batch(block, where, names, selection.exact, selection.schema)
 
 
 def _lines(broker: Broker, span: OffsetSpan, fail_on_data_loss: bool) -> Iterator[Lines]:

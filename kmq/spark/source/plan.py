@@ -10,16 +10,19 @@ StreamPosition  how far a stream has read, and how the batch that ends there was
                      "orders": {"0": 1500, "1": 20},
                      "__last": {"orders": {"0": "4711 1700000000.000123"}},
                      "__cuts": {"orders": {"0": "1200 1400"}},
+                     "__tasks": "1 1 2",
                      "__from": {"orders": {"1": "10"}}}}
 
 by broker   The name is as the query spells it. __id is the data id, and decides: the same directory resumes under
             another name, and another directory under the same name is refused.
-__format    2. Without it the JSON is of format 1, which had __id and the offsets only; it stays readable forever.
+__format    3 with __tasks, else 2. Without it the JSON is of format 1, which had __id and the offsets only. All of them
+            stay readable forever. An older release refuses 3: it would cut a replay into other tasks.
 offsets     by topic and partition, the only numbers in the JSON: their sum tells how far the stream is.
 __last      seq and recv_ts of the last record before the offset, where there is one. kmq/spark/source/planner.py
             compares it.
 __cuts      where the batch that ends here is cut into tasks, so that a replay has the same tasks, in the order of this
             JSON.
+__tasks     how many pieces of ranges each task of the broker reads, in the same order. Without it each reads one.
 __from      where the batch begins in a new partition, which has no offset in the batch's start. The first batch has it
             for all partitions, because its start is not in the checkpoint.
 
@@ -32,6 +35,9 @@ Invariant   The tasks of a stream's batch depend only on its two offsets, never 
 Tasks       The size of a task gives every core _TASKS_A_CORE tasks, with at least LEAST_BYTES and at most SPLIT_BYTES
             each. Very much data is cut into MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
             the index is read: twice for a range of many records, not at all for a range of few.
+            Ranges of less than LEAST_BYTES of one broker share tasks, so that there are about _TASKS_A_CORE for each
+            core, or fewer with _FEW records each. A task of them has at most MOST_SHARED records, because their bytes
+            are not known.
             minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
             range. maxRecordsPerPartition: no task has more records.
 Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count. About
@@ -41,11 +47,11 @@ Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they ex
             partition.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kmq.errors import ConfigError, KmqError
 from kmq.log.reader import WAL
@@ -57,9 +63,9 @@ Bounds = dict[Key, tuple[int, int]]  # the first offset that exists, the next of
 Cuts = Callable[[Key, int, int, int], list[int]]  # key, start, end, bytes → where to cut
 Stamp = tuple[int, int]
 
-IDENTITY, FORMAT, LAST, CUTS, FROM = "__id", "__format", "__last", "__cuts", "__from"
-_NOT_TOPICS = (IDENTITY, FORMAT, LAST, CUTS, FROM)
-VERSION = "2"
+IDENTITY, FORMAT, LAST, CUTS, TASKS, FROM = "__id", "__format", "__last", "__cuts", "__tasks", "__from"
+_NOT_TOPICS = (IDENTITY, FORMAT, LAST, CUTS, TASKS, FROM)
+_ONE_EACH, _SHARED = _VERSIONS = ("2", "3")
 _SKIP = "failOnDataLoss=false continues without them"
 
 
@@ -99,28 +105,31 @@ class StreamPosition:
     last: dict[Key, Stamp] = field(default_factory=dict)
     cuts: dict[Key, list[int]] | None = None  # None: format 1, which has no cuts
     begins: Offsets = field(default_factory=dict)
+    tasks: dict[str, list[int]] = field(default_factory=dict)  # by broker: how many pieces each task reads
 
     @staticmethod
     def of_json(table: dict[str, Any]) -> "StreamPosition":
         for broker, topics in table.items():
-            if topics.get(FORMAT, VERSION) != VERSION:
+            if topics.get(FORMAT, _ONE_EACH) not in _VERSIONS:
                 raise ConfigError(
                     f"{broker}: the checkpoint is of a newer version of kmq (format {topics[FORMAT]} of offsets,"
-                    f" this one reads up to {VERSION}); upgrade kmq where this query runs"
+                    f" this one reads up to {_VERSIONS[-1]}); upgrade kmq where this query runs"
                 )
         offsets, identities = from_json(table)
         if not all(FORMAT in topics for topics in table.values()):
             return StreamPosition(dict(sorted(offsets.items())), identities)
         cuts = {key: [int(at) for at in text.split()] for key, text in _texts(table, CUTS)}
         begins = {key: int(text) for key, text in _texts(table, FROM)}
-        return StreamPosition(
-            offsets, identities, {key: _stamp(text) for key, text in _texts(table, LAST)}, cuts, begins
-        )
+        last = {key: _stamp(text) for key, text in _texts(table, LAST)}
+        tasks = {broker: [*map(int, topics[TASKS].split())] for broker, topics in table.items() if TASKS in topics}
+        return StreamPosition(offsets, identities, last, cuts, begins, tasks)
 
     def to_json(self) -> dict[str, Any]:
         table = to_json(self.offsets, {broker: self.identities[broker] for broker in sorted(self.identities)})
         for topics in table.values():
-            topics[FORMAT] = VERSION
+            topics[FORMAT] = _SHARED if self.tasks else _ONE_EACH
+        for broker, counts in self.tasks.items():
+            table[broker][TASKS] = " ".join(map(str, counts))
         for name, texts in (
             (LAST, {key: f"{seq} {record.format_ts(micros).decode()}" for key, (seq, micros) in self.last.items()}),
             (CUTS, {key: " ".join(map(str, at)) for key, at in (self.cuts or {}).items() if at}),
@@ -138,7 +147,8 @@ class StreamPosition:
 
         identities = {names[broker]: identity for broker, identity in self.identities.items()}
         cuts = None if self.cuts is None else moved(self.cuts)
-        return StreamPosition(moved(self.offsets), identities, moved(self.last), cuts, moved(self.begins))
+        tasks = {names[broker]: counts for broker, counts in self.tasks.items()}
+        return StreamPosition(moved(self.offsets), identities, moved(self.last), cuts, moved(self.begins), tasks)
 
 
 def _texts(table: dict[str, Any], name: str) -> list[tuple[Key, str]]:
@@ -237,13 +247,19 @@ LEAST_BYTES = 4 << 20  # a task costs some 10 ms, as much as reading this
 MOST_TASKS = 1000  # of a batch cut by bytes: a stream keeps its cuts in the checkpoint
 _TASKS_A_CORE = 2  # more than one, so that no core idles long
 _FEW = 1_000  # records: a smaller range is not cut by bytes
+MOST_SHARED = SPLIT_BYTES // 512  # records of a task that ranges share; 512: bytes of a line, where nothing is known
 
 
-def cut(
-    spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0
-) -> dict[Key, list[int]]:
-    """Return where to cut each range; ranges that stay whole are left out."""
-    pieces = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
+class Cut(NamedTuple):
+    """How ranges are cut: where, and how many of the pieces each task reads, by broker; {}: each task reads one."""
+
+    at: dict[Key, list[int]]
+    tasks: dict[str, list[int]]
+
+
+def cut(spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0) -> Cut:
+    """Return where to cut each range, without those that stay whole, and which pieces share a task."""
+    pieces, large = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
     pieces = _at_least(pieces, min_partitions)
     if max_records:
         pieces = [part for piece in pieces for part in evenly(piece, -(-len(piece) // max_records))]
@@ -252,21 +268,73 @@ def cut(
     for piece in pieces:
         if piece.start > starts[piece.key]:
             found.setdefault(piece.key, []).append(piece.start)
-    return found
+    return Cut(found, _shared(pieces, large, _TASKS_A_CORE * cores, min_partitions, max_records or MOST_SHARED))
 
 
-def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> list[OffsetSpan]:
-    """Return the ranges cut into about `tasks` shares of all their bytes."""
+def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> tuple[list[OffsetSpan], set[Key]]:
+    """Return the ranges cut into about `tasks` shares of all their bytes, and which have at least LEAST_BYTES."""
     large = [span for span in spans if len(span) >= _FEW]
     edges = {span.key: cuts(span.key, span.start, span.end, SPLIT_BYTES) for span in large}
     coarse = sum(map(len, edges.values()))
+    fine = {
+        span.key: cuts(span.key, span.start, span.end, LEAST_BYTES)
+        for span in large
+        if coarse < tasks or not edges[span.key]
+    }
     if coarse < tasks:  # less than SPLIT_BYTES per task: cut more finely
-        edges = {span.key: cuts(span.key, span.start, span.end, LEAST_BYTES) for span in large}
+        edges = fine
         total = sum(map(len, edges.values())) + len(edges)  # in LEAST_BYTES
         step = min(-(-total // tasks) or 1, SPLIT_BYTES // LEAST_BYTES)
     else:
         step = -(-coarse // MOST_TASKS)
-    return [piece for span in spans for piece in cut_up(span, edges.get(span.key, [])[step - 1 :: step])]
+    pieces = [piece for span in spans for piece in cut_up(span, edges.get(span.key, [])[step - 1 :: step])]
+    return pieces, {key for key in edges if edges[key] or fine[key]}
+
+
+def _shared(pieces: list[OffsetSpan], large: set[Key], tasks: int, least: int, most: int) -> dict[str, list[int]]:
+    """Return how many pieces each task reads, by broker, where some are shared.
+
+    Pieces of `large` ranges share none. There are at most `tasks` tasks, unless `most` records a task, large ranges or
+    brokers make more, and at least `least`, if there are as many pieces.
+    """
+
+    def counts(records: int) -> list[tuple[str, int]]:
+        """Return (broker, pieces) of each task, if neighbours share one up to so many records."""
+        found: list[tuple[str, int]] = []
+        held: int | None = None  # records of the last task; None: it is not shared
+        for piece in pieces:
+            broker = piece.key[0]
+            is_small = piece.key not in large
+            if is_small and held is not None and found[-1][0] == broker and held + len(piece) <= records:
+                found[-1], held = (broker, found[-1][1] + 1), held + len(piece)
+            else:
+                found.append((broker, 1))
+                held = len(piece) if is_small else None
+        return found
+
+    few = range(min(_FEW, most), most + 1)
+    limit = few[min(bisect_left(few, -tasks, key=lambda records: -len(counts(records))), len(few) - 1)]
+    if len(counts(limit)) < least:  # the largest limit that gives enough tasks
+        limit = max(0, bisect_right(range(limit), -least, key=lambda records: -len(counts(records))) - 1)
+    found: dict[str, list[int]] = {}
+    for broker, count in counts(limit):
+        found.setdefault(broker, []).append(count)
+    return {broker: each for broker, each in found.items() if max(each) > 1}
+
+
+def shared(pieces: Iterable[OffsetSpan], tasks: Mapping[str, list[int]]) -> list[list[OffsetSpan]]:
+    """Return the pieces that each task reads. `tasks`: how many, by broker; one each for other brokers."""
+    left = {broker: iter(counts) for broker, counts in tasks.items()}
+    found: list[list[OffsetSpan]] = []
+    missing = 0  # pieces of the last task
+    for piece in pieces:
+        broker = piece.key[0]
+        if not missing or found[-1][0].key[0] != broker:
+            found.append([])
+            missing = next(left[broker], 1) if broker in left else 1
+        found[-1].append(piece)
+        missing -= 1
+    return found
 
 
 def _at_least(pieces: list[OffsetSpan], count: int) -> list[OffsetSpan]:

@@ -17,7 +17,7 @@ Not covered  Damage: unreadable records are not compared, and reading them fails
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pyspark.sql.datasource import InputPartition
 
@@ -106,11 +106,11 @@ def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offs
 
 
 class Task(InputPartition):
-    """A range, and all that another process needs to read it."""
+    """Ranges of one broker, and all that another process needs to read them, one after the other."""
 
-    def __init__(self, span: OffsetSpan, is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
-        self.broker, self.topic, self.partition = span.key
-        self.start, self.end = span.start, span.end
+    def __init__(self, spans: Sequence[OffsetSpan], is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
+        self.broker = spans[0].key[0]
+        self.spans = spans
         self.is_path, self.access, self.fail_on_data_loss = is_path, access, fail_on_data_loss
 
 
@@ -225,20 +225,21 @@ class QueryLogs:
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
-    def cut(self, spans: list[OffsetSpan]) -> dict[Key, list[int]]:
-        """Return where each range is cut into tasks."""
+    def cut(self, spans: list[OffsetSpan]) -> plan.Cut:
+        """Return how the ranges are cut into tasks."""
         options = self.options
         return plan.cut(spans, self.cuts, self._cores, options.min_partitions, options.max_records_per_partition)
 
     def tasks(self, spans: Iterable[OffsetSpan]) -> list[Task]:
         """Cut the ranges now and return the tasks that read them."""
         spans = list(spans)
-        edges = self.cut(spans)
-        return self.as_tasks(piece for span in spans for piece in plan.cut_up(span, edges.get(span.key, ())))
+        found = self.cut(spans)
+        pieces = (piece for span in spans for piece in plan.cut_up(span, found.at.get(span.key, ())))
+        return self.as_tasks(plan.shared(pieces, found.tasks))
 
-    def as_tasks(self, pieces: Iterable[OffsetSpan]) -> list[Task]:
+    def as_tasks(self, shares: Iterable[Sequence[OffsetSpan]]) -> list[Task]:
         options = self.options
-        return [Task(piece, bool(options.paths), options.access, options.fail_on_data_loss) for piece in pieces]
+        return [Task(share, bool(options.paths), options.access, options.fail_on_data_loss) for share in shares]
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

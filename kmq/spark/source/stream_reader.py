@@ -139,12 +139,13 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             reached |= plan.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
         offsets = begins | reached
         order = {key: offsets[key] for key in sorted(offsets)}
-        pieces = [
-            OffsetSpan(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)
-        ]
+        # The ranges that `partitions` will find between the two offsets, without what does not exist any more.
+        wanted = {span.key for span in spans if reached[span.key] > span.start}
+        parts = [OffsetSpan(part.key, part.start, reached[part.key]) for part in there if part.key in wanted]
+        found = self._logs.cut(sorted(parts, key=lambda part: part.key))
         is_first = read.begins == before
         named = {key: at for key, at in begins.items() if is_first or at != before.get(key, plan.least(key[1]))}
-        position = StreamPosition(order, read.identities, dict(read.last), self._logs.cut(pieces), named)
+        position = StreamPosition(order, read.identities, dict(read.last), found.at, named, found.tasks)
         self._remember(position, reached, bounds)
         return position
 
@@ -180,9 +181,10 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         if ends.cuts is None:
             there = [piece for span in spans if len(piece := plan.within(span, bounds))]
             pieces = plan.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
-            return self._logs.as_tasks(pieces)
-        pieces = [piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ()))]
-        return self._logs.as_tasks(plan.within(piece, bounds) for piece in pieces)
+            return self._logs.as_tasks([piece] for piece in pieces)
+        cut = (piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ())))
+        shares = plan.shared(cut, ends.tasks)
+        return self._logs.as_tasks([plan.within(piece, bounds) for piece in share] for share in shares)
 
     def _ends_of(
         self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None

@@ -221,7 +221,7 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
         selection = columns.select((name, columns.COLUMNS[name]) for name in wanted)
         try:
             for broker, span in self._ranges(condition):
-                for batch in batches.read(broker, span, selection):
+                for batch in batches.read(broker, [span], selection):
                     if condition is None:
                         yield batch
                     else:
