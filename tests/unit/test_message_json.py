@@ -116,6 +116,24 @@ def test_json_that_is_not_one_value_is_refused_by_the_name_of_its_field(text, fi
     assert (raised.value.code, raised.value.fields["field"]) == ("bad_field", field)
 
 
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ('"value": 1, "key": 1.5', "key"),
+        ('"value": 1, "id": 1.5', "id"),
+        ('"value": 1, "timestamp": 1.5', "timestamp"),
+        ('"value": 1, "headers": {"a": 1.5}', "headers[0].value"),
+        ('"value": 1, "headers": [{"name": 1.5}]', "headers[0].name"),
+        ('"encoding": "base64", "value": 1e55', "value"),
+        ('"encoding": "text", "value": 1.5', "value"),
+    ],
+)
+def test_a_number_is_no_text(more, field):
+    with pytest.raises(RequestRefused) as raised:
+        load(parse_values(f"{{{more}}}".encode()), "json")
+    assert (raised.value.code, raised.value.fields["field"]) == ("bad_field", field)
+
+
 @pytest.mark.parametrize("text", ["", "plain", 'q"\\\n\u2028', "ü€😀", None])
 def test_every_text_comes_back_as_text(text):
     shown = there_and_back({"key": text, "value": text}, "text")

@@ -213,8 +213,8 @@ def _read_json(value: object, where: str) -> bytes | None:
 
 _READ = {"base64": _read_base64, "text": _read_text, "json": _read_json}
 
-# In a value that is JSON a number with a fraction keeps its digits: it goes through the parse as a text behind a word
-# that no client can know, and comes out without quotes.
+# In a value that is JSON a number with a fraction keeps its digits: it comes out of the parse as bytes, which no field takes
+# for a text, and is written as a text behind a word that no client can know, and then without the quotes.
 _NUMBER = secrets.token_hex(16)
 _NUMBERS = re.compile(f'"{_NUMBER}([^"]*)"')
 
@@ -230,14 +230,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | KeyError:
 
 def parse_values(text: bytes, where: str = "") -> Any:
     """Return a JSON value that holds values to be stored as JSON. Raises RequestRefused."""
-    return parse_json(text, where, "value", parse_float=_NUMBER.__add__, object_pairs_hook=_object)
+    return parse_json(text, where, "value", parse_float=str.encode, object_pairs_hook=_object)
 
 
 def _compact(value: object, where: str) -> bytes:
-    def refuse(found: KeyError) -> None:
+    def write(found: bytes | KeyError) -> str:
+        if isinstance(found, bytes):
+            return f"{_NUMBER}{found.decode()}"
         raise bad_field(where, f"has {found.args[0]!r} twice in one object")
 
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=refuse)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=write)
     return _utf8(_NUMBERS.sub(r"\1", text) if _NUMBER in text else text, where).encode()
 
 
