@@ -206,6 +206,29 @@ def test_a_fetch_behind_a_seek_shows_nothing_from_before_it(run):
     run(work)
 
 
+@pytest.mark.parametrize("line", ["!fetch 20 t/7", "!fetch much"])
+def test_a_fetch_that_is_refused_is_answered_after_the_fetch_before_it(run, line):
+    async def work(service, client):
+        await client.ask("ASSIGN t/0@0", "!fetch 20", line, "!fetch 20")
+        assert await client.line() == "!assign 0 t/0@0"
+        assert await client.batch() == ("t/0", 0)
+        assert (await client.line()).startswith("!err fetch ")
+        assert await client.batch() == ("t/0", 1)
+
+    run(work)
+
+
+def test_only_fetches_that_wait_for_records_count_as_waiting(run):
+    async def work(service, client):
+        await client.ask("ASSIGN t/0@0", *["!fetch 20"] * 100)
+        assert await client.line() == "!assign 0 t/0@0"
+        assert [await client.batch() for _ in range(100)] == [("t/0", offset) for offset in range(100)]
+        await client.ask(*["!fetch 20 wait=60000"] * 65)
+        assert (await client.line()).startswith("!err fetch too_many ")
+
+    run(work)
+
+
 def test_a_fetch_shows_nothing_of_a_partition_behind_its_revoke(run):
     """Also what was read before the revoke, and is written after it, because the disk is slow."""
 

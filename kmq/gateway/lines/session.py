@@ -108,6 +108,7 @@ class Session:
                 name = line.partition(b" ")[0].strip().decode("ascii", "replace").removeprefix("!")
                 if name not in requests.REQUESTS:
                     raise
+                await self.fetches.tried()
                 await self.say(Failed(name, "bad_request", str(err)).encode())
                 continue
             if isinstance(request, requests.Seek | requests.Offsets | requests.Nack) or request == requests.LEAVE:
@@ -125,7 +126,12 @@ class Session:
             if isinstance(request, requests.Fetch):
                 wait_s = request.wait_ms / 1000
                 limit, places = Limit(END, request.max_bytes, wait_s), dict.fromkeys(request.partitions)
-                self.fetches.put(PendingFetch(limit, places, time.monotonic() + wait_s))
+                fetch = PendingFetch(limit, places, time.monotonic() + wait_s)
+                try:
+                    self.fetches.put(fetch)
+                except RequestRefused:  # its answer comes after theirs, and those that find records do not wait
+                    await self.fetches.tried()
+                    self.fetches.put(fetch)
             elif isinstance(request, requests.Seek):
                 await self.say(Sought(request.place, await self.reader.seek(*request)).encode())
             elif isinstance(request, requests.Offsets):
