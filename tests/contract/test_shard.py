@@ -379,7 +379,7 @@ def test_starts_without_consul_cost_nobody_its_id(shard):
 
 def test_a_copy_of_a_running_replica_ends_with_69_and_names_the_holder(shard):
     shard.begin()
-    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data")
+    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data", ignore=shutil.ignore_patterns("*.new"))
     shard.start("b2")
     assert shard.processes["b2"].wait(timeout=PATIENCE_S) == 69
     [failed] = shard.events("b2", "failed")
@@ -390,7 +390,7 @@ def test_a_copy_of_a_running_replica_ends_with_69_and_names_the_holder(shard):
 def test_a_copy_that_starts_when_its_original_has_gone_on_is_a_new_replica(shard):
     shard.begin()
     ids = shard.ids()
-    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data")
+    shutil.copytree(f"{shard.root}/b/data", f"{shard.root}/b2/data", ignore=shutil.ignore_patterns("*.new"))
     shard.end("b", signal.SIGTERM)
     shard.start("b")
     shard.await_event("b", "replica_entered", 2)
