@@ -98,7 +98,7 @@ class Leading:
         self.followers: dict[str, FollowerLink] = {}
         self._links: set[Link] = set()  # of followers, of those too that were not compared yet
         self.stands_since: float | None = None  # since when hw has not reached what was numbered the lag before
-        self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_turn`
+        self._idles_since: float | None = time.monotonic()  # since when nothing can be numbered: see `_look`
         self._began = time.monotonic()
         self._gone: dict[str, float] = {}  # by replica: until when it kept up, over connections that have ended
         self._failed: Exception | None = None
@@ -232,7 +232,8 @@ class Leading:
         ring = self._ring
         if ring is None:
             return
-        for first in [first for first, block in self._blocks.items() if not ring.has(block.position or 0)]:
+        # Only those that were released are looked at: there are many more where a follower keeps the others waiting.
+        while self._blocks and not ring.has(self._blocks[first := next(iter(self._blocks))].position or 0):
             del self._blocks[first]
         for at, block in ring.take():
             crc = crc32(block.data)
@@ -411,7 +412,7 @@ class Leading:
 
     def _read(self, low: int) -> SentBlock | None:
         """Return records from the WAL, up to where the tail goes on."""
-        high = min([self.synced, *(first - 1 for first in self._blocks if first > low)])
+        high = min(self.synced, next((first - 1 for first in self._blocks if first > low), self.synced))
         try:
             first, lines = self._wal.read(low, _READ_BYTES)
         except DamageError as err:

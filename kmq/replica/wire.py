@@ -361,7 +361,10 @@ class Link(asyncio.BufferedProtocol):
     # --- writing
 
     def send(self, message: Message) -> None:
-        """Write a message, whose bytes may change afterwards. The caller bounds what is on its way by the peer's `room`."""
+        """Write a message. The caller bounds what is on its way by the peer's `room`.
+
+        Its bytes stay as they are until they were sent, or the crc is wrong: asyncio copies what it keeps in 3.11 only.
+        """
         self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
 
     def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:

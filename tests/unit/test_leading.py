@@ -257,6 +257,23 @@ def test_what_was_released_and_written_over_in_the_ring_is_sent_from_the_wal(tmp
     play(tmp_path, scene, "a")
 
 
+def test_what_is_not_committed_yet_is_not_looked_at_again_in_each_turn(tmp_path):
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(1, 1)
+        for number in range(40):
+            await stores(shard, a, b"t|||%d" % number)
+        ring, looks = a.leading._ring, []
+        ring.has = lambda position: looks.append(position) or type(ring).has(ring, position)
+        a.leading._turn()
+        assert len(a.leading._blocks) > 30 > 5 > len(looks)
+        b.have(a.end)
+        await shard.until(lambda: not a.leading._blocks)
+
+    play(tmp_path, scene, "a")
+
+
 def test_who_lacks_what_retention_has_just_deleted_is_let_go_and_harms_nobody(tmp_path):
     async def scene(shard, a):
         await leads(shard, a, B)
