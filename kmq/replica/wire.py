@@ -361,10 +361,7 @@ class Link(asyncio.BufferedProtocol):
     # --- writing
 
     def send(self, message: Message) -> None:
-        """Write a message. The caller bounds what is on its way by the peer's `room`.
-
-        Its bytes stay as they are until they were sent, or the crc is wrong: asyncio copies what it keeps in 3.11 only.
-        """
+        """Write a message, whose bytes stay until sent. The caller bounds what is on its way by the peer's `room`."""
         self.write(encode(message), getattr(message, _BODIES.get(type(message), ""), b""))
 
     def write(self, text: str, data: bytes | bytearray | memoryview = b"") -> None:
