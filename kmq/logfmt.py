@@ -68,6 +68,7 @@ def _renew() -> None:
             if os.path.samestat(os.fstat(descriptor), old):
                 os.dup2(new, descriptor)
         os.close(new)
+        os.fchmod(2, FILE_MODE)  # whatever the umask
     finally:
         os.close(lock)
 

@@ -91,7 +91,7 @@ from kmq import logfmt
 logfmt.obey("logfmt", "info", 20_000, int(sys.argv[2]))
 for number in range(1000):
     logfmt.Logger(sys.argv[1]).info("line", number=number)
-print("by stdout", sys.argv[1])
+sys.stdout.write(f"by stdout {sys.argv[1]}\\n")  # one write, which no other process's comes between
 """
 
 
@@ -114,6 +114,12 @@ def test_no_more_old_logs_are_kept_than_asked_for(tmp_path):
         subprocess.run([sys.executable, "-uc", WRITER, "a", "2"], stdout=log, stderr=log, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kmq.log", "kmq.log.1", "kmq.log.2"]
     assert (tmp_path / "kmq.log").read_text().endswith("number=999\nby stdout a\n")
+
+
+def test_the_new_log_has_the_mode_of_the_one_before_whatever_the_umask(tmp_path):
+    with (tmp_path / "kmq.log").open("ab") as log:
+        subprocess.run([sys.executable, "-uc", WRITER, "a", "2"], stdout=log, stderr=log, check=True, umask=0o077)
+    assert (tmp_path / "kmq.log").stat().st_mode & 0o777 == logfmt.FILE_MODE
 
 
 def test_a_stderr_that_is_no_log_of_a_broker_is_left_alone(tmp_path):
