@@ -8,6 +8,7 @@ Invariant   Two test runs never meet: directory, ports and shared memory belong 
             the process that began a broker ends by kill -9, the kernel tells the supervisor to stop it, and the next
             broker removes its stats page.
 Not covered The disk: without KMQ_FSYNC=always among the settings nothing is fsynced, which no test notices.
+            A thread that begins a broker and ends: the kernel takes that for the end of the process.
             Ids: what a named producer has sent is known after a reset, so its next id must be higher.
 """
 
