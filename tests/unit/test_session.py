@@ -1,6 +1,8 @@
 """Requests of a session that cross with others, and with what the gateway does meanwhile: commits with reads, rebalances."""
 
 import asyncio
+import errno
+import os
 
 import pytest
 from log_server import up
@@ -12,6 +14,7 @@ from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetStore
+from kmq.gateway.lines import connection
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service
 from kmq.gateway.ports import Doors, listening
@@ -187,6 +190,25 @@ def test_all_but_a_commit_is_answered_after_the_fetch_before_it(run, opening, li
         after = await client.line()
         assert after.startswith(reply) and bool(after) == bool(reply)
         await other.close()
+
+    run(work)
+
+
+def test_where_the_file_system_has_no_sendfile_records_are_read_and_sent(run, monkeypatch):
+    asked = []
+
+    def refuse(*arguments):
+        asked.append(arguments)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(connection, "_HIGH_BYTES", 10)  # more than this is for sendfile
+    monkeypatch.setattr(os, "sendfile", refuse)
+
+    async def work(service, client):
+        await client.ask("ASSIGN t/0@0", "!fetch 20", "!fetch 2000000")
+        assert await client.line() == "!assign 0 t/0@0"
+        assert [await client.batch() for _ in range(2)] == [("t/0", 0), ("t/0", 1)]
+        assert asked
 
     run(work)
 

@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
             return
         loop, at = asyncio.get_running_loop(), span.begin
         if not (self.transport.get_write_buffer_size() or self._is_lost or self.transport.is_closing()):
-            with contextlib.suppress(BlockingIOError):  # what the socket takes at once is not waited for
+            with contextlib.suppress(OSError):  # what the socket takes at once is not waited for; errors: below, again
                 at += os.sendfile(self.transport.get_extra_info("socket").fileno(), span.fd, at, span.nbytes)
         with open(span.fd, "rb", buffering=0, closefd=False) as file:
             for begin in range(at, end, _SEND_BYTES):
