@@ -46,18 +46,21 @@ class Killed(BaseException):
 
 
 def stage(table: Table, numbers: Iterable[int]) -> None:
-    """What Spark would write: a file for each topic, in directories, and what else it leaves there."""
-    attempt = table.staging.begin()
+    """What Spark would write: a part for each topic, with a file in directories; and what else is left there."""
+    parts = table.staging.begin_parts()
+    os.makedirs(f"{parts}/of-a-task-that-failed/topic=a.b")
+    pq.write_table(pa.table({"n": [-1], "text": ["twice"]}), f"{parts}/of-a-task-that-failed/topic=a.b/rows.parquet")
     for topic in ("a.b", "x%y"):
         copy = "of__" if isinstance(table, Iceberg) else ""
-        directory = f"{attempt}/{copy}topic={topic.replace('%', '%25')}"
+        directory = f"{parts}/{topic[0]}/{copy}topic={topic.replace('%', '%25')}"
         os.makedirs(directory)
         mine = [n for n in numbers if n % 2 == (topic == "a.b")]
         rows = pa.table({"n": mine, "text": [f"t{n}" for n in mine], "topic": [topic] * len(mine)}, schema=SCHEMA)
         if not copy:
             rows = rows.drop_columns("topic")
-        pq.write_table(rows, f"{directory}/part-0000{topic[0]}.zstd.parquet")
-    open(f"{attempt}/_SUCCESS", "w").close()
+        pq.write_table(rows, f"{directory}/part-00000.zstd.parquet")
+        open(f"{parts}/{topic[0]}/_SUCCESS", "w").close()
+        table.staging.accept(topic[0])
     if table.known_columns() is None:
         table.create(SCHEMA)
 

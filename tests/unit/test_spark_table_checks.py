@@ -1,7 +1,6 @@
 """What is wrong with --to, --checkpoint and --partition-by is one line, before a stream starts. No Spark: rows are a schema."""
 
 import json
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -27,17 +26,16 @@ TEXT, NUMBER = StringType(), LongType()
 COLUMNS = {"topic": TEXT, "n": NUMBER, "at": TimestampType(), "headers": MapType(TEXT, TEXT), "small": ShortType()}
 
 
-def rows(kinds):
-    """What `expect` looks at of a DataFrame."""
-    schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
-    return SimpleNamespace(schema=schema, columns=schema.names)
+def schema(kinds):
+    """That of rows with these columns."""
+    return StructType([StructField(name, kind) for name, kind in kinds.items()])
 
 
 def made(path, format):
     """A table without rows."""
     table = open_table(str(path), format, ["topic"])
     with table:
-        table.create(stores.arrow_schema(rows(COLUMNS)))
+        table.create(stores.arrow_schema(schema(COLUMNS)))
     return table
 
 
@@ -77,9 +75,9 @@ def test_columns_that_differ_from_the_table_are_named(tmp_path, format):
     others = {**COLUMNS, "n": TEXT, "headers": MapType(TEXT, IntegerType()), "more": ArrayType(DoubleType())}
     del others["small"]
     with made(tmp_path / "t", format) as table:
-        table.expect(rows(COLUMNS))
+        table.expect(schema(COLUMNS))
         with pytest.raises(ConfigError) as told:
-            table.expect(rows(others))
+            table.expect(schema(others))
     assert f"--to {tmp_path}/t: holds a table of other columns: " in str(told.value)
     assert "the table has no column more; the rows have no column small; n is bigint in the table" in str(told.value)
     assert "headers is map<string,string> in the table, map<string,int> in the rows" in str(told.value)
@@ -89,7 +87,7 @@ def test_columns_that_differ_from_the_table_are_named(tmp_path, format):
 def test_a_table_with_other_partitions_is_refused(tmp_path, format):
     made(tmp_path / "t", format)
     with open_table(str(tmp_path / "t"), format, ["topic", "n"]) as table, pytest.raises(ConfigError) as told:
-        table.expect(rows(COLUMNS))
+        table.expect(schema(COLUMNS))
     assert "not by topic, n; name another --to" in str(told.value)
 
 
@@ -103,7 +101,7 @@ def test_a_table_with_other_partitions_is_refused(tmp_path, format):
 )
 def test_a_column_to_partition_by_that_is_not_there_is_named(tmp_path, names, what):
     with open_table(str(tmp_path / "t"), "parquet", names) as table, pytest.raises(ConfigError, match=what):
-        table.expect(rows(COLUMNS))
+        table.expect(schema(COLUMNS))
 
 
 @pytest.mark.parametrize("format", ["delta", "iceberg"])

@@ -176,7 +176,7 @@ def run(
 def _to_table(measured: DataFrame, spec: TableSpec, trigger: Trigger, on_late: str) -> int:
     with spec.open(trigger.checkpoint) as table:
         day = utc_date("start")
-        table.expect(measured.withColumn("date", day))
+        table.expect(measured.withColumn("date", day).schema)
 
         def prepare(batch: DataFrame, query: str) -> None:
             table.stage(batch.coalesce(1).withColumn("date", day))

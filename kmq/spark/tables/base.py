@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -33,6 +34,7 @@ from kmq.spark.tables.stores import S3, TableDirectory, TableStore
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+    from pyspark.sql.types import StructType
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -252,8 +254,15 @@ def _leaves(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 File = dict[str, Any]  # from, to, rows, size: see stores.describe
 
 
+_PARTS = "_parts"
+
+
 class Staging:
-    """The directories `making` and `sealed` of a table's state."""
+    """The directories `making` and `sealed` of a table's state.
+
+    A batch is written to one directory, or in parts: each to a directory of its own, which becomes part of the batch
+    when it is accepted. Readers of the batch never see other parts, such as those of tasks that failed.
+    """
 
     def __init__(self, state: str) -> None:
         self._state = state
@@ -273,6 +282,21 @@ class Staging:
         """Return a new directory for a batch. Tasks that outlive their driver keep writing to an older directory."""
         self._attempt = f"{self._making}/{uuid4().hex[:12]}"
         return self._attempt
+
+    def begin_parts(self) -> str:
+        """Return a new directory for the parts of a batch, which exists. A part that is left over loses it."""
+        parts = f"{self.begin()}/{_PARTS}"
+        os.makedirs(parts)
+        return parts
+
+    def accept(self, part: str) -> None:
+        """Make the files of a part files of the batch, except those whose names begin with an underscore."""
+        for name in stores.parquet_files(f"{self._attempt}/{_PARTS}/{part}"):
+            directory, file = os.path.split(name)
+            os.makedirs(f"{self._attempt}/{directory}", exist_ok=True)
+            os.rename(
+                f"{self._attempt}/{_PARTS}/{part}/{name}", os.path.join(self._attempt, directory, f"{part}-{file}")
+            )
 
     def seal(
         self, batch_id: int, offsets: Offsets | None, place: Callable[[str], str], sync: Iterable[str]
@@ -317,6 +341,7 @@ class Table:
     """A table of files; a context that owns it. Subclasses implement the formats."""
 
     format = ""  # a key of MARKS
+    keeps_partitions = False  # files also have the columns that name their directories
 
     def __init__(self, path: str, partition_by: Sequence[str], state: str = "") -> None:
         """`state`: the directory of what is kept between two starts, for s3://…; a directory `path` has its own."""
@@ -396,15 +421,15 @@ class Table:
         """
         return -1, None
 
-    def expect(self, rows: "DataFrame") -> bool:
+    def expect(self, schema: "StructType") -> bool:
         """Raise ConfigError if rows with these columns cannot be added to the table.
 
         Returns True if the table exists.
         """
-        partition_by(self.partition_by, rows.columns)
+        partition_by(self.partition_by, schema.names)
         found = self.known_columns()
         if found is not None:
-            stores.compare(self.path, found, self._describe(stores.arrow_schema(rows)))
+            stores.compare(self.path, found, self._describe(stores.arrow_schema(schema)))
         return found is not None
 
     def known_columns(self) -> dict[str, str] | None:
@@ -423,15 +448,34 @@ class Table:
 
     def stage(self, rows: "DataFrame") -> None:
         """Write the rows of a batch where no reader sees them yet; create the table if it does not exist."""
-        if not self.expect(rows):
-            self.create(stores.arrow_schema(rows))
-        self._write(rows, self.partition_by)
+        self._exist_for(rows.schema)
+        self.write(rows, self.staging.begin())
 
-    def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
-        attempt = self.staging.begin()
+    def begin_parts(self, schema: "StructType") -> str:
+        """Return a new directory for the parts of a batch (Staging); create the table if it does not exist."""
+        self._exist_for(schema)
+        return self.staging.begin_parts()
+
+    def _exist_for(self, schema: "StructType") -> None:
+        if not self.expect(schema):
+            self.create(stores.arrow_schema(schema))
+
+    def write(self, rows: "DataFrame", to: str) -> None:
+        """Write rows to a directory of the staged batch."""
+        laid_out, names = self._laid_out(rows)
+        with self.writing(rows.sparkSession):
+            writer(laid_out).partitionBy(*names).parquet(to)
+
+    def _laid_out(self, rows: "DataFrame") -> "tuple[DataFrame, list[str]]":
+        """Return the rows as files have them, and the columns that name directories."""
+        return rows, self.partition_by
+
+    @contextmanager
+    def writing(self, spark: "SparkSession") -> Iterator[None]:
+        """Pin the confs of the session while its tasks write files. Raises RetryError if the disk is full."""
         try:
-            with pinned(rows.sparkSession):
-                writer(rows).partitionBy(*partition_by).parquet(attempt)
+            with pinned(spark):
+                yield
         except Exception as err:  # from the JVM: only the text names the errno
             if os.strerror(errno.ENOSPC) in str(err):
                 raise explained("--to", self.path, OSError(errno.ENOSPC, "")) from err

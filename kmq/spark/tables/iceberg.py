@@ -56,6 +56,7 @@ class Iceberg(Table):
     """An Iceberg table; see the module."""
 
     format = base.ICEBERG
+    keeps_partitions = True
 
     def __init__(self, path: str, partition_by: "Sequence[str]", state: str = "", catalog: str = "") -> None:
         super().__init__(path, partition_by, state)
@@ -157,11 +158,11 @@ class Iceberg(Table):
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
         return stores.described(schema, widened=True)
 
-    def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
+    def _laid_out(self, rows: "DataFrame") -> "tuple[DataFrame, list[str]]":
         from pyspark.sql import functions as F
 
-        copies = {f"{_COPY}{name}": F.col(name) for name in partition_by}
-        super()._write(rows.withColumns(copies), list(copies))
+        copies = {f"{_COPY}{name}": F.col(name) for name in self.partition_by}
+        return rows.withColumns(copies), list(copies)
 
     def _directory_of(self, directory: str) -> str:
         parts = (part.removeprefix(_COPY) for part in directory.split("/") if part)

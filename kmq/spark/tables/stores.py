@@ -27,7 +27,7 @@ from kmq.files import replace_file, sync_directory, sync_file
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow.fs import S3FileSystem
-    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -280,18 +280,18 @@ _NAMES = {
 }
 
 
-def arrow_schema(rows: "DataFrame") -> "pa.Schema":
-    """Return the Arrow schema of the rows, with every column nullable.
+def arrow_schema(schema: "StructType") -> "pa.Schema":
+    """Return the Arrow schema of rows, with every column nullable.
 
     Spark infers for some columns that they are never null. A table's schema must not depend on that.
     """
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
-    schema = StructType()
-    for field in rows.schema:
-        schema.add(field.name, field.dataType, nullable=True)
-    return to_arrow_schema(schema, timezone="UTC")
+    nullable = StructType()
+    for field in schema:
+        nullable.add(field.name, field.dataType, nullable=True)
+    return to_arrow_schema(nullable, timezone="UTC")
 
 
 def described(schema: "pa.Schema", widened: bool = False) -> dict[str, str]:
