@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -83,7 +84,11 @@ def session(
         check_master(master)
     confs = default_confs(master) | given
     if master.startswith("local") and SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
-        confs = _sockets() | confs
+        directory = tempfile.mkdtemp(prefix="kmq-spark-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        confs = _sockets(directory) | confs
+        if python := _python(directory):
+            os.environ.setdefault("PYSPARK_PYTHON", python)
     options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -140,19 +145,46 @@ def default_confs(master: str) -> dict[str, str]:
     return confs
 
 
-def _sockets() -> dict[str, str]:
+def _sockets(directory: str) -> dict[str, str]:
     """Return confs that connect the JVM and its Python workers by Unix sockets, in a directory of this process alone.
 
     Over TCP each task waits 40 ms: Spark writes its reply in two small blocks, and the second block is held back until
     the kernel has acknowledged the first (Nagle's algorithm against delayed acknowledgement). Only for local mode: the
     executors of a standalone master on this machine may run as another user, who could not enter the directory.
     """
-    directory = tempfile.mkdtemp(prefix="kmq-spark-")
     if len(directory) > _SOCKET_DIR_CHARS:
-        os.rmdir(directory)
         return {}
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return {"spark.python.unix.domain.socket.enabled": "true", "spark.python.unix.domain.socket.dir": directory}
+
+
+# What Spark puts before PYTHONPATH, with the home of pyspark.
+_ZIPPED = "{home}/python/lib/pyspark.zip:{home}/python/lib/py4j-{version}-src.zip:"
+_PYTHON = """#!/bin/sh
+PYTHONPATH="${{PYTHONPATH#{zipped}}}"
+export PYTHONPATH="${{PYTHONPATH#{home}/jars/spark-core_*.jar}}"
+exec {python} "$@"
+"""
+
+
+def _python(directory: str) -> str:
+    """Return a command, made in `directory`, that starts Python for workers; "" where there can be none.
+
+    Spark has its Python processes import pyspark from a zip, where no compiled files are. Each fresh interpreter, such
+    as the planner of each stream, then compiles pyspark for 0.5 s of CPU. This command leaves the zip out, if pyspark
+    is installed as files.
+    """
+    import py4j.version
+    import pyspark
+
+    home, command = os.path.dirname(pyspark.__file__), f"{directory}/python"
+    if not os.path.isdir(f"{home}/python/lib") or os.environ.get("SPARK_HOME", home) != home:
+        return ""  # another installation of Spark
+    quoted = {"home": shlex.quote(home), "python": shlex.quote(sys.executable)}
+    zipped = shlex.quote(_ZIPPED.format(home=home, version=py4j.version.__version__))
+    with open(command, "w", encoding="utf-8") as script:
+        script.write(_PYTHON.format(zipped=zipped, **quoted))
+    os.chmod(command, 0o700)
+    return command if os.access(command, os.X_OK) else ""  # no file system without programs
 
 
 def log_options(level: str) -> str:
