@@ -11,12 +11,13 @@ import warnings
 from typing import Any
 
 from pyspark import SparkContext
+from pyspark.errors import StreamingQueryException
 
-from kmq.spark.pipelines import archive
+from kmq.spark.pipelines import archive, archive_task
 from kmq.spark.pipelines.archive import LetterWriter
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
-from kmq.spark.tables.base import BoundStream
+from kmq.spark.tables.base import BoundStream, Staging
 
 point, batch, with_jvm, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 
@@ -53,11 +54,22 @@ def bind(self: BoundStream, query: str, batch_id: int) -> None:
         begun.append(batch_id)
 
 
+def die(*_: Any) -> Any:
+    """In the process of a task: in place of what it does with its records."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 BoundStream.bind = bind  # type: ignore[method-assign]
-if point == "letters":  # sent, and not yet in the table
+if point == "worker":
+    archive_task.write_part = die  # type: ignore[assignment]
+elif point == "tasks":  # have written all parts, of which none is a part of the batch yet
+    dying(Staging, "accept", True)
+elif point == "accepted":  # some parts are
+    dying(Staging, "accept", False)
+elif point == "letters":  # sent, and not yet in the table
     dying(LetterWriter, "send", False)
-elif point == "staged":
-    dying(Table, "stage", False)
+elif point == "judged":  # the records that are not surely good are written
+    dying(Table, "write", False)
 elif point == "sealed":  # none of its files is moved
     dying(Table, "_publish", True)
 elif point == "moved":  # all of its files are; Delta's log and the batch's number are not written
@@ -70,4 +82,8 @@ elif point == "committed":  # and Spark does not know
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     spark = session("local[2]", "archive", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
-archive.run(spark, **arguments)
+try:
+    archive.run(spark, **arguments)
+except StreamingQueryException:
+    assert point == "worker"
+    kill()

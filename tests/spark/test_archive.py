@@ -526,11 +526,16 @@ def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_on
 @pytest.mark.soak
 @pytest.mark.parametrize("group", [True, False])
 @pytest.mark.parametrize("batch", [0, 2])
-@pytest.mark.parametrize("point", ["staged", "letters", "sealed", "moved", "committed"])
+@pytest.mark.parametrize("point", ["tasks", "accepted", "judged", "letters", "sealed", "moved", "committed"])
 @pytest.mark.parametrize("format", tables.FORMATS)
 def test_a_driver_that_is_killed_anywhere_leaves_every_record_once(spark, up, tmp_path, format, point, batch, group):
     kill = partial(kill_at, point, batch, group, broker=up)
     broken_off_and_gone_on(spark, up, tmp_path, format, kill)
+
+
+@pytest.mark.parametrize("point", ["worker", "accepted"])
+def test_a_task_or_a_driver_that_is_killed_while_tasks_write_leaves_every_record_once(spark, up, tmp_path, point):
+    broken_off_and_gone_on(spark, up, tmp_path, "parquet", partial(kill_at, point, 0, False, broker=up))
 
 
 def test_where_bad_records_could_not_go_is_said_at_the_start(spark, tmp_path):

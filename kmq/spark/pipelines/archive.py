@@ -21,16 +21,27 @@ Bad         See payloads.py. JSON to the letter: one object, nothing behind it, 
 
 import importlib
 import os
+import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, Unpack, cast
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DateType,
+    IntegerType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    VariantType,
+)
 
 from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
@@ -39,12 +50,15 @@ from kmq.message.letters import DLQ
 from kmq.spark import failures
 from kmq.spark.connections import nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
+from kmq.spark.pipelines import json_columns, payloads
+from kmq.spark.pipelines.archive_task import DIRECT, FORMAT, STAGING, UNSURE, ArchiveJob, source_of
 from kmq.spark.pipelines.options import INFER, NONE, PARQUET, ArchiveOptions, complete, value
 from kmq.spark.pipelines.payloads import decide_schema, infer, keep_schema, parse
 from kmq.spark.pipelines.table import ADOPT_S, follow, is_adopted, starting
 from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import ReadOptions
+from kmq.spark.streaming.checkpoint import RECORDS
 from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import Table, TableSpec
 
@@ -197,16 +211,23 @@ def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> 
     the arguments, or what this process knows of itself (NODE_NAME and POD_NAME, commonly set by Kubernetes' downward
     API, or the host's name).
     """
-    here = host or os.environ.get("NODE_NAME") or socket.gethostname()
-    mine = pod or os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
+    node, mine = here(host, pod)
     remote = F.regexp_extract("broker", r"^([^/]+):\d+$", 1)
     return rows.withColumns(
         {
-            "host": F.coalesce(F.col("headers")["host"], F.when(remote != "", remote), F.lit(here)),
+            "host": F.coalesce(F.col("headers")["host"], F.when(remote != "", remote), F.lit(node)),
             "pod": F.coalesce(F.col("headers")["pod"], F.when(remote == "", F.lit(mine))),
             "date": utc_date("recv_ts"),
             "hour": utc_hour("recv_ts"),
         }
+    )
+
+
+def here(host: str | None, pod: str | None) -> tuple[str, str]:
+    """Return host and pod of records that name none, read here: as given, or as this process knows them."""
+    return (
+        host or os.environ.get("NODE_NAME") or socket.gethostname(),
+        pod or os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname(),
     )
 
 
@@ -258,9 +279,7 @@ def run(
         keep_schema(table, fields)
         if progress is not None:
             progress.describe(f"archive to {to}")
-        stream = spark.readStream.format("kmq").schema(READ)
-        rows = stream.options(**starting(where, asked["batch_bytes"])).load()
-        done = follow(table, rows, batches.stage, "archive", trigger)
+        done = follow(table, batches.source(spark, where), batches.stage, "archive", trigger)
         return Archived(done.rows, batches.bad, done.batches, done.merged)
 
 
@@ -280,55 +299,114 @@ class _Batches:
         self._enrich_more, self._letters = enrich_more, letters
         self._keeps_bad = asked["bad"] == "keep"
         self._keeps_rest = asked["schema"] == INFER if asked["rest"] is None else asked["rest"]
+        self._host, self._pod = here(asked["host"], asked["pod"])
+        self._read = cast(StructType, StructType.fromDDL(READ))
+        self._names = payloads.names(fields, self._read.names) if fields else []
+        self._row_schema = self._schema = self._row_columns()  # before and after the user's function
+        self._is_direct = enrich_more is None and DIRECT.issuperset(asked["partition_by"])
         self.bad = 0
 
-    def _parsed(self, rows: DataFrame) -> DataFrame:
-        return rows if self._fields is None else parse(rows, self._fields, self._keeps_rest)
-
-    def _enriched(self, rows: DataFrame) -> DataFrame:
-        return enrich(rows.drop("routing_key"), self._asked["host"], self._asked["pod"])
-
-    def _stored(self, rows: DataFrame) -> DataFrame:
-        """Return the good rows as they are added to the table."""
-        if self._fields is None or self._keeps_bad:
-            rows = with_text(rows)
-        else:
-            rows = rows.drop("reason", "value")
-        enriched = self._enriched(rows)
-        return self._enrich_more(enriched) if self._enrich_more else enriched
+    def _row_columns(self) -> StructType:
+        """Return the columns of the rows, before the user's function."""
+        names = [field.name for field in self._read if field.name not in ("routing_key", "value")]
+        kinds = {name: self._read[name].dataType for name in names}
+        has_text = self._fields is None or self._keeps_bad
+        if has_text:
+            kinds["value"] = BinaryType()
+        if self._fields is not None:
+            kinds |= zip(self._names, (field.dataType for field in self._fields.toNullable()), strict=True)
+            kinds |= {"rest": MapType(StringType(), StringType())} if self._keeps_rest else {}
+            kinds |= {"reason": StringType()} if self._keeps_bad else {}
+        kinds |= {"value_text": StringType()} if has_text else {}
+        kinds |= {"host": StringType(), "pod": StringType(), "date": DateType(), "hour": IntegerType()}
+        return StructType([StructField(name, kind) for name, kind in kinds.items()])
 
     def check(self, spark: SparkSession) -> None:
-        """Raise ConfigError if rows cannot be stored; tried with an empty DataFrame before the stream starts."""
-        parsed = self._parsed(spark.createDataFrame([], READ))
-        given = self._enriched(parsed).columns if self._enrich_more else None
-        _check_partitions(self._asked["partition_by"], self._stored(parsed), given, self._asked["enrich_with"])
-        self._table.expect(self._stored(parsed))
+        """Raise ConfigError if rows cannot be stored; before the stream starts, a function with an empty DataFrame."""
+        asked, given = self._asked, None
+        if self._enrich_more:
+            given = self._row_schema.names
+            made = self._enrich_more(spark.createDataFrame([], self._row_schema))
+            if not isinstance(made, DataFrame):
+                raise ConfigError(
+                    f"--enrich {asked['enrich_with']!r}: must return a DataFrame, not {type(made).__name__}"
+                )
+            self._schema = made.schema
+        _check_partitions(asked["partition_by"], self._schema, given, asked["enrich_with"])
+        self._table.expect(self._schema)
+
+    def source(self, spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
+        """Return the stream: a row for each task that has written its part of a batch."""
+        job = ArchiveJob(
+            json=None if self._fields is None else json_columns.of(self._fields),
+            names=self._names,
+            read=self._read,
+            stored=self._row_schema,
+            partition_by=self._asked["partition_by"] if self._is_direct else None,
+            keeps_partitions=self._table.keeps_partitions,
+            host=self._host,
+            pod=self._pod,
+        )
+        spark.dataSource.register(source_of(job, spark.sparkContext.defaultParallelism))
+        options = starting(where, self._asked["batch_bytes"])
+        tasks = spark.readStream.format(FORMAT).options(**options).load()
+        return tasks.observe(RECORDS, F.sum(F.col("rows") + F.col("unsure")).alias("rows"))
 
     def stage(self, batch: DataFrame, query: str) -> None:
         """Stage the good rows of a batch, and send its dead letters."""
-        if self._fields is None:
-            self._table.stage(self._stored(batch))
-            return
-        seen = Observation()
-        # Observe between parsing and filtering; this also keeps Spark from parsing once for good and once for bad rows.
-        parsed = self._parsed(batch).observe(seen, F.count("reason").alias("bad"))
-        if self._keeps_bad:
-            rows = parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))
-        else:
-            rows = parsed.where("reason is null")
-        self._table.stage(self._stored(rows))
-        bad = seen.get["bad"]
+        spark, table = batch.sparkSession, self._table
+        parts = table.begin_parts(self._schema)
+        spark.sparkContext.setLocalProperty(STAGING, parts)
+        with table.writing(spark):
+            done = batch.collect()
+        unsure = _files(parts, (f"{row.part}/{UNSURE}" for row in done if row.unsure))
+        judged, seen = None, Observation()
+        if unsure:
+            # Observe between parsing and filtering; this also keeps Spark from parsing once for good and once for bad.
+            records = spark.read.schema(self._read).parquet(*unsure)
+            judged = self._judged(records).observe(seen, F.count("reason").alias("bad"))
+        written = [self._good(judged)] if judged is not None else []
+        if self._is_direct:
+            for row in done:
+                table.staging.accept(row.part)
+        elif files := _files(parts, (row.part for row in done if row.rows)):
+            written.append(spark.read.schema(self._row_schema).parquet(*files))
+        if written:
+            rows = reduce(DataFrame.unionByName, written)
+            table.write(self._enrich_more(rows) if self._enrich_more else rows, f"{parts}/judged")
+            table.staging.accept("judged")
+        bad = seen.get["bad"] if judged is not None else 0
         self.bad += bad
-        if self._letters and bad:
-            with pinned(batch.sparkSession):
-                self._letters.send(parsed.where("reason is not null"), query)
+        if self._letters and judged is not None and bad:
+            with pinned(spark):
+                self._letters.send(judged.where("reason is not null"), query)
+
+    # --- records whose payloads are not surely good ------------------------------------------------------------------
+
+    def _judged(self, records: DataFrame) -> DataFrame:
+        assert self._fields is not None
+        return parse(records, self._fields, self._keeps_rest)
+
+    def _good(self, judged: DataFrame) -> DataFrame:
+        """Return the rows of the table that these records become."""
+        if self._keeps_bad:
+            rows = with_text(judged.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value"))))
+        else:
+            rows = judged.where("reason is null")
+        return enrich(rows, self._host, self._pod).select(*self._row_schema.names)
 
 
-def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[str] | None, enrich_with: str) -> None:
+def _files(root: str, directories: Iterable[str]) -> list[str]:
+    """Return the Parquet files in these directories, as Spark takes names: without patterns."""
+    found = (f"{root}/{directory}/{name}" for directory in directories for name in os.listdir(f"{root}/{directory}"))
+    return [re.sub(r"([\\*?\[\]{}])", r"\\\1", name) for name in found if name.endswith(".parquet")]
+
+
+def _check_partitions(
+    partition_by: Sequence[str], stored: StructType, given: Sequence[str] | None, enrich_with: str
+) -> None:
     """Raise ConfigError for impossible partition columns. `given`: the columns passed to the function of --enrich."""
-    if not isinstance(stored, DataFrame):
-        raise ConfigError(f"--enrich {enrich_with!r}: must return a DataFrame, not {type(stored).__name__}")
-    kinds = {field.name.lower(): field.dataType for field in stored.schema}
+    kinds = {field.name.lower(): field.dataType for field in stored}
     before = [name.lower() for name in given or ()]
     for name in partition_by:
         kind = kinds.get(name.lower())
@@ -336,8 +414,8 @@ def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[
             raise ConfigError(f"--enrich {enrich_with!r}: leaves out column {name}, which --partition-by names")
         if kind is None:
             raise ConfigError(
-                f"--partition-by: unknown column {name}{nearest(name, stored.columns)};"
-                f" expected one of {', '.join(stored.columns)}"
+                f"--partition-by: unknown column {name}{nearest(name, stored.names)};"
+                f" expected one of {', '.join(stored.names)}"
             )
         if isinstance(kind, StructType | ArrayType | MapType | VariantType):
             raise ConfigError(f"--partition-by: column {name} is a {kind.typeName()}; a partition needs a single value")

@@ -51,7 +51,9 @@ _MINUS_ZERO = re.compile(rb"-0(?:\.0*)?(?:[eE]|[,\]}\s])")  # in a decimal the j
 # At least what payloads._FRAGILE finds, without Java's extensions.
 _FRAGILE = r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|\.0*[1-9][0-9]{17}|[1-9][0-9.]{18}"
 _NUMBER_CHARS = np.isin(np.arange(256), list(b"0123456789.eE+-"))
-_STEP, _STEPS = 64, 12  # a number of 1,000 characters has more than so many of every 64th byte in a row
+_LONG = 1000  # characters; the judge takes no longer number
+_LONG_NUMBER = re.compile(rb"[0-9.eE+-]{%d}" % _LONG)
+_STEP, _STEPS = 64, 12  # such a number has more than so many of every 64th byte in a row
 _EXACT = float(1 << 53)
 _NEGATIVE_ZERO = np.iinfo(np.int64).min  # the bits of -0.0
 _ROW = re.compile(r" in row ([0-9]+)$")
@@ -121,8 +123,8 @@ def _odd(json: JsonColumns, lines: "_Lines") -> Numbers:
         odd[lines.at(_starts(_MINUS_ZERO, text))] = True
     if not text.isascii():
         odd |= not_utf8(lines.array)
-    if len(text) > 1000 and int((ends - begins).max()) > 1000:
-        odd[lines.at(_long_numbers(data))] = True
+    if len(text) > _LONG and int((ends - begins).max()) >= _LONG:
+        odd[_with_long_numbers(lines)] = True
     if text.find(b"\\") >= 0:
         escaped = np.flatnonzero(np.bincount(lines.at(np.flatnonzero(data == _BACKSLASH)), minlength=len(odd)) > 0)
         escaped = escaped[~odd[escaped]]  # only text is left
@@ -259,10 +261,10 @@ def _is_utf8(payload: bytes | None) -> bool:
     return True
 
 
-def _long_numbers(data: Numbers) -> Numbers:
-    """Return places within all numbers of 1,000 characters; and perhaps within others that look so."""
-    of_number = _NUMBER_CHARS[data[::_STEP]].astype(np.int32)
-    if len(of_number) < _STEPS:
-        return np.zeros(0, np.int64)
-    sums = np.cumsum(np.concatenate([[0], of_number]))
-    return np.flatnonzero(sums[_STEPS:] - sums[:-_STEPS] == _STEPS) * _STEP
+def _with_long_numbers(lines: _Lines) -> list[int]:
+    """Return the payloads with a number that is too long for the judge. Few bytes tell where one may be."""
+    of_number = _NUMBER_CHARS[lines.bytes[::_STEP]].astype(np.int32)
+    sums = np.concatenate([[0], np.cumsum(of_number)])
+    places = np.flatnonzero(sums[_STEPS:] - sums[:-_STEPS] == _STEPS) * _STEP
+    found = np.unique(lines.at(places))
+    return [at for at in found.tolist() if _LONG_NUMBER.search(lines.array[at].as_py())]

@@ -100,7 +100,7 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     is_object = verdict["broken"].isNull()
     named = [
         F.when(is_object, document[field.name]).alias(name)
-        for field, name in zip(fields, _names(fields, columns), strict=True)
+        for field, name in zip(fields, names(fields, columns), strict=True)
     ]
     if rest:
         named.append(F.when(is_object, verdict["rest"]).alias("rest"))
@@ -141,14 +141,15 @@ def _storable(kind: DataType) -> DataType | None:
     return StructType(list(fields.values())) if fields else None
 
 
-def _names(fields: StructType, taken: Sequence[str]) -> list[str]:
-    used, names = {name.lower() for name in (*taken, *OWN, *ADDED)}, []
+def names(fields: StructType, taken: Sequence[str]) -> list[str]:
+    """Return the columns of the fields beside those `taken`."""
+    used, found = {name.lower() for name in (*taken, *OWN, *ADDED)}, []
     for name in fields.names:
         while name.lower() in used:
             name = f"payload_{name}"
         used.add(name.lower())
-        names.append(name)
-    return names
+        found.append(name)
+    return found
 
 
 def with_corrupt(fields: StructType) -> StructType:

@@ -4,7 +4,7 @@ Invariant   A task reads all records of its ranges, or raises DataLossError (fai
             are).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
 from kmq.spark.source import batches, columns, ends, plan
+from kmq.spark.source.batches import Blocks
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
@@ -37,14 +38,22 @@ if TYPE_CHECKING:
 class TaskReader:
     """What a task does, the same for batches and streams: read its ranges of offsets as Arrow batches."""
 
-    def __init__(self, schema: StructType) -> None:
+    def __init__(
+        self, schema: StructType, consume: "Callable[[Blocks], Iterator[pa.RecordBatch]] | None" = None
+    ) -> None:
+        """`consume`: see StreamReader."""
+        self._consume = consume
         self._selection = columns.select((field.name, field.dataType.simpleString()) for field in schema.fields)
 
     def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
         if not isinstance(partition, Task):
             return  # Spark's placeholder if there is nothing to read
         broker = open_broker(partition.broker, partition.is_path, partition.access)
-        yield from batches.read(broker, partition.spans, self._selection, partition.fail_on_data_loss)
+        if self._consume is None:
+            yield from batches.read(broker, partition.spans, self._selection, partition.fail_on_data_loss)
+            return
+        names, fails = self._selection.names, partition.fail_on_data_loss
+        yield from self._consume(batches.blocks(broker, partition.spans, names, fails))
 
 
 class BatchReader(TaskReader, DataSourceReader):

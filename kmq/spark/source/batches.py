@@ -17,12 +17,19 @@ from kmq.spark.source.plan import DataLossError, OffsetSpan
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Blocks = Iterator[tuple[columns.Block, columns.Where]]
+
 
 def read(
     broker: Broker, spans: Sequence[OffsetSpan], selection: ColumnSelection, fail_on_data_loss: bool = True
 ) -> Iterator["pa.RecordBatch"]:
     """Yield the columns of `selection` of the records of these ranges, one after the other."""
-    names = selection.names
+    for block, where in blocks(broker, spans, selection.names, fail_on_data_loss):
+        yield columns.batch(block, where, selection.names, selection.exact, selection.schema)
+
+
+def blocks(broker: Broker, spans: Sequence[OffsetSpan], names: Sequence[str], fail_on_data_loss: bool = True) -> Blocks:
+    """Yield the records of these ranges in blocks that are not empty, ready for the columns `names`."""
     origin = broker.identity() if "origin_broker" in names else ""
     needs_marks = not {"key", KEY_BYTES}.isdisjoint(names) and any(span.key[1] != WAL for span in spans)
     marks_from = broker.marks_from() if needs_marks else 0
@@ -32,7 +39,7 @@ def read(
         for lines in _lines(broker, span, fail_on_data_loss):
             block = columns.Block(lines, topic, topic == WAL, marks_from)
             if block.count:
-                yield columns.batch(block, where, names, selection.exact, selection.schema)
+                yield block, where
 
 
 def _lines(broker: Broker, span: OffsetSpan, fail_on_data_loss: bool) -> Iterator[Lines]:

@@ -365,7 +365,7 @@ class Block:
         behind = self.starts[2] + len(self.topic.encode())
         begins = np.minimum(behind + 1, ends)
         has_key = begins < ends
-        if self.lines.find(b".@") >= 0:
+        if self.lines.find(b"@") >= 0 and self.lines.find(b".@") >= 0:
             mark_ends = self._mark_ends(behind)
             has_key = np.where(mark_ends, mark_ends < ends, has_key)
             begins = np.where(mark_ends, np.minimum(mark_ends + 1, ends), begins)
@@ -437,6 +437,13 @@ class Block:
         for at in encoded.tolist():
             decoded[at] = _base64(decoded[at])
         return pa.array(decoded, pa.binary())
+
+    def value_lines(self) -> pa.Array:
+        """Return the decoded payloads, empty if null, each with a newline at its end."""
+        if self.lines.find(b";") < 0 or self.lines.find(b";enc=b64") < 0:
+            return self.span(self.starts[5], self.ends[5] + 1)
+        end = pa.scalar(b"\n")
+        return pc.binary_join_element_wise(self.value.fill_null(b""), end, pa.scalar(b""))
 
     def value_text(self) -> pa.Array:
         payloads = self.value  # sets `decoded`

@@ -12,8 +12,8 @@ Unlimited   A batch without a limit ends where the partitions end. Their ends ar
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -30,18 +30,28 @@ from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark.source import plan
 from kmq.spark.source.batch_reader import TaskReader
+from kmq.spark.source.batches import Blocks
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Offsets, OffsetSpan, StreamPosition
 from kmq.spark.source.planner import QueryLogs, begun, check_same_records
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """spark.readStream: one object plans a query on the driver, as long as the query lives; tasks do the reading."""
 
-    def __init__(self, schema: StructType, options: ReadOptions) -> None:
-        super().__init__(schema)
+    def __init__(
+        self,
+        schema: StructType,
+        options: ReadOptions,
+        consume: "Callable[[Blocks], Iterator[pa.RecordBatch]] | None" = None,
+    ) -> None:
+        """`consume`: what a task does with its records in place of returning them; it returns other rows."""
+        super().__init__(schema, consume)
         self._options = options
         self._logs = QueryLogs(options)
         self._target: Offsets | None = None  # where Trigger.AvailableNow ends

@@ -1,0 +1,262 @@
+"""What a task of the archive does: its range of records → Parquet files, in the Python worker. No record enters the JVM.
+
+    spark.dataSource.register(source_of(job, cores))
+    spark.readStream.format(FORMAT).options(…).load()    # one row for each task: part, rows, unsure
+
+A task reads its range in blocks, as format("kmq") does. Payloads become columns by pyarrow (json_columns.py). Records
+whose payloads are not surely good are written as they are; the driver gives them to the judge (payloads.py).
+
+Owner       The task owns <staging directory>/<part>/; `part` is a new name for each attempt:
+                topic=a/date=…/hour=…/rows-000.parquet   rows of the table, if the job has a layout of directories
+                rows-000.parquet                         else: rows that the driver reads again
+                _unsure/rows-000.parquet                 records for the judge, with the columns READ
+Invariant   A row of the result always comes after its files are complete and synced. Every record of the range is in
+            one of the files, once.
+Crash       Nothing reads the files of an attempt without a row: of a task that failed, was killed, or ran twice. A task
+            that outlives its driver finds its directory gone, because only the driver makes it.
+Memory      One block, and at most GROUP_BYTES of rows of a file.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from kmq.files import sync_file
+from kmq.spark.pipelines import json_columns
+from kmq.spark.pipelines.json_columns import JsonColumns
+from kmq.spark.source import columns
+from kmq.spark.source.batches import Blocks
+from kmq.spark.source.columns import Block, Numbers, Where
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.stream_reader import StreamReader
+
+FORMAT = "kmq-archive"
+STAGING = "kmq.staging"  # the local property of Spark that names the directory for parts
+UNSURE = "_unsure"
+RESULT = "part string, rows bigint, unsure bigint"
+DIRECT = frozenset(("broker", "topic", "partition", "date", "hour"))  # columns of which a task makes directories
+GROUP_BYTES = 64 << 20  # of a row group, in Arrow's memory
+_LEVEL = 3  # of zstd, as Spark has it
+_RISING = ("offset", "seq", "recv_ts")  # columns of which differences are stored
+_HOUR_US, _DAY_US = 3_600_000_000, 86_400_000_000
+# What Spark writes as %XX in names of directories.
+_ESCAPED = frozenset([*map(chr, range(1, 32)), *"\"#%'*/:=?\\\x7f{[]^"])
+
+
+class ArchiveJob(NamedTuple):
+    """What all tasks of an archive have in common."""
+
+    json: JsonColumns | None  # None: payloads are stored as text
+    names: Sequence[str]  # of the columns for its fields
+    read: StructType  # the columns READ
+    stored: StructType  # all columns of the rows
+    partition_by: Sequence[str] | None  # columns that name directories; None: the driver reads the rows again
+    keeps_partitions: bool  # the files have these columns too
+    host: str  # of records that name none
+    pod: str | None
+
+
+def source_of(job: ArchiveJob, cores: int) -> type[DataSource]:
+    """Return the source for a job. A class made in a function is pickled by value, with its job."""
+
+    class ArchiveSource(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return FORMAT
+
+        def schema(self) -> str:
+            return RESULT
+
+        def streamReader(self, schema: StructType) -> StreamReader:
+            options = ReadOptions(self.options)
+            options.check_stream()
+            options.cores = cores
+            return StreamReader(job.read, options, partial(write_part, job))
+
+    return ArchiveSource
+
+
+def write_part(job: ArchiveJob, blocks: Blocks) -> Iterator[pa.RecordBatch]:
+    """Write the records of a task; yield one row of RESULT."""
+    pa.set_cpu_count(1)  # there are as many tasks as cores
+    part = uuid4().hex[:12]
+    root = f"{TaskContext.get().getLocalProperty(STAGING)}/{part}"  # type: ignore[union-attr]
+    os.mkdir(root)
+    layout = list(job.partition_by or ())
+    dropped = [] if job.keeps_partitions else layout
+    schema = pa.schema([field for field in _arrow(job.stored) if field.name not in dropped])
+    rows, unsure = _Files(schema), _Files(_arrow(job.read))
+    for block, where in blocks:
+        good, hours, are_sure = _rows(job, block, where, schema)
+        edges = [0, *(np.flatnonzero(np.diff(hours)) + 1).tolist(), len(hours)]
+        for low, high in pairwise(edges) if len(hours) else ():
+            rows.add(good.slice(low, high - low), "/".join([root, *_directories(layout, where, int(hours[low]))]))
+        if not are_sure.all():
+            unsure.add(_batch(block, where, job.read).filter(pa.array(~are_sure)), f"{root}/{UNSURE}")
+    counts = [pa.array([files.close()], pa.int64()) for files in (rows, unsure)]
+    yield pa.RecordBatch.from_arrays([pa.array([part]), *counts], names=["part", "rows", "unsure"])
+
+
+def _arrow(schema: StructType) -> pa.Schema:
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def _batch(block: Block, where: Where, schema: StructType) -> pa.RecordBatch:
+    selection = columns.select((field.name, field.dataType.simpleString()) for field in schema)
+    return columns.batch(block, where, *selection)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(job: ArchiveJob, block: Block, where: Where, schema: pa.Schema) -> tuple[pa.RecordBatch, Numbers, Numbers]:
+    """Return the rows of the records that are sure, the hour of each since the epoch, and which records are sure."""
+    found, are_sure = _payloads(job, block)
+    wanted = set(schema.names).difference(job.names, ["value"]) | {"recv_ts"}
+    rows = _batch(block, where, StructType([field for field in job.read if field.name in wanted]))
+    for name, array in _places(job, block, where).items():
+        rows = rows.append_column(name, array)
+    if not are_sure.all():
+        rows = rows.filter(pa.array(are_sure))
+    arrays = dict(zip(rows.schema.names, rows.columns, strict=True)) | found
+    micros = arrays["recv_ts"].cast(pa.int64()).to_numpy()
+    hours: Numbers = micros // _HOUR_US
+    arrays["date"] = pa.array((micros // _DAY_US).astype(np.int32)).cast(pa.date32())
+    arrays["hour"] = pa.array((hours % 24).astype(np.int32))
+    nothing = pa.nulls(len(hours))
+    stored = [arrays.get(field.name, nothing).cast(field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(stored, schema=schema), hours, are_sure
+
+
+def _payloads(job: ArchiveJob, block: Block) -> tuple[dict[str, pa.Array], Numbers]:
+    """Return the columns made of the payloads that are sure, and which are."""
+    if job.json is not None:
+        batch, are_sure = json_columns.parse(job.json, block.value_lines())
+        return dict(zip(job.names, batch.columns, strict=False)), are_sure
+    payloads, are_sure = block.value, np.ones(block.count, bool)
+    if block.ascii and not block.decoded:
+        return {"value_text": payloads.view(pa.string())}, are_sure
+    nothing, is_text = pa.scalar(None, pa.binary()), pa.array(~json_columns.not_utf8(payloads))
+    texts = pc.if_else(is_text, payloads, nothing).view(pa.string())
+    return {"value_text": texts, "value": pc.if_else(is_text, nothing, payloads)}, are_sure
+
+
+def _places(job: ArchiveJob, block: Block, where: Where) -> dict[str, pa.Array]:
+    """Return host and pod of each record, as archive.enrich has them."""
+    remote = re.search(r"^([^/]+):\d+$", where.broker)
+    host, pod = (remote[1], None) if remote else (job.host, job.pod)
+    return {"host": _named(block, "host", host), "pod": _named(block, "pod", pod)}
+
+
+def _directories(layout: Sequence[str], where: Where, hour: int) -> list[str]:
+    """Return the names of the directories for these rows."""
+    moment = time.gmtime(hour * 3600)
+    values = {
+        **{"broker": where.broker, "topic": where.topic, "partition": str(where.partition)},
+        **{"date": time.strftime("%Y-%m-%d", moment), "hour": str(moment.tm_hour)},
+    }
+    return [f"{name}={escaped(values[name])}" for name in layout]
+
+
+def _named(block: Block, header: str, default: str | None) -> pa.Array:
+    """Return a header of each record, the first of its name; `default` where there is none."""
+    found = pa.repeat(pa.scalar(default, pa.string()), block.count)
+    if block.lines.find(b";") < 0 or block.lines.find(f";{header}=".encode()) < 0:
+        return found
+    headers = block.id[1]
+    at = np.flatnonzero(pc.equal(headers.keys, header).to_numpy(zero_copy_only=False))
+    owners, first = np.unique(np.searchsorted(headers.offsets.to_numpy(), at, side="right") - 1, return_index=True)
+    chosen = np.zeros(block.count, bool)
+    chosen[owners] = True
+    return pc.replace_with_mask(found, pa.array(chosen), headers.items.take(pa.array(at[first])))
+
+
+def escaped(text: str) -> str:
+    """Return a value of a partition as Spark writes it in the name of a directory."""
+    return "".join(f"%{ord(char):02X}" if char in _ESCAPED else char for char in text)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """Parquet files of one schema, written one after the other."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._directory, self._number, self._count = "", 0, 0
+        self._writer: pq.ParquetWriter | None = None
+        self._group: list[pa.RecordBatch] = []
+        self._group_bytes = 0
+
+    def add(self, rows: pa.RecordBatch, directory: str) -> None:
+        """Add rows to the file in a directory; another directory ends the file."""
+        if directory != self._directory:
+            self._finish()
+            os.makedirs(directory, exist_ok=True)
+            self._directory = directory
+        self._group.append(rows)
+        self._group_bytes += rows.nbytes
+        if self._group_bytes >= GROUP_BYTES:
+            self._write()
+
+    def close(self) -> int:
+        """Finish the last file; return the number of all rows. Only then the files are complete and synced."""
+        self._finish()
+        return self._count
+
+    def _write(self) -> None:
+        rows = pa.Table.from_batches(self._group)
+        if self._writer is None:
+            path = f"{self._directory}/rows-{self._number:03}.parquet"
+            leaves = [leaf for field in self._schema for leaf in _leaves(field.name, field.type)]
+            self._writer = pq.ParquetWriter(
+                path,
+                self._schema,
+                compression="zstd",
+                compression_level=_LEVEL,
+                use_dictionary=[leaf for leaf in leaves if leaf not in _RISING],
+                column_encoding={leaf: "DELTA_BINARY_PACKED" for leaf in leaves if leaf in _RISING},
+                store_schema=False,  # Spark's files have none either
+            )
+            self._number += 1
+            self._path = path
+        self._writer.write_table(rows, row_group_size=len(rows))
+        self._count += len(rows)
+        self._group, self._group_bytes = [], 0
+
+    def _finish(self) -> None:
+        if self._group:
+            self._write()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            sync_file(self._path)
+
+
+def _leaves(path: str, kind: pa.DataType) -> Iterator[str]:
+    """Yield the paths of a column's leaves in a Parquet file."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from _leaves(f"{path}.{field.name}", field.type)
+    elif pa.types.is_list(kind):
+        yield from _leaves(f"{path}.list.element", kind.value_type)
+    elif pa.types.is_map(kind):
+        yield f"{path}.key_value.key"
+        yield from _leaves(f"{path}.key_value.value", kind.item_type)
+    else:
+        yield path
