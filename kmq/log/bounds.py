@@ -57,6 +57,7 @@ class Bounds:
         self._data = data
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
+        self._stamps: dict[str, tuple[Signature, tuple[int, int] | None]] = {}  # directory → signature, last record
         self._listed: tuple[Signature, list[str]] = ((), [])
 
     def names(self) -> list[str]:
@@ -106,6 +107,18 @@ class Bounds:
         if seen is not None:
             self._bounds[directory] = segments[-1][1], seen, bounds
         return bounds
+
+    def stamp(self, topic: str, partition: int) -> tuple[int, int] | None:
+        """Return (seq, recv_ts) of the last record before the end that `of` has returned; None if it cannot be told."""
+        directory = directory_of(self._data, topic, partition)
+        seen = self._bounds.get(directory)
+        if seen is None:
+            return None
+        cached = self._stamps.get(directory)
+        if cached is None or cached[0] != seen[1]:
+            last = reader.partition(self._data, topic, partition).stamp_of(seen[2][1] - 1)
+            cached = self._stamps[directory] = seen[1], last
+        return cached[1]
 
     def offsets(self, topic: str) -> list[tuple[int, int]]:
         """Return (first offset, end offset) of each partition of a topic, in order."""

@@ -253,6 +253,14 @@ class LogReader:
                 return record.parse_stored(lines[-2]) if len(lines) > 1 + (start > 0) else None
         return None
 
+    def stamp_of(self, offset: int) -> tuple[int, int] | None:
+        """Return (seq, recv_ts) of the record at `offset`; None if compaction took it, or it is not readable."""
+        try:
+            first, lines = self.read(offset, 1)
+        except DamageError:
+            return None
+        return record.stamp(lines) if first == offset and lines.strip() else None
+
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
         """Note where in `part` a read has ended: the next one need not check again what is in front of it."""
         self._last_read = _LastRead(part.inode, part.first, start, part.at or self.near_in(part))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from log_server import up
-from made_data import write_data
+from made_data import FIRST_TS, write_data
 
 from kmq.access import tokens
 from kmq.broker.stats import STATES
@@ -89,6 +89,19 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
         {"topic": "__append", "partition": 0, "first_offset": 1, "end_offset": 2001},
     ]
     assert [row["topic"] for row in get_json(broker, "/v1/logs")] == ["empty", "empty", "t", "__append"]
+    assert {row["topic"] for row in get_json(broker, "/v1/logs?wal=false")} == {"empty", "t"}
+    for _ in range(2):
+        assert get_json(broker, f"/v1/logs?topic=t&topic=empty&topic=__append&stamps=1&time={FIRST_TS + 701}") == {
+            "data_id": Path(f"{data}/id").read_text().strip(),
+            "logs": [
+                {"topic": "t", "partition": 0, "first_offset": 0, "end_offset": 2000, "offset": 700}
+                | {"last": [2000, FIRST_TS + 2000]},
+                {"topic": "empty", "partition": 0, "first_offset": 0, "end_offset": 0, "offset": 0},
+                {"topic": "empty", "partition": 1, "first_offset": 0, "end_offset": 0, "offset": 0},
+                {"topic": "__append", "partition": 0, "first_offset": 1, "end_offset": 2001, "offset": 701}
+                | {"last": [2000, FIRST_TS + 2000]},
+            ],
+        }
     assert get_json(broker, "/v1/broker") == {
         "data_id": Path(f"{data}/id").read_text().strip(),
         "format": "2",

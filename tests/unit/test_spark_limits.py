@@ -21,6 +21,9 @@ class Logs:
             (at for at, time in enumerate(self.times[key]) if time is not None and time >= micros), len(self.times[key])
         )
 
+    def offsets_of_time(self, keys, micros):
+        return {key: self.offset_of_time(key, micros) for key in keys}
+
     def time_at(self, key, start, end):
         self.looked += 1
         return next((time for time in self.times[key][start:end] if time is not None), None)

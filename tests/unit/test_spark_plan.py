@@ -263,7 +263,9 @@ def test_what_offsets_say_is_resolved_for_every_broker_or_for_each():
 
 def test_a_time_found_behind_the_known_end_moves_the_end():
     bounds = dict(HERE)
-    found = ends.resolve(end_of("5", name="Timestamp"), bounds, EARLIEST, lambda key, micros: 6 + (micros == 5000))
+    found = ends.resolve(
+        end_of("5", name="Timestamp"), bounds, EARLIEST, lambda keys, micros: dict.fromkeys(keys, 6 + (micros == 5000))
+    )
     assert set(found.values()) == {7} and bounds[("b1", "a", 1)] == (0, 7)
 
 

@@ -5,10 +5,13 @@ import pickle
 import socket
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from log_server import up
-from made_data import write_data
+from made_data import FIRST_TS, append, write_data
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import StructType
 
 from kmq.access import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
@@ -16,10 +19,11 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
 from kmq.spark.source import brokers, ends
-from kmq.spark.source.brokers import Layout, ShardDoors, open_broker, recognised
+from kmq.spark.source.brokers import Directory, Layout, ShardDoors, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.planner import QueryLogs
+from kmq.spark.source.stream_reader import StreamReader
 
 PATIENCE_S = 30.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
@@ -181,10 +185,11 @@ def test_shards_of_copied_records_are_two_brokers():
 
 
 def test_copies_of_a_directory_that_is_no_shards_stay_two_brokers_and_are_refused():
-    with Gateway(broker_page("l"), broker_page("l")) as a, Gateway(broker_page("l"), broker_page("l")) as b:
+    logs = answer(b'{"data_id": "l", "logs": []}')
+    with Gateway(broker_page("l"), logs) as a, Gateway(broker_page("l"), logs) as b:
         options = ReadOptions({"kmq.bootstrap.servers": f"{a.name},{b.name}", "subscribe": "t"})
         with pytest.raises(ConfigError, match=f"{a.name} and {b.name} are the same data directory, or copies of one"):
-            QueryLogs(options).identities()
+            QueryLogs(options).survey()
 
 
 @pytest.mark.parametrize(
@@ -341,3 +346,92 @@ def test_a_gateway_that_is_restarted_between_two_questions_is_not_noticed(data):
         starting.start()
         assert access.topics() == {"t": Layout(1, "crc32")}
         starting.join()
+
+
+# --- several brokers -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fleet(path, count):
+    """Brokers that are up, and the requests to them, by (broker, path and query)."""
+    asked = []
+    with ExitStack() as stack:
+        names = []
+        for number in range(count):
+            made = write_data(
+                path / str(number), [b"t.k%d|0|%d|x" % (n, n) for n in range(100)], {"t": 3}, closed=False
+            )
+            broker = stack.enter_context(up(str(path / str(number)), synced=200))
+            broker.serve()
+            names.append((made, f"127.0.0.1:{broker.port}"))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        ask = PatientRemote._ask
+
+        def counted(remote, connection, target):
+            asked.append((remote.name, target))
+            return ask(remote, connection, target)
+
+        patch.setattr(PatientRemote, "_ask", counted)
+        yield [made for made, _ in names], [name for _, name in names], asked
+
+
+def stream_of(names):
+    options = {"kmq.bootstrap.servers": ",".join(names), "subscribePattern": "t", "startingOffsets": "earliest"}
+    return StreamReader(StructType([]), ReadOptions(options))
+
+
+def test_a_micro_batch_asks_each_broker_twice_and_all_of_them_at_once(tmp_path, monkeypatch):
+    with fleet(tmp_path, 5) as (made, names, asked):
+        stream = stream_of(names)
+        first = stream.latestOffset(stream.initialOffset(), ReadAllAvailable())
+        stream.partitions({}, first)
+        for each in made:
+            append(each, [b"t.k%d|0|%d|y" % (n, n) for n in range(100, 130)])
+        asked.clear()
+        meeting, ask = threading.Barrier(5), PatientRemote._ask
+
+        def together(remote, connection, target):
+            meeting.wait(PATIENCE_S)
+            return ask(remote, connection, target)
+
+        monkeypatch.setattr(PatientRemote, "_ask", together)
+        second = stream.latestOffset(first, ReadAllAvailable())
+        tasks = stream.partitions(first, second)
+        assert len(asked) <= 10 and sum(len(span) for task in tasks for span in task.spans) == 5 * 30
+        assert all(len(second[name]["__last"]["t"]) == 3 for name in names)
+
+
+def test_a_broker_without_stamps_is_asked_one_by_one_and_named_once(tmp_path, monkeypatch, capfd):
+    with fleet(tmp_path, 2) as (_, names, _):
+        expected = stream_of(names)
+        end = expected.latestOffset(expected.initialOffset(), ReadAllAvailable())
+        logs = PatientRemote._logs
+
+        def older(remote, topics, **query):
+            found = logs(remote, topics, **query)
+            rows = found["logs"] if isinstance(found, dict) else found
+            return [{name: row[name] for name in row if name not in ("last", "offset")} for row in rows]
+
+        monkeypatch.setattr(PatientRemote, "_logs", older)
+        capfd.readouterr()
+        stream = stream_of(names)
+        assert stream.latestOffset(stream.initialOffset(), ReadAllAvailable()) == end
+        micros = FIRST_TS + 50
+        keys = [(name, "t", number) for name in names for number in range(3)]
+        assert QueryLogs(stream._options).offsets_of_time(keys, micros) == {
+            key: Directory(str(tmp_path / str(names.index(key[0])))).offset_of_time(*key[1:], micros) for key in keys
+        }
+        assert capfd.readouterr().err.count("older_broker") == 4, "two brokers, two queries"
+
+
+def test_ranges_of_a_task_are_read_on_one_connection(tmp_path, monkeypatch):
+    with fleet(tmp_path, 1) as (_, names, _):
+        opened, connect = [], PatientRemote.connect
+        monkeypatch.setattr(PatientRemote, "connect", lambda remote: opened.append(1) or connect(remote))
+        remote = PatientRemote(names[0])
+        found = [lines for number in range(3) for _, lines in remote.read("t", number, 0, 1000)]
+        assert b"".join(found).count(b"\n") == 100 and len(opened) == 1
+        part = remote.read("t", 0, 0, 1000)
+        next(part)
+        remote.bounds(["t"])
+        assert remote.bounds(["t"]) and len(opened) == 2, "records that are being read have their connection"

@@ -7,6 +7,10 @@
                   &internal=true         also topics of KMQ itself (`__…`)
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist
+                  &wal=false             without the WAL, whose end is unknown while durability recovers
+                  &time=                 each row also has "offset", of the first record received then (µs) or later
+                  &stamps=1              {"data_id", "logs": […]}: each row also has "last", [seq, recv_ts] of the record
+                                         before end_offset, unless there is none, or compaction took it
     GET /v1/logs/{topic}/{partition}/…
       offset?time=|seq=                  {"offset"} of the first record at or after that time of receipt (µs), or seq
       cuts?bytes=[&start=&end=]          {"cuts": […]}: offsets that cut start…end into pieces of about that size
@@ -133,15 +137,34 @@ class LogCalls:
         if "" in asked:
             raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
 
-        def read() -> list[dict[str, Any]]:
-            rows = []
-            for topic in asked or [*topics.names(self._data), WAL]:
-                for number in range(self._partitions(topic)):
-                    first, end = self._ends(topic, number)
-                    rows.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
-            return rows
+        has_stamps = request.query.get("stamps", "") == "1"
+        wal = [] if request.query.get("wal", "") == "false" else [WAL]
+        micros = _number("time", request.query["time"]) if "time" in request.query else None
+
+        def read() -> object:
+            data_id = identity.of_records(self._data) if has_stamps else ""
+            logs = [
+                self._row(topic, number, has_stamps, micros)
+                for topic in asked or [*topics.names(self._data), *wal]
+                for number in range(self._partitions(topic))
+            ]
+            return {"data_id": data_id, "logs": logs} if has_stamps else logs
 
         return web.json_response(await self._run(read))
+
+    def _row(self, topic: str, partition: int, has_stamp: bool, micros: int | None) -> dict[str, Any]:
+        first, end = self._ends(topic, partition)
+        row: dict[str, Any] = {"topic": topic, "partition": partition, "first_offset": first, "end_offset": end}
+        if micros is not None:
+            row["offset"] = min(self._log(topic, partition).offset_of_time(micros), self._readable_end(topic))
+        if has_stamp and first < end:
+            is_wal = topic == WAL
+            last = self._log(topic, 0).stamp_of(end - 1) if is_wal else self._bounds.stamp(topic, partition)
+            row |= {"last": last} if last else {}
+        return row
+
+    def _log(self, topic: str, partition: int) -> LogReader:
+        return reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
 
     def _partitions(self, topic: str) -> int:
         """Return how many partitions a topic has; 0 if it does not exist."""
@@ -175,7 +198,7 @@ class LogCalls:
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
         if partition >= self._partitions(topic):
             raise RequestRefused("not_found", f"there is no partition {partition} of topic {topic!r}")
-        return topic, reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
+        return topic, self._log(topic, partition)
 
     async def offset(self, request: web.Request) -> web.Response:
         given = [name for name in ("time", "seq") if name in request.query]

@@ -101,12 +101,10 @@ class BatchReader(TaskReader, DataSourceReader):
         """Move starts and ends to where `condition` may hold; Spark still checks each row."""
         name, low, high = _span(condition)
         if name == "recv_ts":
+            lows = logs.offsets_of_time(start, low) if low is not None else {}
+            highs = logs.offsets_of_time(start, high + 1) if high is not None else {}
             for key in start:
-                broker, topic, partition = key
-                if low is not None:
-                    start[key] = max(start[key], logs.brokers[broker].offset_of_time(topic, partition, low))
-                if high is not None:
-                    end[key] = min(end[key], logs.brokers[broker].offset_of_time(topic, partition, high + 1))
+                start[key], end[key] = max(start[key], lows.get(key, 0)), min(end[key], highs.get(key, end[key]))
         for key in start:
             if name == "offset" or (name == "seq" and key[1] == WAL):
                 start[key] = max(start[key], low) if low is not None else start[key]

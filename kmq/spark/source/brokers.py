@@ -9,6 +9,8 @@ Shard       One broker, by whichever of its addresses: `recognised` finds out wh
             Remote with several goes on at the next one where a request fails.
 Invariant   Only whole lines are handed out, and those of a partition are counted: a response states its first and last
             offset and its size in bytes. The missing rest of a response is requested again.
+Connection  A Remote keeps one, for one question after the other. Records that are not read to their end lose theirs.
+Older       A gateway without `stamps` is asked for its id and each stamp one by one, as in the release before.
 Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
             reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
             the gateway in the middle of a read goes unnoticed.
@@ -20,10 +22,11 @@ import json
 import os
 import random
 import re
+import select
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
@@ -38,6 +41,7 @@ from kmq.log import identity, reader, segment_reader, topics
 from kmq.log.committed import readable_seq
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.logfmt import Logger
 from kmq.repair import ledger
 from kmq.spark.connections import PLAIN, Access, Tls
 
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
+
+
+LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be given
 
 
 class Layout(NamedTuple):
@@ -72,13 +79,25 @@ class Broker(Protocol):
         """Return how keys lead to partitions in each topic, without the WAL."""
         ...
 
-    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+    def bounds(self, topics: Sequence[str]) -> LogBounds:
         """Return (topic, partition) → (first offset, next offset to be given). Missing topics are left out."""
+        ...
+
+    def survey(self, topics: Sequence[str], wants: Callable[[str], bool]) -> tuple[str, Callable[[], LogBounds]]:
+        """Return `identity`, and what returns `bounds` of these topics; of none: of all that it wants, the WAL too."""
+        ...
+
+    def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
+        """Return (seq, recv_ts in µs) of the record before `offset`, if that was the end when `bounds` last looked."""
         ...
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         """Return the offset of the first record received then (µs since the epoch) or later; without one, the end."""
         ...
+
+    def offsets_of_time(self, logs: Sequence[tuple[str, int]], micros: int) -> dict[tuple[str, int], int]:
+        """Return the same of several partitions."""
+        return {log: self.offset_of_time(*log, micros) for log in logs}
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
         """Return the offset of the first record with this seq or a later one; without one, the end."""
@@ -137,7 +156,7 @@ class Directory(Broker):
         found = {name: topics.read(self.path, name) for name in topics.names(self.path)}
         return {name: Layout(each.partitions, each.partitioner) for name, each in found.items()}
 
-    def bounds(self, asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+    def bounds(self, asked: Sequence[str]) -> LogBounds:
         self.identity()  # raises if this is no data directory
         bounds = {}
         for topic in asked:
@@ -149,6 +168,12 @@ class Directory(Broker):
                     end = log.end_offset()  # the end first: a removal by retention in between is then noticed
                     bounds[topic, number] = min(log.first_offset, end), end
         return bounds
+
+    def survey(self, topics: Sequence[str], wants: Callable[[str], bool]) -> tuple[str, Callable[[], LogBounds]]:
+        def bounds() -> LogBounds:
+            return self.bounds(topics or [topic for topic in [*self.topics(), WAL] if wants(topic)])
+
+        return self.identity(), bounds
 
     def _wal_bounds(self) -> tuple[int, int]:
         """Return the bounds of the durable WAL, without records that durability has written but not yet synced."""
@@ -183,7 +208,6 @@ class Directory(Broker):
         return self._log(topic, partition).offset_of_time(micros)
 
     def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
-        """Return (seq, recv_ts in µs) of the record before `offset`, if that was the end when `bounds` last looked."""
         return self._log(topic, partition).stamp_at_end(offset)
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
@@ -235,12 +259,14 @@ def gateway_address(name: str, access: Access) -> GatewayAddress:
 class Remote(Broker):
     """The broker whose gateway listens at `name`: host:port, or https://host:port; a shard at several, `a:8082,b:8082`."""
 
-    _connection: HTTPConnection | None = None
     _context: SSLContext | None = None
 
     def __init__(self, name: str, access: Access = PLAIN) -> None:
         self.name, self._access = name, access
+        self._kept: list[HTTPConnection] = []  # one, unless several requests were under way
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
+        self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
+        self._is_older = False
 
     def __del__(self) -> None:  # a Broker has no close method
         self.close()
@@ -261,12 +287,49 @@ class Remote(Broker):
         rows = self._get("/v1/topics?internal=true")
         return {row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32")) for row in rows}
 
-    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
-        asked = urlencode([("topic", name) for name in topics])
+    def bounds(self, topics: Sequence[str]) -> LogBounds:
+        return self._bounds(self._logs(topics), set(topics).__contains__) if topics else {}
+
+    def survey(self, topics: Sequence[str], wants: Callable[[str], bool]) -> tuple[str, Callable[[], LogBounds]]:
+        found = self._logs(topics, stamps="1", wal=str(wants(WAL)).lower())
+        if isinstance(found, list):
+            self._warn_older()
+            return self.identity(), lambda: self._bounds(found, wants)
+        self._last = {(row["topic"], row["partition"]): (row["end_offset"], row.get("last")) for row in found["logs"]}
+        return str(found["data_id"]), lambda: self._bounds(found["logs"], wants)
+
+    def _logs(self, topics: Sequence[str], **query: str) -> Any:
+        asked = urlencode([*(("topic", name) for name in topics), *query.items()])
         # Request all topics if a request line cannot name these.
-        rows = self._get(f"/v1/logs?{asked}" if len(asked) < _LONGEST_QUERY else "/v1/logs") if topics else []
-        found = {(row["topic"], row["partition"]): (row["first_offset"], row["end_offset"]) for row in rows}
-        return {key: ends for key, ends in found.items() if key[0] in set(topics)}
+        asked = asked if len(asked) < _LONGEST_QUERY else urlencode(query)
+        return self._get(f"/v1/logs?{asked}" if asked else "/v1/logs")
+
+    @staticmethod
+    def _bounds(rows: Any, wants: Callable[[str], bool]) -> LogBounds:
+        return {
+            (row["topic"], row["partition"]): (row["first_offset"], row["end_offset"])
+            for row in rows
+            if wants(row["topic"])
+        }
+
+    def _warn_older(self) -> None:
+        if not self._is_older:
+            effect = "each batch asks it once more, and once for each partition; upgrade the broker"
+            Logger("spark").warn("older_broker", at=self.describe(), effect=effect)
+        self._is_older = True
+
+    def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
+        end, last = self._last.get((topic, partition), (0, None))
+        return (last[0], last[1]) if last is not None and end == offset else None
+
+    def offsets_of_time(self, logs: Sequence[tuple[str, int]], micros: int) -> dict[tuple[str, int], int]:
+        found: dict[tuple[str, int], int] = {}
+        if len(logs) > 1 and not self._is_older:
+            rows = self._logs(sorted({topic for topic, _ in logs}), time=str(max(0, micros)))
+            found = {(row["topic"], row["partition"]): row["offset"] for row in rows if "offset" in row}
+            if rows and not found:
+                self._warn_older()
+        return {log: found[log] if log in found else self.offset_of_time(*log, micros) for log in logs}
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
@@ -287,10 +350,11 @@ class Remote(Broker):
         while offset < end:
             target = _at(topic, partition, "records", start=offset, end=end)
             try:
-                with closing(self.connect()) as connection:
+                with self._connected() as connection:
                     response = self._ask(connection, target)
                     first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
                     if not response.length:  # the log ends here, or begins after `end`
+                        response.read()
                         return
                     offset = first
                     for data in _blocks(response):
@@ -300,6 +364,7 @@ class Remote(Broker):
                         offset = lines.next_offset
                     if response.length:
                         raise ConnectionError("the response ended too early")
+                    response.read()  # nothing is left; http.client wants to know
             except _AGAIN as err:
                 self._again(trial, err, target)
                 continue
@@ -320,18 +385,29 @@ class Remote(Broker):
 
     def _get_now(self, target: str) -> Any:
         """Return the JSON of the response. Raises one of _AGAIN if a repeated request may have one."""
+        with self._connected() as connection:
+            return json.loads(self._ask(connection, target).read())
+
+    @contextmanager
+    def _connected(self) -> Iterator[HTTPConnection]:
+        """Provide the kept connection, or a new one; keep it if its response was read without an error."""
+        connection = self._kept.pop() if self._kept else self.connect()
+        if _is_dropped(connection):
+            connection.close()
         try:
-            self._connection = self._connection or self.connect()
-            return json.loads(self._ask(self._connection, target).read())
-        except _AGAIN:
-            self.close()
+            yield connection
+        except BaseException:
+            connection.close()
             raise
+        if self._kept:  # another request came while records were read
+            connection.close()
+        else:
+            self._kept.append(connection)
 
     def close(self) -> None:
         """Close the connection; the next request opens a new one."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+        while self._kept:
+            self._kept.pop().close()
 
     def connect(self) -> HTTPConnection:
         """Return a new connection, which opens with its first request."""
@@ -344,6 +420,7 @@ class Remote(Broker):
 
     def turn(self) -> None:
         """Connect to the next address of the shard from now on."""
+        self.close()
         self.addresses = [*self.addresses[1:], self.addresses[0]]
 
     def authorization(self) -> dict[str, str]:
@@ -428,6 +505,15 @@ class _Trial:
             ) from err
         time.sleep(self._pause * random.uniform(0.5, 1))  # random, so that the tasks of a job do not retry all at once
         self._pause = min(2 * self._pause, _PAUSES_S[1])
+
+
+def _is_dropped(connection: HTTPConnection) -> bool:
+    """Return True if the gateway has closed a connection that has no request: nothing else can be read of it."""
+    if connection.sock is None:
+        return False
+    look = select.poll()
+    look.register(connection.sock, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _at(topic: str, partition: int, what: str, **query: int) -> str:

@@ -164,15 +164,22 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
 # --- offsets ---------------------------------------------------------------------------------------------------------
 
 
-def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Key, int], int]) -> dict[Key, int]:
+def resolve(
+    end: End, bounds: Bounds, default: int, offsets_of_time: Callable[[Sequence[Key], int], dict[Key, int]]
+) -> dict[Key, int]:
     """Return the offset of each partition. If a log grows during the lookup of a time, `bounds` grow too."""
     found = {}
+    times: dict[int, list[Key]] = {}
+    for key in bounds if end.is_time else ():
+        if (millis := end.value(key)) is not None:
+            times.setdefault(millis, []).append(key)
+    at = {key: offset for millis, keys in times.items() for key, offset in offsets_of_time(keys, 1000 * millis).items()}
     for key, (first, stop) in bounds.items():
         value = end.value(key)
         if value is None:
             value = default
         elif end.is_time:
-            value = offset_of_time(key, 1000 * value)
+            value = at[key]
             bounds[key] = first, max(stop, value)
         found[key] = {EARLIEST: first, LATEST: stop}.get(value, value)
     return found

@@ -44,11 +44,11 @@ Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they ex
             maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
             The search reads the time of a record in the largest partition, near the expected end, and asks each
             partition for the offset of that time. It usually takes two to four rounds, with two requests to each
-            partition.
+            broker.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -384,8 +384,8 @@ Weigh = Callable[[Key, int], float]  # how much of a partition's range lies befo
 class Times(Protocol):
     """Lookups by recv_ts, in microseconds, and by offset."""
 
-    def offset_of_time(self, key: Key, micros: int) -> int:
-        """Return the offset of the first record received at that time or later; without one, the end."""
+    def offsets_of_time(self, keys: Sequence[Key], micros: int) -> Offsets:
+        """Return the offsets of the first records received at that time or later; without one, the end."""
         ...
 
     def time_at(self, key: Key, start: int, end: int) -> int | None:
@@ -496,11 +496,8 @@ class _Search:
 
     def _offsets_at(self, micros: int) -> Offsets:
         """Return the offset of this time in each range."""
-        offsets = {}
-        for key, low in self._low.items():
-            high = self._high[key]
-            offsets[key] = min(max(self._times.offset_of_time(key, micros), low), high) if low < high else low
-        return offsets
+        at = self._times.offsets_of_time([key for key, low in self._low.items() if low < self._high[key]], micros)
+        return {key: min(max(at.get(key, low), low), self._high[key]) for key, low in self._low.items()}
 
     def _fill(self, before: Offsets, after: Offsets) -> Offsets:
         """Return `before`, moved on by as many records as the limit permits; those up to `after` share one recv_ts."""

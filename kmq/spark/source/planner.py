@@ -17,7 +17,9 @@ Not covered  Damage: unreadable records are not compared, and reading them fails
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from pyspark.sql.datasource import InputPartition
 
@@ -28,10 +30,14 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark.connections import Access, nearest
 from kmq.spark.source import ends, plan
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.brokers import Broker, open_broker
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
+
+_AT_A_TIME = 16  # gateways that are asked side by side
+
+T = TypeVar("T")
 
 # --- the same records ------------------------------------------------------------------------------------------------
 
@@ -53,7 +59,7 @@ def stamp_at(broker: Broker, topic: str, partition: int, start: int, end: int) -
 
 def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset: int) -> Stamp | None:
     """Return the stamp of the last remaining record of first…offset-1; None if it is not near or unreadable."""
-    if isinstance(broker, Directory) and (stamp := broker.stamp_at_end(topic, partition, offset)):
+    if stamp := broker.stamp_at_end(topic, partition, offset):
         return stamp
     try:
         for back in _LOOK_BACK:
@@ -125,36 +131,46 @@ class QueryLogs:
     def _open(self, name: str) -> Broker:
         return open_broker(name, bool(self.options.paths), self.options.access)
 
-    def identities(self) -> dict[str, str]:
-        """Return the data id of each broker. Raises ConfigError if two names lead to one broker."""
-        found: dict[str, str] = {}
+    def each(self, ask: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T]:
+        """Return what `ask` finds out of each broker; of gateways side by side, _AT_A_TIME of them."""
+        asked = list(self.brokers if names is None else names)
+        if len(asked) < 2 or self.options.paths:
+            return {name: ask(name) for name in asked}
+        with ThreadPoolExecutor(min(_AT_A_TIME, len(asked))) as pool:
+            return dict(zip(asked, pool.map(ask, asked), strict=True))
+
+    def survey(self) -> tuple[dict[str, str], Callable[[], Bounds]]:
+        """Return the data id of each broker, and what returns `bounds` of the same look: files are only read then.
+
+        Raises ConfigError if two names lead to one broker.
+        """
+        identities: dict[str, str] = {}
         names: dict[str, str] = {}
-        for name, broker in self.brokers.items():
-            found[name] = broker.identity()
-            if found[name] in names:
+        found = self.each(self._survey_of)
+        for name, (identity, _) in found.items():
+            if identity in names:
                 raise ConfigError(
-                    f"{names[found[name]]} and {name} are the same data directory, or copies of one (id {found[name]});"
+                    f"{names[identity]} and {name} are the same data directory, or copies of one (id {identity});"
                     " a stream reads it under one name"
                 )
-            names[found[name]] = name
-        return found
+            names[identity], identities[name] = name, identity
+        return identities, lambda: {key: edges for _, look in found.values() for key, edges in look().items()}
 
     def bounds(self) -> Bounds:
         """Return the bounds of all requested partitions that exist now."""
-        return {key: edges for name in self.brokers for key, edges in self._bounds_of(name).items()}
+        return {key: edges for _, look in self.each(self._survey_of).values() for key, edges in look().items()}
 
-    def _bounds_of(self, name: str) -> Bounds:
-        options, broker = self.options, self.brokers[name]
-        there = [*broker.topics(), WAL] if options.pattern else options.topics
-        found = broker.bounds([topic for topic in there if options.wants(topic)])
-        return {(name, *log): edges for log, edges in found.items() if options.wants(*log)}
+    def _survey_of(self, name: str) -> tuple[str, Callable[[], Bounds]]:
+        options = self.options
+        identity, look = self.brokers[name].survey([] if options.pattern else options.topics, options.wants)
+        return identity, lambda: {(name, *log): edges for log, edges in look().items() if options.wants(*log)}
 
     def look_anew(self, name: str, bounds: Bounds) -> None:
         """Open the broker again and read its bounds: its files may have been replaced."""
         self.brokers[name] = self._open(name)
         for key in [key for key in bounds if key[0] == name]:
             del bounds[key]
-        bounds |= self._bounds_of(name)
+        bounds |= self._survey_of(name)[1]()
 
     # --- where records are -------------------------------------------------------------------------------------------
 
@@ -163,6 +179,11 @@ class QueryLogs:
 
     def offset_of_time(self, key: Key, micros: int) -> int:
         return self.brokers[key[0]].offset_of_time(key[1], key[2], micros)
+
+    def offsets_of_time(self, keys: Iterable[Key], micros: int) -> Offsets:
+        logs = _by_broker(keys)
+        found = self.each(lambda name: self.brokers[name].offsets_of_time(logs[name], micros), logs)
+        return {(name, *log): offset for name, offsets in found.items() for log, offset in offsets.items()}
 
     def time_at(self, key: Key, start: int, end: int) -> int | None:
         found = stamp_at(self.brokers[key[0]], key[1], key[2], start, end)
@@ -174,6 +195,16 @@ class QueryLogs:
     def stamp_before(self, key: Key, first: int, offset: int) -> Stamp | None:
         return stamp_before(self.brokers[key[0]], key[1], key[2], first, offset)
 
+    def stamps_before(self, places: Mapping[Key, tuple[int, int]]) -> dict[Key, Stamp]:
+        """Return the stamps of the last records of these ranges, `first`…`offset`-1, where there are any."""
+        logs = _by_broker(places)
+
+        def find(name: str) -> dict[Key, Stamp | None]:
+            return {(name, *log): self.stamp_before((name, *log), *places[name, *log]) for log in logs[name]}
+
+        found = self.each(find, logs).values()
+        return {key: stamp for stamps in found for key, stamp in stamps.items() if stamp is not None}
+
     # --- where a query begins and ends -------------------------------------------------------------------------------
 
     def starting(self, bounds: Bounds, default: int) -> Offsets:
@@ -184,7 +215,7 @@ class QueryLogs:
         options = self.options
         self._check_exist(bounds)
         ends.check_named(options.start, bounds, options.wants)
-        starts = ends.resolve(options.start, bounds, default, self.offset_of_time)
+        starts = ends.resolve(options.start, bounds, default, self.offsets_of_time)
         ends.check_matches(options.start, starts, bounds, options.time_strategy)
         return starts
 
@@ -192,7 +223,7 @@ class QueryLogs:
         """Return where a batch ends, in the same way."""
         options = self.options
         ends.check_named(options.end, bounds, options.wants)
-        return ends.resolve(options.end, bounds, LATEST, self.offset_of_time)
+        return ends.resolve(options.end, bounds, LATEST, self.offsets_of_time)
 
     def check_complete(self, bounds: Bounds) -> None:
         """Raise ConfigError if offsets are given as JSON, but not for every partition."""
@@ -242,6 +273,13 @@ class QueryLogs:
         return [Task(share, bool(options.paths), options.access, options.fail_on_data_loss) for share in shares]
 
 
+def _by_broker(keys: Iterable[Key]) -> dict[str, list[tuple[str, int]]]:
+    logs: dict[str, list[tuple[str, int]]] = {}
+    for name, topic, partition in keys:
+        logs.setdefault(name, []).append((topic, partition))
+    return logs
+
+
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
@@ -259,8 +297,8 @@ def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
         return known
     ends: Offsets = {}
     last_seqs: dict[Key, int] = {}
-    for name, broker in logs.brokers.items():
-        for topic, _, last_seq, offsets in broker.ledger().get("deleted", ()):
+    for name, accounts in logs.each(lambda name: logs.brokers[name].ledger()).items():
+        for topic, _, last_seq, offsets in accounts.get("deleted", ()):
             for number, end in enumerate(offsets):
                 ends[name, topic, number] = end
                 last_seqs[name, topic, number] = last_seq
@@ -283,12 +321,13 @@ def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) ->
     Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
     `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
     """
-    for name, broker in logs.brokers.items():
-        stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
-        if not stamps:
-            continue
-        latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
-        has = wal_has(broker, latest)
+    known: dict[str, dict[Key, Stamp]] = {name: {} for name in logs.brokers}
+    for key, stamp in read.last.items():
+        known[key[0]][key] = stamp
+    latest = {name: max(of.values(), key=lambda stamp: (stamp[1], stamp[0])) for name, of in known.items() if of}
+    found = logs.each(lambda name: wal_has(logs.brokers[name], latest[name]), latest)
+    for name, has in found.items():
+        stamps = known[name]
         if has:
             continue
         others = [key for key, stamp in stamps.items() if not _is_same(logs, key, stamp, read, bounds, has)]

@@ -34,7 +34,7 @@ from kmq.spark.source.batches import Blocks
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.plan import Bounds, DataLossError, Offsets, OffsetSpan, StreamPosition
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, StreamPosition
 from kmq.spark.source.planner import QueryLogs, begun, check_same_records
 
 if TYPE_CHECKING:
@@ -61,14 +61,16 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         group = options.group_id
         self._group = GroupOffsets(group, options.servers, options.access) if group else None
         self._initial: dict[str, Any] | None = None  # where this process let the first batch begin
-        self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and the bounds then
+        # The last offset returned, and the data ids and bounds then.
+        self._planned: tuple[dict[str, Any], dict[str, str], Bounds] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
-        bounds = self._logs.bounds()
+        identities, look = self._logs.survey()
+        bounds = look()
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
         # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
-        position = StreamPosition(starts, self._logs.identities(), begins=dict(starts))
+        position = StreamPosition(starts, identities, begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         self._initial = position.to_json()
         return self._initial
@@ -79,8 +81,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     # --- how far a batch goes ----------------------------------------------------------------------------------------
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        identities = self._logs.identities()
-        read, bounds = self._with_current_names(StreamPosition.of_json(start), identities), self._logs.bounds()
+        identities, look = self._logs.survey()
+        read, bounds = self._with_current_names(StreamPosition.of_json(start), identities), look()
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
             # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
@@ -99,7 +101,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             return start
         position = self._batch(read, before, begins, spans, bounds, limit)
         table = position.to_json()
-        self._planned = table, bounds
+        self._planned = table, identities, bounds
         return table
 
     def _check_begins(self, read: StreamPosition, bounds: Bounds) -> None:
@@ -161,11 +163,13 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def _remember(self, position: StreamPosition, reached: Offsets, bounds: Bounds) -> None:
         """Put the stamps of the last records before these offsets into the position."""
+        places: dict[Key, tuple[int, int]] = {}
         for key, offset in position.offsets.items():
             first, end = bounds.get(key, (offset, offset))
             is_known = key in position.last and key not in reached
-            if first < offset <= end and not is_known and (stamp := self._logs.stamp_before(key, first, offset)):
-                position.last[key] = stamp
+            if first < offset <= end and not is_known:
+                places[key] = first, offset
+        position.last |= self._logs.stamps_before(places)
 
     def getDefaultReadLimit(self) -> ReadLimit:
         """Tell Spark that there is a limit. Spark can express only one option; `latestOffset` obeys all of them."""
@@ -182,8 +186,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     # --- what a batch reads ------------------------------------------------------------------------------------------
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        bounds = self._planned[1] if self._planned is not None and self._planned[0] == end else None
-        read, ends, bounds = self._ends_of(start, end, bounds)
+        read, ends, bounds = self._ends_of(start, end)
         spans = plan.wanted(read.offsets | ends.begins, ends.offsets)
         if self._options.fail_on_data_loss:
             self._check_forward(read, ends)
@@ -196,16 +199,14 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         shares = plan.shared(cut, ends.tasks)
         return self._logs.as_tasks([plan.within(piece, bounds) for piece in share] for share in shares)
 
-    def _ends_of(
-        self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None
-    ) -> tuple[StreamPosition, StreamPosition, Bounds]:
-        """Return both offsets of a batch and the bounds; without `bounds` an earlier process has planned the batch."""
-        identities = self._logs.identities()
+    def _ends_of(self, start: dict[str, Any], end: dict[str, Any]) -> tuple[StreamPosition, StreamPosition, Bounds]:
+        """Return both offsets of a batch and the bounds, as this process has planned it; else an earlier process has."""
+        planned = self._planned if self._planned is not None and self._planned[0] == end else None
+        identities, look = self._logs.survey() if planned is None else (planned[1], lambda: planned[2])
         read, ends = (self._with_current_names(StreamPosition.of_json(table), identities) for table in (start, end))
-        if bounds is None:
-            bounds = self._logs.bounds()
-            if self._options.fail_on_data_loss:
-                check_same_records(self._logs, ends, bounds)
+        bounds = look()
+        if planned is None and self._options.fail_on_data_loss:
+            check_same_records(self._logs, ends, bounds)
         if ends.cuts is None:
             read.offsets = begun(self._logs, read, bounds)
         return read, ends, bounds
