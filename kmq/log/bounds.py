@@ -57,7 +57,8 @@ class Bounds:
         self._data = data
         self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
-        self._stamps: dict[str, tuple[Signature, tuple[int, int] | None]] = {}  # directory → signature, last record
+        # directory → signature and end offset, and the record before that end
+        self._stamps: dict[str, tuple[tuple[Signature, int], tuple[int, int] | None]] = {}
         self._listed: tuple[Signature, list[str]] = ((), [])
 
     def names(self) -> list[str]:
@@ -108,16 +109,14 @@ class Bounds:
             self._bounds[directory] = segments[-1][1], seen, bounds
         return bounds
 
-    def stamp(self, topic: str, partition: int) -> tuple[int, int] | None:
-        """Return (seq, recv_ts) of the last record before the end that `of` has returned; None if it cannot be told."""
+    def stamp(self, topic: str, partition: int, end: int) -> tuple[int, int] | None:
+        """Return (seq, recv_ts) of the record before `end`, which `of` has returned; None if it cannot be told."""
         directory = directory_of(self._data, topic, partition)
-        seen = self._bounds.get(directory)
-        if seen is None:
-            return None
+        _, seen, _ = self._bounds.get(directory, ("", (), ()))  # of another thread by now, perhaps
         cached = self._stamps.get(directory)
-        if cached is None or cached[0] != seen[1]:
-            last = reader.partition(self._data, topic, partition).stamp_of(seen[2][1] - 1)
-            cached = self._stamps[directory] = seen[1], last
+        if cached is None or cached[0] != (seen, end):
+            cached = (seen, end), reader.partition(self._data, topic, partition).stamp_of(end - 1)
+            self._stamps[directory] = cached
         return cached[1]
 
     def offsets(self, topic: str) -> list[tuple[int, int]]:

@@ -123,6 +123,24 @@ def test_a_listing_looks_again_only_at_what_has_changed(broker, data, monkeypatc
     assert get_json(broker, "/v1/topics")[0]["end_offsets"] == [0, 0, 0]
 
 
+def test_the_last_record_of_a_listing_is_the_one_before_its_end_whoever_looks_meanwhile(broker, data, monkeypatch):
+    ends = logs.LogCalls._ends
+
+    def overtaken(calls, topic, partition):
+        found = ends(calls, topic, partition)
+        with files(data)[-1].open("ab") as active:
+            active.write(b"2001|1700000900.000000|t|0|0|x\n")
+        assert ends(calls, topic, partition) == (0, 2001), "another request"
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(logs.LogCalls, "_ends", overtaken)
+        [row] = get_json(broker, "/v1/logs?topic=t&stamps=1")["logs"]
+    assert (row["end_offset"], row["last"]) == (2000, [2000, FIRST_TS + 2000])
+    [row] = get_json(broker, "/v1/logs?topic=t&stamps=1")["logs"]
+    assert (row["end_offset"], row["last"][0]) == (2001, 2001)
+
+
 def test_topics_are_listed_in_pages(broker):
     pages = [get_json(broker, f"/v1/topics?limit=1&after={after}") for after in ("", "empty", "t")]
     assert [[row["name"] for row in page] for page in pages] == [["empty"], ["t"], []]

@@ -159,7 +159,7 @@ class LogCalls:
             row["offset"] = min(self._log(topic, partition).offset_of_time(micros), self._readable_end(topic))
         if has_stamp and first < end:
             is_wal = topic == WAL
-            last = self._log(topic, 0).stamp_of(end - 1) if is_wal else self._bounds.stamp(topic, partition)
+            last = self._log(topic, 0).stamp_of(end - 1) if is_wal else self._bounds.stamp(topic, partition, end)
             row |= {"last": last} if last else {}
         return row
 
