@@ -35,6 +35,7 @@ from kmq.client.producer import Producer
 from kmq.config.settings import GRACE_S, SHM, Settings, load
 from kmq.errors import ConfigError, KmqError
 from kmq.links import layout
+from kmq.log.reader import wal
 
 if TYPE_CHECKING:
     from kmq.client.consumer_options import ConsumerChoices
@@ -138,12 +139,22 @@ class TestBroker:
         return Consumer(*topics, port=self.egress_port, **options)
 
     def lines(self, topic: str) -> list[bytes]:
-        """Return the stored lines of a topic, partition by partition, as `cat` shows them."""
+        """Return the stored lines of a topic, partition by partition, as `cat` shows them; all that were acknowledged."""
+        self._wait_for_queues()
         paths = sorted(self.data.glob(f"topics/{topic}/*/*.log"))
         return b"".join(path.read_bytes() for path in paths).splitlines()
 
+    def _wait_for_queues(self) -> None:
+        """Wait until all that is in the WAL, as what is acknowledged is, has been routed to its topic."""
+        wanted, deadline = wal(self.settings.data).end_offset() - 1, time.monotonic() + _START_S
+        while (page := peek(self.settings.instance)) is not None and page.rows["router"].seq < wanted:
+            if time.monotonic() > deadline:
+                raise KmqError(f"the router of the broker for tests has not routed seq {wanted}; see {self.log}")
+            time.sleep(_POLL_S)
+
     def reset(self) -> None:
         """Delete all topics and groups. Raises KmqError if a consumer of a group is still open."""
+        self._wait_for_queues()  # else a topic would come back
         connection = http.client.HTTPConnection("127.0.0.1", self._port("http"), timeout=_START_S)
         with contextlib.closing(connection):
             for kind, key in (("groups", "group"), ("admin/topics", "name")):

@@ -1,10 +1,12 @@
 """`kmq.testing`, as the tests of an application use it: a broker of their own, and nothing of it stays."""
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import kmq
 from kmq import testing
+from kmq.broker import status
 from kmq.errors import ConfigError, KmqError
 
 SHM = Path("/dev/shm")
@@ -67,9 +70,33 @@ def test_a_reset_says_that_a_consumer_is_still_open(broker):
 
 
 def test_programs_reach_it_by_its_environment(broker):
-    result = subprocess.run(["kmq", "produce", "orders", "-m", "hi"], env=broker.env, capture_output=True, text=True)
+    command = [sys.executable, "-m", "kmq", "produce", "orders", "-m", "hi"]
+    result = subprocess.run(command, env=broker.env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert [line.rpartition(b"|")[2] for line in broker.lines("orders")][-1:] in ([b"hi"], [])
+    assert [line.rpartition(b"|")[2] for line in broker.lines("orders")][-1:] == [b"hi"]
+
+
+@pytest.mark.parametrize(
+    "look", [testing.TestBroker.lines, lambda broker, topic: broker.reset() or broker.lines(topic)]
+)
+def test_what_is_acknowledged_is_seen_however_slow_the_router_is(broker, look):
+    broker.reset()
+    [router] = [each.pid for each in status.collect(broker.settings).processes if each.name == "router"]
+    goes_on = threading.Timer(0.5, os.kill, (router, signal.SIGCONT))
+    os.kill(router, signal.SIGSTOP)
+    try:
+        with broker.producer() as producer:
+            producer.send("slow", b"x").result(30)
+        goes_on.start()
+        found = look(broker, "slow")
+    finally:
+        os.kill(router, signal.SIGCONT)
+        goes_on.join()
+    assert len(found) == (look is testing.TestBroker.lines)
+    with broker.producer() as producer:
+        producer.send("later", b"y").result(30)
+    assert len(broker.lines("later")) == 1
+    assert broker.lines("slow") == found, "it came back"
 
 
 def test_two_of_them_do_not_meet_and_leave_nothing():
@@ -88,6 +115,7 @@ def test_two_of_them_do_not_meet_and_leave_nothing():
 LONG_RUN = """
 import time
 from kmq import testing
+from kmq.broker import status
 with testing.broker(gateway=False) as broker:
     print(broker.settings.instance, flush=True)
     time.sleep(600)
