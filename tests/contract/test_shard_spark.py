@@ -14,9 +14,10 @@ from test_shard_clients import Whole
 import kmq
 from kmq.spark.sink.sender import Senders
 from kmq.spark.sink.targets import Target, WriteOptions
+from kmq.spark.source.batch_reader import BatchReader
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.reader import BatchReader, StreamReader
+from kmq.spark.source.stream_reader import StreamReader
 
 PATIENCE_S = 120.0  # a JVM beside three brokers
 MESSAGES = 200
