@@ -543,7 +543,10 @@ def test_where_bad_records_could_not_go_is_said_at_the_start(spark, tmp_path):
     where, to = {"path": data, "subscribe": "orders"}, str(tmp_path / "t")
     with pytest.raises(ConfigError, match="is unknown; give --producers host:port for each, or --bad keep or drop"):
         archive.run(spark, where, to)
-    with pytest.raises(ConfigError, match="there are 1 brokers"):
+    with pytest.raises(ConfigError, match="a:1,b:2: a:1: this host is not known"):  # addresses of one shard, they say
         archive.run(spark, where, to, producers="a:1,b:2")
+    other = write_data(tmp_path / "other", list(lines(0, 3)))
+    with pytest.raises(ConfigError, match="there are 2 brokers"):
+        archive.run(spark, where | {"path": f"{data},{other}"}, to, producers="a:1")
     with pytest.raises(ConfigError, match="--bad 'lose'"):
         archive.run(spark, where, to, bad="lose")
