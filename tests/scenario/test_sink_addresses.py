@@ -54,6 +54,6 @@ def test_a_target_of_our_own_settings_is_plain_whatever_is_given_for_others(secu
             monkeypatch.setenv(name, value)
     connection = {name: text for name, text in secured.options.items() if name != "kmq.producers"}
     target = Target.of("", connection | {"kmq.timeout": "5s"})
-    assert not target.address.is_tls and target.timeout_s == 5
+    assert not any(each.is_tls for each in target.addresses) and target.timeout_s == 5
     assert set(target.options) == {"kmq.producers", "kmq.token", "kmq.timeout"}
     target.check()

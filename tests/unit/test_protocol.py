@@ -129,14 +129,15 @@ def test_replies_may_be_cut_anywhere():
         assert list(many.refused) == [3] and many.error is many.refused[3]
 
 
-def test_a_refusal_names_code_and_message():
+def test_a_refusal_names_code_topic_and_length():
     core = make()
     add_many(core, 2)
     delivery = add(core, b"the payload")
     take(core)
     core.receive(b"!ack 2 2\n!err 3 too_long by far\n")
     assert delivery.error.code == "too_long" and b"the payload" in delivery.error.line
-    assert "too_long by far" in str(delivery.error) and "the payload" in str(delivery.error)
+    assert "too_long by far (a message of 24 bytes for topic 't')" in str(delivery.error)
+    assert "the payload" not in str(delivery.error), "logs get nothing that somebody has written into a message"
 
 
 def test_a_refused_message_nobody_was_told_of_is_kept_for_flush():
