@@ -61,10 +61,10 @@ class Copies(Brokers):
         found = [line for line in log.read_text().splitlines() if f"event={event} " in line + " "]
         return [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in found]
 
-    def kill_replica(self, name):
-        """End the process `replica` of a broker, without a look at all processes: that takes too long here."""
+    def tell_replica(self, name, number):
+        """Send a signal to the process `replica` of a broker, without a look at all processes: that takes too long here."""
         owner = (self.root / name / "pipes" / "replica.owner").read_text()
-        os.kill(int(re.search(r"pid=(\d+)", owner)[1]), signal.SIGKILL)
+        os.kill(int(re.search(r"pid=(\d+)", owner)[1]), number)
 
     def await_same(self, *names):
         """Wait until all have all records, then compare WALs and queues; return the ends of what was compared."""
@@ -203,9 +203,12 @@ def test_a_kill_in_the_middle_begins_the_bootstrap_again(copies, killed):
         until = time.monotonic() + PATIENCE_S
         while not (incoming / "topics/t/0").exists() and time.monotonic() < until:
             time.sleep(0.001)
-        copies.kill_replica(leader if killed == "leader" else wiped)
-        if not (incoming / "whole").exists() and incoming.exists():
+        copies.tell_replica(leader, signal.SIGSTOP)  # so that it is in the middle for as long as this takes
+        if incoming.exists() and not (incoming / "whole").exists():
             has_killed.set()
+        copies.tell_replica(leader if killed == "leader" else wiped, signal.SIGKILL)
+        if killed != "leader":
+            copies.tell_replica(leader, signal.SIGCONT)
 
     striking = threading.Thread(target=strike)
     striking.start()
