@@ -70,6 +70,7 @@ class Following:
         self._link: Link | None = None
         self._is_agreed = self._is_filling = self.is_over = False
         self.has_agreed = False  # the leader has compared its log with ours: it does lead in this epoch
+        self.replaced: int | None = None  # while our files are put in place one by one: the last seq that we had before
         self._told = ""  # the last reason why there is no connection
         self._snapshot: wire.FileText | None = None  # producers.ckpt of the leader, until our hw has reached it
 
@@ -199,9 +200,9 @@ class Following:
 
     async def _replace(self, link: Link, first: int) -> None:
         """Take the leader's files in place of ours: its WAL begins with seq `first`, or we have nothing."""
-        stages, began = self.stages, time.monotonic()
+        stages, began, before = self.stages, time.monotonic(), wal.last_stored(self.stages.data)[0]
         self._snapshot = None
-        self.log.info("bootstrap_begun", leader=link.peer.broker, end=wal.last_stored(stages.data)[0], first_seq=first)
+        self.log.info("bootstrap_begun", leader=link.peer.broker, end=before, first_seq=first)
         if self.ring is not None:
             self.close()
             await stages.leave()
@@ -211,7 +212,9 @@ class Following:
             self.log.warn("bootstrap_failed", reason=err, effect=f"it begins again after {_BOOTSTRAP_AGAIN_S:g} s")
             await asyncio.sleep(_BOOTSTRAP_AGAIN_S)
             raise
+        self.replaced = before  # half of the files look like a damaged WAL
         await in_thread(settle, stages.data)
+        self.replaced = None
         await stages.leave()  # it mends the end of the WAL, which was copied while it grew
         self.epochs = stages.epochs()
         end, seconds = wal.last_stored(stages.data)[0], round(time.monotonic() - began, 3)

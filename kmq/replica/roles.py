@@ -182,6 +182,8 @@ class Roles:
         self._changed.set()
 
     def stored(self) -> int:
+        if self.following is not None and self.following.replaced is not None:
+            return self.following.replaced
         return wal.last_stored(self.stages.data)[0]
 
     def position(self) -> tuple[int, int]:
@@ -191,7 +193,9 @@ class Roles:
             return self.following.epochs.epoch_at(self.following.confirmed), self.following.confirmed
         end = self.stored()
         if end != self._end[1]:
-            self._end = self.stages.epochs().epoch_at(end), end
+            following = self.following
+            epochs = self.stages.epochs() if following is None or following.replaced is None else following.epochs
+            self._end = epochs.epoch_at(end), end
         return self._end
 
     def adopt(self, lineage: str) -> None:

@@ -115,7 +115,9 @@ def test_init_refuses_a_shard_that_is_there_and_one_whose_brokers_are_not(world,
     with pytest.raises(world.code.shard.ConfigError, match="is there already; see: kmq cluster status"):
         world.run(init(world.keys, [*BROKERS], None, False))
     del world.consul.state.pairs[world.keys.register]
-    with pytest.raises(world.code.shard.ConfigError, match="has promised version [0-9] of a register that is not there"):
+    with pytest.raises(
+        world.code.shard.ConfigError, match=r"has promised version [0-9] of a register that is not there"
+    ):
         world.run(init(world.keys, [*BROKERS], None, False))
     new = World(load(), tmp_path / "new", 1)
     new.root.mkdir()

@@ -10,7 +10,7 @@ from shard_parts import FOLLOWING, WAITING, Leader, first_register, play
 from kmq.cluster.register import decode
 from kmq.errors import CorruptError
 from kmq.log.committed import EPOCH_KEY, encode_epoch, write_committed
-from kmq.replica import wire
+from kmq.replica import follow, wire
 from kmq.replica.replica import Duty
 
 A = "a" * 16
@@ -280,6 +280,33 @@ def test_who_is_told_that_it_went_back_takes_another_id(tmp_path):
         assert not b.roles.went_back() and b.following is None
 
     follower(tmp_path, scene)
+
+
+def test_a_directory_that_is_being_replaced_is_asked_for_no_end(tmp_path, monkeypatch):
+    """Its files come one by one: half of them are a damaged WAL, of which the process would end for good."""
+
+    async def scene(shard, b, leader):
+        seen = []
+
+        async def receive(link, data, lineage):
+            return 0
+
+        def settle(data):
+            later = f"{data}/append/{100:020}.log"
+            with open(later, "wb") as file:
+                file.write(stored([b"t|||x"], 100)[0])
+            seen.append(b.roles.position())
+            os.unlink(later)
+
+        monkeypatch.setattr(follow, "receive_files", receive)
+        monkeypatch.setattr(follow, "settle", settle)
+        before = b.roles.position()
+        peer, _ = await leader.accept()
+        peer.send(wire.Gone(1))
+        await shard.until(lambda: seen and b.log.of("bootstrapped"))
+        assert seen == [before]
+
+    follower(tmp_path, scene, lines=[b"t|||%d" % n for n in range(1, 4)])
 
 
 def test_lines_in_the_fifo_of_a_follower_never_come_up_again(tmp_path):
