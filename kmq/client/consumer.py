@@ -70,9 +70,7 @@ class Consumer(ConsumerCalls):
         on_assign: these partitions are read from now on.   on_revoke: they go to another member as soon as the callback
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
-        driver = ConsumerDriver(
-            ConsumerCore(choose("Consumer", ConsumerOptions, options, "host", "port")), address_of(host, port)
-        )
+        driver = ConsumerDriver(ConsumerCore(choose(Consumer, ConsumerOptions, options)), address_of(host, port))
         super().__init__(driver, on_assign, on_revoke, on_lost)
         self._make_producer = makes_producers(host, port, self.options)
         atexit.register(self._at_exit)

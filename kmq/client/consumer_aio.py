@@ -54,9 +54,7 @@ class AsyncConsumer(ConsumerCalls):
         **options: Unpack[ConsumerChoices],
     ) -> None:
         """The arguments are those of kmq.Consumer."""
-        link = ConsumerLink(
-            ConsumerCore(choose("AsyncConsumer", ConsumerOptions, options, "host", "port")), address_of(host, port)
-        )
+        link = ConsumerLink(ConsumerCore(choose(AsyncConsumer, ConsumerOptions, options)), address_of(host, port))
         super().__init__(link, on_assign, on_revoke, on_lost)
         self._make_producer = makes_producers(host, port, self.options)
         if topics:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TypeVar
 
 from kmq.errors import KmqError, RetryError
 from kmq.wire import refusals
 
 T = TypeVar("T")
+
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
 
@@ -37,17 +39,15 @@ class NotAnswered(RetryError, TimeoutError):
     """No reply came in time: the message may or may not be stored. Sending it again with the same id is safe."""
 
 
-def choose(call: str, options: Callable[..., T], given: Mapping[str, object], *more: str) -> T:
-    """Return the options that a call was given. Raises TypeError that names the call, not what is inside it.
-
-    `more`: parameters that the call has besides.
-    """
-    known = [*signature(options).parameters, *more]
+def choose(call: Callable[..., object], options: Callable[..., T], given: Mapping[str, object]) -> T:
+    """Return the options that a call was given. Raises TypeError that names the call, not what is inside it."""
+    own = [name for name, each in signature(call).parameters.items() if each.kind in _NAMED]
+    known = [*signature(options).parameters, *own]
     for name in given:
         if name not in known:
             like = get_close_matches(name, known, 1)
             advice = f"did you mean {like[0]!r}?" if like else f"it has {', '.join(known)}"
-            raise TypeError(f"{call}() has no parameter {name!r}; {advice}")
+            raise TypeError(f"{call.__qualname__}() has no parameter {name!r}; {advice}")
     return options(**given)
 
 

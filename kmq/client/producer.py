@@ -63,14 +63,14 @@ class Producer:
 
         `port`: the port of a host without one; a number, or a function that is called before each connection.
         """
-        self._start(address_of(host, port), choose("Producer", Options, options, "host", "port"))
+        self._start(address_of(host, port), choose(Producer, Options, options))
 
     @classmethod
     def local(cls, **options: Unpack[Choices]) -> "Producer":
         """Return a producer for the broker of this directory's settings (environment, kmq.toml)."""
         local_address()
         producer = cls.__new__(cls)
-        producer._start(local_address, choose("Producer", Options, options, "host", "port"))
+        producer._start(local_address, choose(Producer.local, Options, options))
         return producer
 
     def _start(self, address: Address, options: Options) -> None:

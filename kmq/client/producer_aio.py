@@ -42,7 +42,7 @@ class AsyncProducer:
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
         """`host`: one, or several as `a:5673,b:5673`. `port`: of hosts without one; a function is called each time."""
-        self.options = choose("AsyncProducer", Options, options, "host", "port")
+        self.options = choose(AsyncProducer, Options, options)
         self._core = ProducerCore(self.options)
         self._link = ProducerLink(self._core, address_of(host, port))
         self._order = asyncio.Lock()  # so that senders waiting for room proceed in order

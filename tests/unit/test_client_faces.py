@@ -22,8 +22,13 @@ def test_the_package_lists_what_it_has_without_importing_it():
     ("call", "text"),
     [
         (lambda: kmq.Producer(prot=1), r"Producer\(\) has no parameter 'prot'; did you mean 'port'\?"),
+        (lambda: kmq.Producer.local(host="a"), r"Producer\.local\(\) has no parameter 'host'; it has producer, "),
         (lambda: kmq.AsyncProducer(max_batch_bites=1), r"AsyncProducer\(\) has no parameter 'max_batch_bites'; "),
         (lambda: kmq.Consumer("t", grup_id="g"), r"Consumer\(\) has no parameter 'grup_id'; did you mean 'group_id'\?"),
+        (
+            lambda: kmq.Consumer("t", on_asign=print),
+            r"Consumer\(\) has no parameter 'on_asign'; did you mean 'on_assign'\?",
+        ),
         (lambda: kmq.AsyncConsumer("t", xyz=1), r"AsyncConsumer\(\) has no parameter 'xyz'; it has group_id, member, "),
     ],
 )
