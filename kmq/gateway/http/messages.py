@@ -59,14 +59,17 @@ def _text(value: bytes | None) -> Shown:
 
 
 def _json(value: bytes | None) -> Shown:
+    if value is None:
+        return "null", ""
     try:
-        text = "" if value is None else value.decode()
-        is_null = json.loads(text, parse_constant=refuse_constant) is None if text else value is not None
+        text = value.decode()
+        is_shown = json.loads(text, parse_constant=refuse_constant) is not None
     except (ValueError, RecursionError):
-        is_null = True
-    if value is not None and is_null:  # no JSON, or the text null, which is not the null of a message without a value
-        return _text(value)[0], _text(value)[1] or "text"
-    return (_SPACE.sub(lambda found: found[1] or "", text) if "\n" in text or "\r" in text else text) or "null", ""
+        is_shown = False
+    if not is_shown:  # no JSON, or the text null, which is not the null of a message without a value
+        shown, encoding = _text(value)
+        return shown, encoding or "text"
+    return (_SPACE.sub(lambda found: found[1] or "", text) if "\n" in text or "\r" in text else text), ""
 
 
 _SPACE = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\r\n]+')

@@ -149,6 +149,12 @@ _SENT = text(
 )
 _TOPIC = ref("Topic")
 
+
+def _list(path: str, name: str, summary: str) -> Operation:
+    internal = Parameter("internal", flag("with topics of KMQ itself, __…"), False)
+    return _op(f"GET {path}", name, summary, Reply("all of them", array(ref("TopicSummary"))), (internal,))
+
+
 ADMIN = (
     _op(
         "POST /api/admin/topics",
@@ -158,20 +164,8 @@ ADMIN = (
         body="NewTopic",
         errors="bad_request topic_exists too_many_topics too_large busy disk_full",
     ),
-    _op(
-        "GET /api/admin/topics",
-        "listTopics",
-        "List topics by name",
-        Reply("all of them", array(ref("TopicSummary"))),
-        query=(Parameter("internal", flag("with topics of KMQ itself, __…"), False),),
-    ),
-    _op(
-        "GET /api/topics",
-        "topics",
-        "List topics by name, as /api/admin/topics does",
-        Reply("all of them", array(ref("TopicSummary"))),
-        query=(Parameter("internal", flag("with topics of KMQ itself, __…"), False),),
-    ),
+    _list("/api/admin/topics", "listTopics", "List topics by name"),
+    _list("/api/topics", "topics", "List topics by name, as /api/admin/topics does"),
     _op(
         "GET /api/admin/topics/{topic}",
         "describeTopic",
