@@ -1,5 +1,7 @@
 """Data directories made without a broker: a WAL of given lines, routed into queues."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fake_logger import FakeLogger
@@ -10,7 +12,7 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.router.queues import Queues
 
-__all__ = ["FIRST_TS", "append", "write_data"]
+__all__ = ["FIRST_TS", "append", "orders_and_letters", "write_data"]
 
 
 def write_data(
@@ -53,3 +55,16 @@ def append(made: list[Any], lines: list[bytes], group: int = 1000) -> None:
     made[2] = seq
     wal.note_open_block()
     queues.tick()
+
+
+ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
+LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
+
+
+@contextmanager
+def orders_and_letters(path: str) -> Iterator[tuple[str, list[Any]]]:
+    """Ten orders in two partitions, three letters, and a way to add more: (path, wal and queues)."""
+    made = write_data(path, ORDERS + LETTERS, {"orders": 2, "jobs.eu": 1}, closed=False)
+    yield path, made
+    made[0].close()
+    made[1].close()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from log_server import up
-from made_data import FIRST_TS, append, write_data
+from made_data import FIRST_TS, append, orders_and_letters, write_data
 from typer.testing import CliRunner
 
 from kmq.cli import app, spark
@@ -20,18 +20,11 @@ from kmq.spark.sql import shell
 
 engine = pytest.importorskip("kmq.spark.sql.duckdb_engine")
 
-ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
-LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
-
 
 @pytest.fixture
 def data(tmp_path):
-    """Ten orders in two partitions, three letters, and a way to add more: (path, wal and queues)."""
-    path = str(tmp_path / "data")
-    made = write_data(path, ORDERS + LETTERS, {"orders": 2, "jobs.eu": 1}, closed=False)
-    yield path, made
-    made[0].close()
-    made[1].close()
+    with orders_and_letters(str(tmp_path / "data")) as found:
+        yield found
 
 
 @pytest.fixture
