@@ -350,10 +350,10 @@ class Producers:
             raise HelloRefused(self._gate.refusal.decode())
         self._fence(hello.producer, connection.peer)
         more = self._shard() if hello.asks_shard else b""
-        if not (hello.acks or hello.tag):
-            return (
-                more  # as without a hello: refused lines become dead.malformed, because the producer wants no replies
-            )
+        if not (
+            hello.acks or hello.tag
+        ):  # as without a hello: refused lines become dead.malformed, nobody wants replies
+            return more
         self._greeted += 1
         connection.replies.expect(hello)
         if hello.acks:

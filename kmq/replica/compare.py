@@ -238,7 +238,8 @@ class ReplicaComparison:
         at = first
         while found := await self._range(log, at, end):
             part = next(iter(found.values()))
-            first = first if part.first == at else part.first  # retention has deleted what was before it
+            if part.first > at:
+                first = part.first  # retention has deleted what was before it
             if _differ(found):
                 return Compared(log, first, part.next - 1, await self._first_difference(found))
             self._advance(part.next - part.first)

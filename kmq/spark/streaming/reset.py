@@ -126,7 +126,8 @@ def _targets(to: str, name: str, bounds: dict[Key, tuple[int, int]], broker: Bro
         return {key: latest for key, (_, latest) in bounds.items()}
     if not to.lstrip().startswith("{"):
         micros = _micros(to)
-        return {key: broker.offset_of_time(key[1], key[2], micros) for key in bounds}
+        found = broker.offsets_of_time([key[1:] for key in bounds], micros)
+        return {(name, *log): offset for log, offset in found.items()}
     return _named(to, name, bounds)
 
 
