@@ -4,6 +4,7 @@ Invariant   A number on a screen is the number in the document whose `as_of` the
             says since when, and is right again without a reload.
 """
 
+import itertools
 import math
 import os
 import re
@@ -314,3 +315,24 @@ def test_focus_stays_where_it_is_while_numbers_change(tab):
     as_of = page.evaluate("document.getElementById('main').dataset.asOf")
     tab.wait("(old) => document.getElementById('main').dataset.asOf !== old", as_of)
     assert page.evaluate("document.activeElement.textContent") == "orders"
+
+
+def test_focus_stays_where_it_is_while_rows_change_places(tab):
+    page = tab.page
+    turns = itertools.count()
+
+    def answer(route):
+        doc = route.fetch().json()
+        assert len(doc["topics"]) > 1
+        doc["topics"].sort(key=lambda topic: topic["topic"], reverse=next(turns) % 2 == 1)
+        route.fulfill(json=doc)
+
+    page.route("**/api/overview*", answer)
+    loaded(tab)
+    first = "document.querySelector('[data-topic]').dataset.topic"
+    name = page.evaluate(first)
+    page.focus(f"[data-topic={name}] a")
+    for leads in (False, True):  # the row goes down, then up
+        tab.wait(f"([name, leads]) => ({first} === name) === leads", [name, leads])
+        assert page.evaluate("document.activeElement.textContent") == name
+    page.unroute("**/api/overview*")

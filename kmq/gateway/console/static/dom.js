@@ -77,6 +77,14 @@ function morphChildren(old, fresh) {
       old.insertBefore(wanted, at);
       continue;
     }
+    if (have !== at && have.contains(document.activeElement)) {
+      const after = have.nextSibling; // a node that is moved loses the focus: those before it are moved instead
+      while (at !== have) {
+        const next = at.nextSibling;
+        old.insertBefore(at, after);
+        at = next;
+      }
+    }
     if (have === at) at = at.nextSibling;
     else old.insertBefore(have, at);
     morph(have, wanted);
