@@ -5,6 +5,7 @@ its name, and no name comes twice, so that one pod can serve several tests.
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -27,6 +28,8 @@ from kmq.config.settings import SHM, STAGES
 from kmq.links import fifo, layout
 
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
+NOBODY = (errno.ETIMEDOUT, errno.EHOSTUNREACH)  # what the kernel says of an address that nobody has
+GONE_S = 20.0  # within it something of a pod's kernel answers, whatever its processes do
 PORT = 5673  # lines in
 KEEP_ALL = {"KMQ_RETENTION_BYTES": "none"}  # settings of a pod whose whole WAL is judged
 _number = itertools.count(1)
@@ -41,8 +44,17 @@ def wait(condition: Callable[[], object], what: str | Callable[[], str], every_s
 
 
 def connect(pod: Pod) -> socket.socket:
-    """To the port for lines. The address is asked for each time: a pod that was restarted may have another."""
-    return socket.create_connection((pod.ip, PORT), timeout=5)
+    """To the port for lines. The address is asked for each time: a pod that was restarted has another.
+
+    What was sent to the old one may be answered by nobody, not even by a reset: the pod's network can go before its
+    processes do. Such a connection ends after `GONE_S` with one of `NOBODY`; else it would wait for a quarter of an hour.
+    """
+    sock = socket.create_connection((pod.ip, PORT), timeout=5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GONE_S * 1000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    return sock
 
 
 class PacedLines(Lines):
@@ -68,8 +80,13 @@ class PlainLoad(TcpLoad):
             except OSError:
                 self.enough.wait(0.01)
                 continue
-            with sock:
-                self._converse(sock, PacedLines(f"{self.prefix}.{len(self.sent)}", self.longest))
+            try:
+                with sock:
+                    self._converse(sock, PacedLines(f"{self.prefix}.{len(self.sent)}", self.longest))
+            except OSError as err:
+                if err.errno not in NOBODY:
+                    raise
+                self.broken += 1
 
 
 class AnsweredLoad(AckedLoad):
