@@ -257,9 +257,11 @@ class SharedFile:
         """Give back the mapping and this end; the ring itself stays."""
         for view in (self.cells, self.words, self.view):
             view.release()
-        self.mm.close()
-        os.close(self._fd)  # and with it the lock
-        self._fd = -1
+        try:
+            self.mm.close()
+        finally:  # also where somebody still has a view of it: the mapping goes with that
+            os.close(self._fd)  # and with it the lock
+            self._fd = -1
 
 
 class Ring(SharedFile):

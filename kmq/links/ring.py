@@ -463,7 +463,9 @@ class RingObserver(Ring):
     position: int
 
     def close(self) -> None:
-        with suppress(BufferError):  # an error's traceback may hold views of blocks: the mapping goes with them
+        with suppress(
+            BufferError
+        ):  # a connection that breaks while a block is sent has a view of it until it has ended
             super().close()
 
     def take(self) -> list[tuple[int, Block]]:

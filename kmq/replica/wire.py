@@ -401,7 +401,8 @@ class Link(asyncio.BufferedProtocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = self._lost or exc or EOFError()
+        # Without its frames: they hold the block that was being sent, and so the ring that it lies in.
+        self._lost = self._lost or (exc.with_traceback(None) if exc is not None else EOFError())
         self._transport = None
         self._wake()
 

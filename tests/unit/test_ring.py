@@ -1,6 +1,8 @@
 """Both ends of a ring in one process: what fits, what wraps, what is dropped, what a commit puts in force."""
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 from fake_logger import FakeLogger
@@ -9,7 +11,7 @@ from ring_ends import put, taken
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
 from kmq.links.layout import NOTHING_STAGED, Consumed, Framed, RingCommit, Stamp
-from kmq.links.ring import RingReader, RingWriter
+from kmq.links.ring import RingObserver, RingReader, RingWriter
 
 
 def cells(record):
@@ -394,6 +396,22 @@ def test_a_ring_is_not_recreated_under_its_living_reader(rings, monkeypatch):
     writer, _ = rings()
     with pytest.raises(BusyError, match="is held by the reader"):
         reopen(writer, layout.make_identity("other", 64, 1 << 16, 0, "block"), FakeLogger())
+
+
+def test_an_observer_that_is_closed_gives_its_file_back_once_nobody_looks_at_its_blocks(rings):
+    writer, _ = rings()
+    put(writer, b"x")
+
+    def count():
+        return sum(os.readlink(entry) == writer.path for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+
+    before = count()
+    observer = RingObserver.find(writer.instance, "framed", writer.identity)
+    [(_, block)] = observer.take()
+    observer.close()
+    assert bytes(block.data) == b"x"
+    del observer, block
+    assert count() == before
 
 
 def test_backlog_and_is_drained_look_from_outside(rings):

@@ -1,9 +1,11 @@
 """The replica protocol between real ends on this machine: texts, the proof, limits, and whatever a stranger sends."""
 
 import asyncio
+import mmap
 import random
 import socket
 import ssl
+import struct
 import zlib
 from contextlib import asynccontextmanager, suppress
 
@@ -144,6 +146,22 @@ def test_large_blocks_and_small_texts_mixed_arrive_whole_and_in_order():
             for message in sent:
                 link.send(message)
             assert [await link.read() for _ in sent] == sent
+
+    play(scene)
+
+
+def test_a_connection_that_broke_holds_nothing_of_the_block_that_was_being_sent():
+    async def scene():
+        with mmap.mmap(-1, 1 << 20) as ring, socket.create_server(("127.0.0.1", 0)) as server:
+            loop, ours = asyncio.get_running_loop(), socket.create_connection(server.getsockname())
+            _, link = await loop.create_connection(lambda: wire.Link(ours), sock=ours)
+            theirs, _ = server.accept()
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            theirs.close()  # by a reset: nothing can be written any more
+            link.send(MESSAGES[2]._replace(lines=memoryview(ring)))
+            with pytest.raises(ConnectionError):
+                await link.read()
+            ring.close()
 
     play(scene)
 
