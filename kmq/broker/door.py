@@ -66,11 +66,14 @@ PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
 
 
 def known_shard(pipes: str) -> dict[str, Any]:
-    """Return the shard as our replica has read it from Consul last (kmq/replica/shard.py); {} if it has not yet."""
+    """Return the shard as our replica has read it from Consul last (kmq/replica/shard.py).
+
+    Return {} if it has not yet, or if that cannot be read: nobody ends for that, and the replica writes it anew at once.
+    """
     try:
         with open(f"{pipes}/cluster.json", encoding="ascii") as file:
             return dict(json.load(file))
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return {}
 
 

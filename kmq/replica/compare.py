@@ -41,7 +41,7 @@ NO_LOG = "-"  # before the first log, and after the last
 _WAL = "append"
 _MOST_ALONE = 100_000  # logs in a row that only some sides have: no broker has so many partitions
 _IDLE_S = 60.0  # between two requests
-_DAMAGED = "damaged"
+_DAMAGED, _REPLACED = "damaged", "bootstrap"
 _LOG = re.compile(rf"{_WAL}|([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}})/(\d{{1,4}})")
 
 Request = NextLog | LogRange
@@ -124,14 +124,24 @@ class DirectoryLogs:
         return LogRange(wanted.log, first, end, zlib.crc32(text))
 
 
-async def answer(link: Link, data: str, message: wire.Message) -> None:
-    """Serve one who compares this broker with others, until that one ends it. `message`: the first that has come."""
+async def answer(link: Link, data: str, message: wire.Message, is_replaced: Callable[[], bool]) -> None:
+    """Serve one who compares this broker with others, until that one ends it. `message`: the first that has come.
+
+    `is_replaced`: whether other files are put in the place of those of `data`, or were since the call.
+    """
     logs = DirectoryLogs(data)
     while isinstance(message, (NextLog, LogRange)):
+        reply: LogRange | wire.RefusedText = wire.RefusedText(_DAMAGED)
         try:
-            link.send(await in_thread(logs.ask, message))
-        except DamageError:
-            return link.send(wire.RefusedText(_DAMAGED))
+            reply = await in_thread(logs.ask, message)
+        except Exception as err:
+            if not isinstance(err, DamageError) and not is_replaced():
+                raise
+        if is_replaced():  # half of each looks damaged, and what is known of the former files is not true any more
+            reply = wire.RefusedText(_REPLACED)
+        link.send(reply)
+        if isinstance(reply, wire.RefusedText):
+            return
         async with asyncio.timeout(_IDLE_S):
             message = await link.read()
     raise WireError(f"{type(message).__name__} came in place of what is to be compared")
@@ -149,7 +159,8 @@ async def _ask_broker(link: Link, request: Request) -> LogRange:
         where = f"from {request.first} on" if isinstance(request, LogRange) else "or the log after it"
         raise CorruptError(f"{request.log} {where} is damaged there; run kmq verify there")
     if isinstance(reply, wire.RefusedText):
-        raise WireError(f"refused: {reply.reason}")
+        is_replaced = reply.reason == _REPLACED
+        raise WireError("a bootstrap is being put in place; ask again" if is_replaced else f"refused: {reply.reason}")
     if not isinstance(reply, LogRange):
         raise WireError(f"{type(reply).__name__} came in place of an answer")
     return reply

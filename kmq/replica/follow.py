@@ -213,6 +213,7 @@ class Following:
             await asyncio.sleep(_BOOTSTRAP_AGAIN_S)
             raise
         self.replaced = before  # half of the files look like a damaged WAL
+        stages.bootstraps += 1
         await in_thread(settle, stages.data)
         self.replaced = None
         await stages.leave()  # it mends the end of the WAL, which was copied while it grew

@@ -157,11 +157,18 @@ class Roles:
         """Serve who has proved to be of the shard."""
         first = await link.read()
         if link.peer.replica == wire.NOBODY:
-            await compare.answer(link, self.stages.data, first)
+            before = self.stages.bootstraps
+            await compare.answer(link, self.stages.data, first, lambda: self._is_replaced(before))
         elif self.leading is not None:
             await self.leading.serve(link, first)
         else:
             link.send(wire.RefusedText("not_leader"))
+
+    def _is_replaced(self, bootstraps: int) -> bool:
+        """Return True if a bootstrap is being put in place, or was after so many."""
+        return self.stages.bootstraps != bootstraps or (
+            self.following is not None and self.following.replaced is not None
+        )
 
     # --- what the replica asks (replica.Work) ------------------------------------------------------------------------
 

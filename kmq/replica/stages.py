@@ -52,6 +52,7 @@ class Stages:
         self.synced = open_fifo(settings.pipes, SYNCED)
         self.dropped = 0  # messages that went with a role
         self.cut_records = 0
+        self.bootstraps = 0  # whose files this process has begun to put in place
         self._noted, self._noted_at = read_committed(self.data), 0.0
         self._fifo_told = 0.0
         self._is_full = False

@@ -1,17 +1,19 @@
 """A follower over real sockets, rings and logs; its leader says by hand whatever a test wants."""
 
 import os
+import threading
 from zlib import crc32
 
 import pytest
 from made_up import stored
-from shard_parts import FOLLOWING, WAITING, Leader, first_register, play
+from shard_parts import FOLLOWING, LINEAGE, PATIENCE_S, SECRET, WAITING, Leader, first_register, play
 
 from kmq.cluster.register import decode
 from kmq.errors import CorruptError
 from kmq.log.committed import EPOCH_KEY, encode_epoch, write_committed
-from kmq.replica import follow, wire
+from kmq.replica import compare, follow, wire
 from kmq.replica.replica import Duty
+from kmq.replica.wire import NextLog, WireError
 
 A = "a" * 16
 TWO_EPOCHS = [
@@ -307,6 +309,47 @@ def test_a_directory_that_is_being_replaced_is_asked_for_no_end(tmp_path, monkey
         assert seen == [before]
 
     follower(tmp_path, scene, lines=[b"t|||%d" % n for n in range(1, 4)])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_compares_hears_of_a_bootstrap_in_its_middle_or_since_and_not_of_damage(tmp_path, monkeypatch, is_late):
+    begun, go_on, real = threading.Event(), threading.Event(), follow.settle
+
+    async def receive(link, data, lineage):
+        return 0
+
+    def settle(data):
+        later = f"{data}/append/{100:020}.log"
+        with open(later, "wb") as file:
+            file.write(stored([b"t|||x"], 100)[0])
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        os.unlink(later)
+        return real(data)
+
+    monkeypatch.setattr(follow, "receive_files", receive)
+    monkeypatch.setattr(follow, "settle", settle)
+
+    async def scene(shard, b, leader):
+        me = wire.Me("s", LINEAGE, "a", wire.NOBODY, 1, 4096)
+        link = await wire.call(shard.address("b"), me, SECRET, None, PATIENCE_S)
+        shard.links.append(link)
+        assert (await compare._ask_broker(link, NextLog("-"))).log == "append"
+        peer, _ = await leader.accept()
+        peer.send(wire.Gone(1))
+        await shard.until(begun.is_set)
+        if is_late:
+            go_on.set()
+            await shard.until(lambda: b.log.of("bootstrapped"))
+        with pytest.raises(WireError, match="a bootstrap is being put in place; ask again"):
+            await compare._ask_broker(link, NextLog("append"))
+        go_on.set()
+        await shard.until(lambda: b.log.of("bootstrapped"))
+
+    try:
+        follower(tmp_path, scene, lines=[b"t|||%d" % n for n in range(1, 4)])
+    finally:
+        go_on.set()
 
 
 def test_lines_in_the_fifo_of_a_follower_never_come_up_again(tmp_path):

@@ -23,6 +23,7 @@ from made_up import stored
 
 from kmq import gateway
 from kmq.broker import stats, topic_rates
+from kmq.broker.door import advertised
 from kmq.broker.overview import VerdictChanges
 from kmq.broker.stats import ADMISSIONS, STATES, Incidents, StatsPage, Strangers
 from kmq.config.settings import STAGES, load
@@ -515,7 +516,15 @@ def test_the_page_of_the_shard_says_what_this_broker_knows_now_and_what_consul_s
         "as_of": 1.5,
         "brokers": {"a": {"role": "leading"}, "c": None},
     }
-    with open(f"{broker.settings.pipes}/cluster.json", "w") as file:
+    path = f"{broker.settings.pipes}/cluster.json"
+    os.mkdir(path)  # a disk that cannot be read, as far as the reader sees
+    assert shard.shard()["leader"] is None and advertised(broker.settings.pipes, "lines") == []
+    os.rmdir(path)
+    for text in ("", "[]", '{"brokers": '):  # it is not synced: a power cut may leave this
+        with open(path, "w") as file:
+            file.write(text)
+        assert shard.shard()["leader"] is None and advertised(broker.settings.pipes, "lines") == []
+    with open(path, "w") as file:
         json.dump(known, file)
     found = shard.shard()
     assert found["brokers"] == {"a": {"role": "leader"}, "c": None} and (found["role"], found["as_of"]) == (

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
+AT_A_TIME = 16  # gateways that are asked side by side
 
 
 LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be given
@@ -533,7 +534,6 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
 
 # --- the addresses of a shard ----------------------------------------------------------------------------------------
 
-_AT_A_TIME = 8
 _SPELLING = "; if it is of the shard that answers, spell it as that broker's KMQ_ADVERTISE and port, or leave it out"
 
 
@@ -584,7 +584,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
     remotes, trial = [Remote(name, quick) for name in names], _Trial(access.patience_s)
     found: dict[str, str] = {}  # name → the lineage of its shard, or itself
     doors = ShardDoors()
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
         while silent := [remote for remote in remotes if remote.name not in found]:
             failed = None
             for remote, answer in zip(silent, pool.map(_look, silent), strict=True):

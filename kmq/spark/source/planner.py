@@ -30,12 +30,10 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark.connections import Access, nearest
 from kmq.spark.source import ends, plan
-from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.brokers import AT_A_TIME, Broker, open_broker
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
-
-_AT_A_TIME = 16  # gateways that are asked side by side
 
 T = TypeVar("T")
 
@@ -132,11 +130,11 @@ class QueryLogs:
         return open_broker(name, bool(self.options.paths), self.options.access)
 
     def each(self, ask: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T]:
-        """Return what `ask` finds out of each broker; of gateways side by side, _AT_A_TIME of them."""
+        """Return what `ask` finds out of each broker; of gateways side by side, AT_A_TIME of them."""
         asked = list(self.brokers if names is None else names)
         if len(asked) < 2 or self.options.paths:
             return {name: ask(name) for name in asked}
-        with ThreadPoolExecutor(min(_AT_A_TIME, len(asked))) as pool:
+        with ThreadPoolExecutor(min(AT_A_TIME, len(asked))) as pool:
             return dict(zip(asked, pool.map(ask, asked), strict=True))
 
     def survey(self) -> tuple[dict[str, str], Callable[[], Bounds]]:
