@@ -1,6 +1,6 @@
 """The benchmark of a shard: three brokers and a Consul on this machine, beside one broker alone.
 
-    python scripts/bench_shard [acked latency failover idle] [--only PART] [--quick] [--json FILE] [--dir DIR]
+    python scripts/bench_shard [acked latency failover crowded away idle] [--only PART] [--quick] [--json FILE] [--dir DIR]
 
 All four brokers share this machine's disk and cores. Rates and latencies of the shard stand beside those of the broker
 alone in the same run. The CPU is that of all processes of a broker, for each message.
@@ -8,13 +8,17 @@ alone in the same run. The CPU is that of all processes of a broker, for each me
 
 import argparse
 import contextlib
+import json
 import secrets
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPConnection
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +30,7 @@ from shard_demo import NAMES, ShardBroker, consul  # noqa: E402
 import kmq  # noqa: E402
 from bench.report import Figure, Measure, run, say  # noqa: E402
 from bench.requests import Requests  # noqa: E402
+from bench.sending import Sending  # noqa: E402
 from kmq.broker.stats import PROCESSES, peek  # noqa: E402
 
 SHARD = {"SHARD": "demo", "SESSION_TTL": "2s", "REPLICA_LAG": "5s"}
@@ -118,24 +123,107 @@ def latency(bench: Bench) -> Iterator[Figure]:
         yield Figure("latency", f"shard - one broker, {at}", found[at] - base[at], "µs", f"≤ {bar}")
 
 
-def failover(bench: Bench) -> Iterator[Figure]:
-    """All processes of the leader are killed at once; until a producer with an id gets its next ack from another one."""
-    rounds = 3 if bench.quick else 20
-    say(f"failover: {rounds} kills of the leader")
+def _probe(bench: Bench) -> kmq.Producer:
+    """Return a producer with an id that knows all brokers of the shard, once it has had a reply."""
+    producer = kmq.Producer(",".join(f"127.0.0.1:{broker.ports['PORT']}" for broker in bench.shard))
+    producer.send("test.probe", b"x").result(WAIT_S)
+    return producer
+
+
+def _kills(bench: Bench, rounds: int) -> list[float]:
+    """Kill all processes of the leader at once; return how long a producer had no reply each time, the longest last."""
     times = []
-    hosts = ",".join(f"127.0.0.1:{broker.ports['PORT']}" for broker in bench.shard)
     for _ in range(rounds):
         leader = bench.leader()
-        with kmq.Producer(hosts) as producer:
-            producer.send("test.probe", b"x").result(WAIT_S)
+        with _probe(bench) as producer:
             leader.kill()
             began = time.monotonic()
             producer.send("test.probe", b"x").result(WAIT_S)
             times.append(time.monotonic() - began)
         leader.up()
-    times.sort()
+    return sorted(times)
+
+
+def _p95(times: list[float]) -> float:
+    return times[int(0.95 * (len(times) - 1) + 0.5)]
+
+
+def failover(bench: Bench) -> Iterator[Figure]:
+    """The leader is killed, or resigns; until a producer with an id gets its next ack from another one."""
+    rounds = 3 if bench.quick else 20
+    say(f"failover: {rounds} kills of the leader, and as often it resigns")
+    times = _kills(bench, rounds)
     yield Figure("failover", "kill -9 of the leader, median", statistics.median(times), "s")
-    yield Figure("failover", "the same, p95", times[int(0.95 * (len(times) - 1) + 0.5)], "s", "≤ 5")
+    yield Figure("failover", "the same, p95", _p95(times), "s", "≤ 5")
+    pauses = sorted(_resigned(bench) for _ in range(rounds))
+    yield Figure("failover", "pause while the leader resigns, median", statistics.median(pauses), "s")
+    yield Figure("failover", "the same, p95", _p95(pauses), "s", "≤ 2")
+
+
+def _resigned(bench: Bench) -> float:
+    """Let the leader resign; return the longest time in which a producer had no reply meanwhile."""
+    leader, moments = bench.leader(), [time.monotonic()]
+    with _probe(bench) as producer, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(leader.kmq, "cluster", "resign", "--wait")
+        while not done.done():
+            producer.send("test.probe", b"x").result(WAIT_S)
+            moments.append(time.monotonic())
+        if done.result().returncode:
+            raise SystemExit(f"bench: {done.result().stderr.strip()}")
+        producer.send("test.probe", b"x").result(WAIT_S)
+    moments.append(time.monotonic())
+    return max(after - before for before, after in pairwise(moments))
+
+
+def crowded(bench: Bench) -> Iterator[Figure]:
+    """The leader of many partitions and groups is killed."""
+    partitions, groups, rounds = (100, 100, 2) if bench.quick else (1000, 1000, 5)
+    leader = bench.leader()
+    say(f"crowded: {partitions} partitions, {groups} groups, {rounds} kills of the leader")
+    made = leader.kmq("topics", "create", "crowded", "--partitions", str(partitions))
+    if made.returncode:
+        raise SystemExit(f"bench: {made.stderr.strip()}")
+    with contextlib.closing(HTTPConnection("127.0.0.1", leader.ports["HTTP_PORT"], timeout=WAIT_S)) as http:
+        for number in range(groups):
+            offsets = [{"partition": number % partitions, "offset": 0}]
+            http.request(
+                "POST", "/api/topics/crowded/commit", json.dumps({"group": f"group-{number}", "offsets": offsets})
+            )
+            reply = http.getresponse()
+            if (text := reply.read()) and reply.status >= 300:
+                raise SystemExit(f"bench: {text.decode()}")
+    times = _kills(bench, rounds)
+    what = f"{partitions} partitions, {groups} groups"
+    yield Figure("crowded", f"kill -9, {what}, median", statistics.median(times), "s")
+    yield Figure("crowded", "the longest", times[-1], "s", "≤ 10")
+
+
+def away(bench: Bench) -> Iterator[Figure]:
+    """A follower is killed and comes back, while the leader takes messages of 100 B all the time."""
+    seconds, rate = (15.0, 20_000) if bench.quick else (60.0, 50_000)
+    leader = bench.leader()
+    follower = next(broker for broker in bench.shard if broker is not leader)
+    say(f"away: {seconds:.0f} s without a follower, at {rate} msg/s")
+    load = Sending("paced", f"127.0.0.1:{leader.ports['PORT']}", rate, seconds + 40).go()
+    follower.kill()
+    time.sleep(seconds / 2)
+    before = _committed(leader, seconds / 2)
+    began, hw = time.monotonic(), leader.view()["hw"]
+    follower.up()
+    bench.leader()
+    took = time.monotonic() - began
+    during = (leader.view()["hw"] - hw) / took
+    yield Figure("away", "committed while it is away", before, "msg/s")
+    yield Figure("away", f"in the ISR after its return of {seconds:.0f} s", took, "s", "≤ 20")
+    yield Figure("away", "committed until then / before", during / before, "x", "≥ 0.7")
+    load.result()
+
+
+def _committed(leader: ShardBroker, seconds: float) -> float:
+    """Return how many messages are committed in a second, for so long."""
+    began, hw = time.monotonic(), leader.view()["hw"]
+    time.sleep(seconds)
+    return float((leader.view()["hw"] - hw) / (time.monotonic() - began))
 
 
 def idle(bench: Bench) -> Iterator[Figure]:
@@ -155,6 +243,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "acked": acked,
     "latency": latency,
     "failover": failover,
+    "crowded": crowded,
+    "away": away,
     "idle": idle,
 }
 
@@ -188,7 +278,7 @@ def main() -> int:
         epilog=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return run(parser, tuple(PARTS), "a quarter of everything, 3 kills", prepare)
+    return run(parser, tuple(PARTS), "a quarter of everything", prepare)
 
 
 if __name__ == "__main__":

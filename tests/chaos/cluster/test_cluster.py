@@ -86,10 +86,11 @@ class Trial:
     def one(self, fault: str, of_leader: bool) -> None:
         """One fault of a whole shard, for longer than a session and the lag."""
         self.shard.wait_whole()
-        leader = self.shard.leader()
+        leader, began = self.shard.leader(), time.monotonic()
         self.befall(fault, leader if of_leader else self.shard.others(leader)[0])
         time.sleep(5)
         self.heal(fault)
+        print(f"no acknowledgement for {self.clients.longest_pause(began):.1f} s at most, from then on")
 
     def heal(self, what: str) -> None:
         shard = self.shard
