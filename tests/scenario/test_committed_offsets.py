@@ -19,6 +19,7 @@ from kmq.gateway.core.compactor import keep_compacted
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.groups import offsets as keeping
 from kmq.gateway.groups import offsets as store_module
+from kmq.gateway.groups.deliveries import given_back
 from kmq.gateway.groups.offset_table import TOPIC, NackRow, RowKey, decode_payload, routing_key, scan
 from kmq.gateway.groups.offsets import LIMITS, OffsetCommit, OffsetKeeper, OffsetStore
 from kmq.log import identity, topic_changes
@@ -272,6 +273,20 @@ def test_what_was_given_back_is_remembered_until_it_is_done(pod):
 
     run(pod, work)
     assert run(pod, look) == {17: NackRow(2, DUE + 1, "busy")}
+
+
+def test_what_was_given_back_does_not_wait_longer_after_a_start_whose_clock_is_behind(pod):
+    async def give_back(store):
+        store.epoch_s += 3600  # the clock that this one began with was held, and it has lived for an hour since
+        await store.nack("behind", "orders", 0, {17: given_back(None, store.now_s(), 1.0, "busy")})
+
+    async def look(store):
+        left = store.nacks("behind", "orders", 0)[17].due - store.now_s()
+        await store.delete("behind")
+        return left
+
+    run(pod, give_back)
+    assert run(pod, look) <= 1.0
 
 
 def test_a_group_that_is_idle_is_forgotten_unless_it_has_members(pod):

@@ -253,6 +253,10 @@ class OffsetStore:
         for place, row in rows:
             if not self._deleted.covers(place.topic, row.seq):
                 self._table.put(place, row)
+                if isinstance(row, NackRow):
+                    # While recv_ts is held (kmq/broker/clock.py) each gateway begins at the same time. What the last
+                    # one was given back would wait for as long as that one lived.
+                    self.epoch_s = max(self.epoch_s, row.first - time.monotonic())
         self.is_loaded = True
         took = round(time.monotonic() - started, 3)
         self._log.info("offsets_loaded", groups=len(self._table.groups), records=self.records, seconds=took)
