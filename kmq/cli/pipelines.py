@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from kmq.cli.output import examples, grouped, seconds
-from kmq.cli.spark_options import From, On, TargetOptions, TopicOptions, running
+from kmq.cli.spark_options import From, On, TargetOptions, TopicOptions, Unreachable, running
 from kmq.errors import ConfigError
 from kmq.spark.pipelines.options import (
     LOG,
@@ -74,6 +74,7 @@ def archive(
     table: ArchiveTable,
     origin: From,
     topics: TopicOptions,
+    unreachable: Unreachable,
     payload: Payloads,
     letters: ArchiveLetters,
     target: TargetOptions,
@@ -81,7 +82,7 @@ def archive(
     on: On,
 ) -> None:
     """Write topics to a Parquet, Delta or Iceberg table, exactly once. JSON is typed; bad JSON goes to <topic>.dlq."""
-    where = origin.options() | topics.options()
+    where = origin.options() | topics.options() | unreachable.options()
     with running("archive", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import archive
 
@@ -202,6 +203,7 @@ def metrics(
     *,
     origin: From,
     topics: TopicOptions,
+    unreachable: Unreachable,
     windows: Windows,
     to: Annotated[
         str, typer.Option("--to", help="Add closed windows to the table in this directory, or s3://bucket/prefix.")
@@ -216,7 +218,7 @@ def metrics(
     on: On,
 ) -> None:
     """Compute rates, sizes, keys and delays per topic and time window. Print them, or add them to a table or topic."""
-    where = origin.options() | topics.options(".*")
+    where = origin.options() | topics.options(".*") | unreachable.options()
     with running("metrics", on, continuous=not follow["once"]) as job:
         from kmq.spark.pipelines import metrics
 
@@ -258,11 +260,12 @@ def mirror(
     target: TargetOptions,
     origin: From,
     topics: TopicOptions,
+    unreachable: Unreachable,
     follow: Follow = _EVERY_SECOND,
     on: On,
 ) -> None:
     """Copy topics to another broker: each message once, its origin in headers, messages of a key together."""
-    where = origin.options() | topics.options()
+    where = origin.options() | topics.options() | unreachable.options()
     connection = target.options()
     if to_path and to_brokers:
         raise ConfigError("give --to-path or --to-brokers, not both")

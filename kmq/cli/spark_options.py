@@ -49,6 +49,23 @@ class From(NamedTuple):
         return _connection(self.token_file, self.ca, self.cert, self.key)
 
 
+class Unreachable(NamedTuple):
+    """What a stream over several brokers does without one."""
+
+    on_unreachable: Annotated[
+        str,
+        typer.Option(
+            "--on-unreachable",
+            help="A broker that does not answer: fail, or hold: go on without it until it is back. \\[default: fail]",
+            show_default=False,
+        ),
+    ] = ""
+
+    def options(self) -> dict[str, str]:
+        """Return the options of format("kmq")."""
+        return {"onUnreachable": self.on_unreachable} if self.on_unreachable else {}
+
+
 class TargetOptions(NamedTuple):
     """How to connect to the target: the broker that a pipeline writes to."""
 

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from kmq.client.delivery import check_token
 from kmq.config.values import parse_duration
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, RetryError
 
 TIMEOUT_S = PATIENCE_S = 30.0
 CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certificate", "key"))
@@ -117,6 +117,33 @@ def duration(options: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < seconds < 1e9:
         raise ConfigError(f"{name}={text!r}: must be above 0, such as 30s")
     return seconds
+
+
+# --- brokers that are away --------------------------------------------------------------------------------------------
+
+
+class UnreachableError(RetryError):
+    """A broker does not answer."""
+
+    def __init__(self, broker: str, text: str) -> None:
+        super().__init__(text)
+        self.broker = broker
+
+
+class ReplacedError(ConfigError):
+    """A broker has another data directory than the one that was read."""
+
+    def __init__(self, broker: str, known: str, now: str) -> None:
+        super().__init__(
+            f"{broker} has another data directory (id {now}) than this checkpoint ({known}); put the old volume back,"
+            " or start with a new checkpoint"
+        )
+        self.broker, self.now = broker, now
+
+
+def have_one_address(name: str, other: str) -> bool:
+    """Return True if two names of brokers have an address in common: `a:8082` and `a:8082,b:8082` of one shard."""
+    return not {*name.split(",")}.isdisjoint(other.split(","))
 
 
 # --- names of options ------------------------------------------------------------------------------------------------

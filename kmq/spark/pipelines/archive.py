@@ -48,7 +48,7 @@ from kmq.errors import ConfigError, KmqError
 from kmq.log import topics
 from kmq.message.letters import DLQ
 from kmq.spark import failures
-from kmq.spark.connections import nearest
+from kmq.spark.connections import have_one_address, nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
 from kmq.spark.pipelines import json_columns, payloads
 from kmq.spark.pipelines.archive_task import DIRECT, FORMAT, STAGING, UNSURE, ArchiveJob, source_of
@@ -160,13 +160,16 @@ class LetterWriter:
                 with producer(target.addresses, target.access) as probe:
                     self._max_line = min(self._max_line, probe.connect(timeout=ADOPT_S))
             except (KmqError, TimeoutError, ValueError) as err:
+                if self._options.holds and not isinstance(err, (ConfigError, ValueError)):
+                    continue  # it is waited for when a bad record of it comes
                 raise ConfigError(
                     f"bad records could not be sent to {target}: {err}; start the broker, {hint}"
                 ) from err
 
     def _target(self, broker: str) -> Target:
         """Return the broker's address as it is now: a broker that was restarted may have another port."""
-        return Target.of(self._addresses.get(broker, ""), self._connection)
+        known = (at for name, at in self._addresses.items() if have_one_address(name, broker))
+        return Target.of(next(known, ""), self._connection)
 
     def send(self, bad: DataFrame, query: str) -> None:
         """Store these records in their dead-letter topics, each once however often this is called."""

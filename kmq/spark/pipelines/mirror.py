@@ -2,7 +2,7 @@
 
     from kmq.spark.pipelines.mirror import READ, messages
     rows = spark.readStream.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
-    messages(rows, {"data": identity}).writeStream.format("kmq").option("kmq.producers", "b:5673").…
+    messages(rows).writeStream.format("kmq").option("kmq.producers", "b:5673").…
 
 Routing key, producer_ts, payload and headers are copied unchanged, except headers that tell how a message was stored
 (p, w, enc). Only if a stored key looks like a mark, from a time before there were marks, the routing key is written
@@ -47,8 +47,9 @@ from kmq.spark.pipelines.options import MIRROR_EVERY, MirrorOptions, complete, v
 from kmq.spark.pipelines.table import is_adopted, starting
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import TRUST, Target
-from kmq.spark.source.brokers import Broker, Directory, Layout, open_broker
+from kmq.spark.source.brokers import Broker, Directory, Layout
 from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.planner import QueryLogs
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.streams import Trigger
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary,"
-    " producer_ts binary, id string, headers map<string,string>, value binary"
+    " producer_ts binary, id string, headers map<string,string>, value binary, origin_broker string"
 )
 ORIGIN = "mirror"
 OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
@@ -70,10 +71,13 @@ _LONGEST_NAME = 39  # characters of a topic in a producer's name, which has at m
 _ID = 12  # digits of a source's id in a producer's name
 
 
-def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
-    """Return rows of READ as messages for format("kmq"), without copies. `sources`: broker → its data id."""
-    table = F.create_map(*(F.lit(text) for pair in sources.items() for text in pair))
-    origin = table[F.col("broker")]
+def messages(rows: DataFrame, sources: Mapping[str, str] | None = None) -> DataFrame:
+    """Return rows of READ as messages for format("kmq"), without copies.
+
+    `sources`: broker → its data id, for rows without origin_broker.
+    """
+    table = F.create_map(*(F.lit(text) for pair in sources.items() for text in pair)) if sources else None
+    origin = F.col("origin_broker") if table is None else table[F.col("broker")]
     digest = F.substring(F.sha2(F.col("topic"), 256), 1, _LONGEST_NAME - 8)
     name = F.when(F.length("topic") <= _LONGEST_NAME, F.col("topic")).otherwise(digest)
     producer = F.concat_ws("-", F.lit("mirror"), F.substring(origin, 1, _ID), name, "partition")
@@ -140,9 +144,8 @@ def run(
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
     asked = complete(MirrorOptions, options, every=MIRROR_EVERY)
-    read = ReadOptions(where)
-    sources = {name: open_broker(name, bool(read.paths), read.access) for name in read.brokers}
-    identities = {name: broker.identity() for name, broker in sources.items()}
+    sources = QueryLogs(ReadOptions(where))
+    identities = sources.planned(lambda: sources.each(lambda name: sources.brokers[name].identity()))
     if target is not None and target.identity() in identities.values():
         raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
     lines_to = Target.of(to, asked["connection"] or {}, "--to")
@@ -153,17 +156,17 @@ def run(
     def copy(batch: DataFrame, batch_id: int) -> None:
         """Copy a micro-batch. Spark calls this for each batch, and again for a batch whose end it did not see."""
         nonlocal sent, skipped, batches
-        _agree(sources, read, target)  # for new topics, which this batch may have
+        _agree(sources, target)  # for new topics, which this batch may have
         seen = Observation()
         is_copy = F.map_contains_key("headers", ORIGIN)
         counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
-        writer = messages(counted, identities).write.format("kmq").mode("append").options(**sink)
+        writer = messages(counted).write.format("kmq").mode("append").options(**sink)
         writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a target that is down
         sent += seen.get["rows"] - seen.get["copies"]
         skipped += seen.get["copies"]
         batches += 1
 
-    _agree(sources, read, target)
+    _agree(sources, target)
     rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, takes_letters=True)).load()
     if progress:
         progress.describe(f"mirror to {to}")
@@ -180,12 +183,13 @@ def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
     return {**to.options, "kmq.replay": replay, where: logs.name}
 
 
-def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker | None) -> None:
+def _agree(sources: QueryLogs, target: Broker | None) -> None:
     """Ensure that keys lead to the same partitions of the target; else ConfigError tells what to do."""
     wanted: dict[str, Layout] = {}
-    for name, broker in sources.items():
-        for topic, layout in broker.topics().items():
-            if options.wants(topic) and (differ := _difference(layout, wanted.setdefault(topic, layout))):
+    found = sources.planned(lambda: sources.each(lambda name: sources.brokers[name].topics()))
+    for name, topics_there in found.items():
+        for topic, layout in topics_there.items():
+            if sources.options.wants(topic) and (differ := _difference(layout, wanted.setdefault(topic, layout))):
                 raise ConfigError(f"topic {topic}: {differ[0]} at {name}, {differ[1]} elsewhere")
     if target is None:
         unsure = [topic for topic, layout in wanted.items() if layout.partitions > 1 or "." in topic]

@@ -50,8 +50,8 @@ from kmq.files import replace_file
 from kmq.spark.pinned import pinned
 from kmq.spark.pipelines.options import INFER
 from kmq.spark.pipelines.table import starting
-from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.planner import QueryLogs
 from kmq.spark.tables import Table
 
 # Columns of the source, and those that the archive adds. A payload's field of the same name is renamed.
@@ -457,12 +457,16 @@ def _given(schema: str) -> StructType:
 
 def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
     """Return the first records of each topic."""
-    options = ReadOptions(starting(where))
-    brokers = [open_broker(name, bool(options.paths), options.access) for name in options.brokers]
-    names = sorted({topic for broker in brokers for topic in broker.topics() if options.wants(topic)})
+    logs = QueryLogs(ReadOptions(starting(where)))
+    found = logs.planned(lambda: logs.each(lambda name: logs.brokers[name].topics()))
+    names = sorted({topic for topics in found.values() for topic in topics if logs.options.wants(topic)})
     if not names:
         raise ConfigError("--schema infer: none of these topics exists yet; give a schema, or --schema none")
-    at = {name: text for name, text in where.items() if not name.lower().startswith(("subscribe", "assign"))}
+    apart = ("subscribe", "assign", "onunreachable")
+    at = {name: text for name, text in where.items() if not name.lower().startswith(apart)}
+    if logs.away:
+        at = {name: text for name, text in at.items() if name.lower() != "kmq.bootstrap.servers"}
+        at["kmq.bootstrap.servers"] = ",".join(found)
     reader = spark.read.format("kmq").schema("value binary").options(**at)
     parts = [reader.option("subscribe", topic).load().limit(max(100, SAMPLE // len(names))) for topic in names]
     return reduce(DataFrame.union, parts)

@@ -75,6 +75,8 @@ class RoutedPods:
     def __init__(self, where: Mapping[str, str], table: str = "") -> None:
         """`table`: a data directory whose table replaces the tables of all brokers."""
         self.options = ReadOptions({**where, "subscribe": WAL})
+        if self.options.holds:
+            raise ConfigError("onUnreachable=hold: records are routed by the table of their broker, which must answer")
         self.is_path = bool(self.options.paths)
         self._table = table
         if table and not os.path.isdir(f"{table}/topics"):

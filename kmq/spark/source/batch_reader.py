@@ -48,7 +48,7 @@ class TaskReader:
     def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
         if not isinstance(partition, Task):
             return  # Spark's placeholder if there is nothing to read
-        broker = open_broker(partition.broker, partition.is_path, partition.access)
+        broker = open_broker(partition.broker, partition.is_path, partition.access, partition.data_id)
         if self._consume is None:
             yield from batches.read(broker, partition.spans, self._selection, partition.fail_on_data_loss)
             return

@@ -13,7 +13,8 @@ Connection  A Remote keeps one, for one question after the other. Records that a
 Older       A gateway without `stamps` is asked for its id and each stamp one by one, as in the release before.
 Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
             reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
-            the gateway in the middle of a read goes unnoticed.
+            the gateway in the middle of a read goes unnoticed. A Remote of one data id waits without a limit, and
+            asks each new connection for that id: records of another directory are never taken for those planned.
 Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
 """
 
@@ -43,7 +44,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.repair import ledger
-from kmq.spark.connections import PLAIN, Access, Tls
+from kmq.spark.connections import PLAIN, Access, ReplacedError, Tls, UnreachableError
 
 if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
@@ -233,7 +234,7 @@ _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
 _PORTS = {"http": 8082, "https": 8443}
 _NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
-_LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
+LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
 # OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
 
@@ -262,8 +263,9 @@ class Remote(Broker):
 
     _context: SSLContext | None = None
 
-    def __init__(self, name: str, access: Access = PLAIN) -> None:
-        self.name, self._access = name, access
+    def __init__(self, name: str, access: Access = PLAIN, data_id: str = "") -> None:
+        """`data_id`: wait for this data directory without a limit, and read no other."""
+        self.name, self._access, self._data_id = name, access, data_id
         self._kept: list[HTTPConnection] = []  # one, unless several requests were under way
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
@@ -272,8 +274,8 @@ class Remote(Broker):
     def __del__(self) -> None:  # a Broker has no close method
         self.close()
 
-    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access]]:
-        return Remote, (self.name, self._access)
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access, str]]:
+        return Remote, (self.name, self._access, self._data_id)
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class Remote(Broker):
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         from kmq.spark.source import columns
 
-        offset, trial = start, _Trial(self._access.patience_s)
+        offset, trial = start, _Trial(self._access.patience_s, bool(self._data_id))
         while offset < end:
             target = _at(topic, partition, "records", start=offset, end=end)
             try:
@@ -377,7 +379,7 @@ class Remote(Broker):
 
     def _get(self, target: str) -> Any:
         """Return the JSON of the response."""
-        trial = _Trial(self._access.patience_s)
+        trial = _Trial(self._access.patience_s, bool(self._data_id))
         while True:
             try:
                 return self._get_now(target)
@@ -396,6 +398,10 @@ class Remote(Broker):
         if _is_dropped(connection):
             connection.close()
         try:
+            if self._data_id and connection.sock is None:
+                now = json.loads(self._ask(connection, "/v1/broker").read())["data_id"]
+                if now != self._data_id:
+                    raise ReplacedError(self.name, self._data_id, now)
             yield connection
         except BaseException:
             connection.close()
@@ -438,7 +444,7 @@ class Remote(Broker):
         is_tls = self.addresses[0].scheme == "https"
         if isinstance(err, RemoteDisconnected) and is_tls and not (self._access.tls or Tls()).certificate:
             advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
-        trial.failed(err, self.describe(target), advice, len(self.addresses))
+        trial.failed(err, self, self.describe(target), advice)
         self.turn()
 
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
@@ -446,7 +452,7 @@ class Remote(Broker):
         try:
             opened = connection.sock
             if opened is None and len(self.addresses) > 1:  # a host that is off must not use up the patience
-                whole, connection.timeout = connection.timeout, min(self._access.timeout_s, _LOOK_S)
+                whole, connection.timeout = connection.timeout, min(self._access.timeout_s, LOOK_S)
                 connection.connect()
                 connection.sock.settimeout(whole)
             connection.request("GET", target, headers=self.authorization())
@@ -488,8 +494,9 @@ _AGAIN = (OSError, HTTPException, _LaterError)
 class _Trial:
     """How often and how long a request is retried."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float, is_endless: bool = False) -> None:
+        """`is_endless`: a warning comes in place of the error."""
+        self._patience_s, self._is_endless, self._is_warned = patience_s, is_endless, False
         self.progress()
 
     def progress(self) -> None:
@@ -497,13 +504,20 @@ class _Trial:
         self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
         self._failures = 0
 
-    def failed(self, err: Exception, url: str, advice: str, addresses: int = 1) -> None:
-        """Wait before the next attempt. Raises RetryError when it has taken too long, and each address had its turn."""
+    def failed(self, err: Exception, remote: Remote, url: str, advice: str) -> None:
+        """Wait before the next attempt.
+
+        Raises UnreachableError when it has taken too long, and each address of `remote` had its turn.
+        """
         self._failures += 1
-        if time.monotonic() + self._pause > self._deadline and self._failures >= addresses:
-            raise RetryError(
-                f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
-            ) from err
+        if time.monotonic() + self._pause > self._deadline and self._failures >= len(remote.addresses):
+            why = f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
+            if not self._is_endless:
+                raise UnreachableError(remote.name, why) from err
+            if not self._is_warned:
+                effect = "a batch that was planned has records of it, and waits for it"
+                Logger("spark").warn("broker_held", at=remote.name, reason=why, effect=effect)
+            self._is_warned = True
         time.sleep(self._pause * random.uniform(0.5, 1))  # random, so that the tasks of a job do not retry all at once
         self._pause = min(2 * self._pause, _PAUSES_S[1])
 
@@ -580,7 +594,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
     """
     if len(names) < 2:
         return [*names]
-    quick = replace(access, timeout_s=min(access.timeout_s, _LOOK_S))
+    quick = replace(access, timeout_s=min(access.timeout_s, LOOK_S))
     remotes, trial = [Remote(name, quick) for name in names], _Trial(access.patience_s)
     found: dict[str, str] = {}  # name → the lineage of its shard, or itself
     doors = ShardDoors()
@@ -618,6 +632,9 @@ def _look(remote: Remote) -> Any:
         remote.close()
 
 
-def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
-    """Return the broker of this name: a path, or host:port of a gateway; of a shard also `a:8082,b:8082`."""
-    return Directory(name) if is_path else Remote(name, access)
+def open_broker(name: str, is_path: bool, access: Access = PLAIN, data_id: str = "") -> Broker:
+    """Return the broker of this name: a path, or host:port of a gateway; of a shard also `a:8082,b:8082`.
+
+    `data_id`: see Remote.
+    """
+    return Directory(name) if is_path else Remote(name, access, data_id)

@@ -28,6 +28,8 @@ minPartitions            minimum tasks, if there are as many records
 maxRecordsPerPartition   maximum records in a task
 pushFilters              batch: true: filters of the query on offset, recv_ts, topic and partition become ranges. For a
                          DataFrame that one query reads once: Spark applies them to its later queries too; default: false
+onUnreachable            stream: fail: stop if a broker does not answer for kmq.patience (default); hold: its offsets
+                         stay where they are, the other brokers go on, and it goes on when it is back
 failOnDataLoss           true: stop if records that were to be read are lost (default); false: skip them
 groupId                  stream: the consumer group whose offsets show how far the query is; kmq/spark/source/group.py
 includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as in Kafka's connector, null
@@ -61,9 +63,16 @@ OPTIONS = (
     *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
     *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     *("minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxRecordsPerPartition", "failOnDataLoss"),
-    *("pushFilters", "groupId", "includeHeaders", "includeOrigin"),
+    *("onUnreachable", "pushFilters", "groupId", "includeHeaders", "includeOrigin"),
 )
-_STREAM_ONLY = ("groupId", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
+_STREAM_ONLY = (
+    "groupId",
+    "onUnreachable",
+    "maxOffsetsPerTrigger",
+    "maxBytesPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
+)
 _BATCH_ONLY = ("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp")
 # Names of the options elsewhere.
 _ELSEWHERE = {
@@ -78,7 +87,8 @@ _ELSEWHERE = {
     "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
 }
 # Useless without a connection, except a token, which is also used to write back to the broker.
-_CONNECTING = [name for name in connections.OPTIONS if name != "kmq.token"]
+_CONNECTING = [*(name for name in connections.OPTIONS if name != "kmq.token"), "onUnreachable"]
+_ONLY_A_STREAM = {"groupId": "commits offsets", "onUnreachable": "goes on without a broker"}
 
 
 class ReadOptions:
@@ -91,7 +101,7 @@ class ReadOptions:
         check_options(given, OPTIONS, "reader", _ELSEWHERE)
         self._given = options
         self.servers, self.paths = places(options)
-        if self.paths and (vain := [name for name in _CONNECTING if name in options]):
+        if self.paths and (vain := [name for name in _CONNECTING if name.lower() in options]):
             raise ConfigError(
                 f"{vain[0]}: `path` is read without a connection; give kmq.bootstrap.servers, or leave the option out"
             )
@@ -106,11 +116,15 @@ class ReadOptions:
         self._topics_asked()
         self.start = ends.parse(options, "starting", named)
         self.end = ends.parse(options, "ending", named)
+        self._ends = self.start, self.end
         self._brokers: list[str] | None = None
         self.time_strategy = options.get(ends.STRATEGY.lower(), "").strip().lower()
         if self.time_strategy not in ("", "error", "latest"):
             raise ConfigError(f"{ends.STRATEGY}={self.time_strategy!r}: must be error or latest")
         self._limits()
+        self.holds = options.get("onunreachable", "fail").strip().lower() == "hold"
+        if not self.holds and options.get("onunreachable", "fail").strip().lower() != "fail":
+            raise ConfigError(f"onUnreachable={options['onunreachable']!r}: must be fail or hold")
         self.fail_on_data_loss = self._flag("failOnDataLoss", True)
         self.push_filters = self._flag("pushFilters", False)
         self.group_id = self._group()
@@ -156,12 +170,18 @@ class ReadOptions:
     def brokers(self) -> list[str]:
         """Return the names of the brokers as given; the addresses of one shard are one name, `a:8082,b:8082`.
 
-        With several gateways the first call asks them. Raises RetryError if one of them stays silent.
+        With several gateways the first call asks them. Raises RetryError if one of them stays silent; with
+        onUnreachable=hold a silent one is a broker of its own until it answers.
         """
         if self._brokers is None:
-            self._brokers = recognised(self.servers, self.access) if self.servers else self.paths
-            self.start, self.end = (ends.of_brokers(end, self._brokers) for end in (self.start, self.end))
+            self.name_brokers(recognised(self.servers, self.access, not self.holds) if self.servers else self.paths)
+            assert self._brokers is not None
         return self._brokers
+
+    def name_brokers(self, names: list[str]) -> None:
+        """Set the names of the brokers, of which the addresses that were given are known by now."""
+        self._brokers = names
+        self.start, self.end = (ends.of_brokers(end, names) for end in self._ends)
 
     def _topics_asked(self) -> None:
         asked = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]
@@ -202,9 +222,10 @@ class ReadOptions:
 
     def check_batch(self) -> None:
         """Warn of options that have no effect in a batch, as Kafka's connector does."""
+        self.holds = False
         for name in _STREAM_ONLY:
             if name.lower() in self._given:
-                what = "commits offsets" if name == "groupId" else "has triggers"
+                what = _ONLY_A_STREAM.get(name, "has triggers")
                 Logger("spark").warn("option_without_effect", option=name, effect=f"only a stream {what}")
 
     def check_stream(self) -> None:

@@ -14,7 +14,8 @@ StreamPosition  how far a stream has read, and how the batch that ends there was
                      "__from": {"orders": {"1": "10"}}}}
 
 by broker   The name is as the query spells it. __id is the data id, and decides: the same directory resumes under
-            another name, and another directory under the same name is refused.
+            another name, and another directory under the same name is refused. "": a broker that has not answered since
+            the stream began. When it does, it begins where startingOffsets says, and not with its first record.
 __format    3 with __tasks, else 2. Without it the JSON is of format 1, which had __id and the offsets only. All of them
             stay readable forever. An older release refuses 3: it would cut a replay into other tasks.
 offsets     by topic and partition, the only numbers in the JSON: their sum tells how far the stream is.
@@ -145,7 +146,7 @@ class StreamPosition:
         def moved(table: dict[Key, Any]) -> dict[Key, Any]:
             return {(names[broker], topic, partition): value for (broker, topic, partition), value in table.items()}
 
-        identities = {names[broker]: identity for broker, identity in self.identities.items()}
+        identities = {names[broker]: identity for broker, identity in self.identities.items() if broker in names}
         cuts = None if self.cuts is None else moved(self.cuts)
         tasks = {names[broker]: counts for broker, counts in self.tasks.items()}
         return StreamPosition(moved(self.offsets), identities, moved(self.last), cuts, moved(self.begins), tasks)

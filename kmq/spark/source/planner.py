@@ -12,28 +12,41 @@ Partition    If retention has removed the record from the WAL: the record is whe
              too, no record at its place or after it has the same or a lower seq.
 Shorter      If the WAL has a partition's last read record, but the partition ends before it, the router is recovering
              and rebuilds the partition. The stream does not read it until it has its old length.
+Hold         With onUnreachable=hold a broker that does not answer, or has another data directory, is left out of what
+             is planned. A thread of its own waits until it answers, so a plan asks it once, for HOLD_S, when it goes.
+             Which brokers are left out never changes within a plan.
 Not covered  Damage: unreadable records are not compared, and reading them fails by itself. Offsets of format 1: no
              stamps.
 """
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from threading import Thread
 from typing import TypeVar
 
 from pyspark.sql.datasource import InputPartition
 
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
-from kmq.spark.connections import Access, nearest
+from kmq.spark.connections import Access, ReplacedError, UnreachableError, nearest
 from kmq.spark.source import ends, plan
-from kmq.spark.source.brokers import AT_A_TIME, Broker, open_broker
+from kmq.spark.source.brokers import AT_A_TIME, LOOK_S, Broker, open_broker, recognised
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
+
+HOLD_S = 2.0  # with onUnreachable=hold: how long a plan waits for a broker that has just gone
+_PAUSE_S = 1.0  # between two looks whether the old volume of a broker is back
 
 T = TypeVar("T")
 
@@ -112,10 +125,13 @@ def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offs
 class Task(InputPartition):
     """Ranges of one broker, and all that another process needs to read them, one after the other."""
 
-    def __init__(self, spans: Sequence[OffsetSpan], is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
+    def __init__(
+        self, spans: Sequence[OffsetSpan], is_path: bool, access: Access, fail_on_data_loss: bool, data_id: str
+    ) -> None:
+        """`data_id`: the only one to read, for which the task waits without a limit; "": see Remote."""
         self.broker = spans[0].key[0]
         self.spans = spans
-        self.is_path, self.access, self.fail_on_data_loss = is_path, access, fail_on_data_loss
+        self.is_path, self.access, self.fail_on_data_loss, self.data_id = is_path, access, fail_on_data_loss, data_id
 
 
 class QueryLogs:
@@ -124,18 +140,83 @@ class QueryLogs:
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self._cores = options.cores or len(os.sched_getaffinity(0))
-        self.brokers: dict[str, Broker] = {name: self._open(name) for name in options.brokers}
+        self.away: dict[str, KmqError] = {}  # brokers that are left out, and why
+        self._back: deque[tuple[str, list[str]]] = deque()  # (broker that answers again, names of all brokers then)
+
+    @cached_property
+    def brokers(self) -> dict[str, Broker]:
+        return {name: self._open(name) for name in self.options.brokers}
 
     def _open(self, name: str) -> Broker:
-        return open_broker(name, bool(self.options.paths), self.options.access)
+        return open_broker(name, bool(self.options.paths), self._access(HOLD_S))
+
+    def _access(self, patience_s: float) -> Access:
+        """Return how a plan connects. `patience_s`: with onUnreachable=hold, in place of kmq.patience."""
+        access = self.options.access
+        if not self.options.holds:
+            return access
+        return replace(access, timeout_s=min(access.timeout_s, LOOK_S), patience_s=patience_s)
 
     def each(self, ask: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T]:
-        """Return what `ask` finds out of each broker; of gateways side by side, AT_A_TIME of them."""
-        asked = list(self.brokers if names is None else names)
+        """Return what `ask` finds out of each broker that is not away; of gateways side by side, AT_A_TIME of them."""
+        there = self.brokers.keys() - self.away.keys()
+        asked = [name for name in (self.brokers if names is None else names) if name in there]
         if len(asked) < 2 or self.options.paths:
             return {name: ask(name) for name in asked}
         with ThreadPoolExecutor(min(AT_A_TIME, len(asked))) as pool:
-            return dict(zip(asked, pool.map(ask, asked), strict=True))
+            answers = {name: pool.submit(ask, name) for name in asked}
+        for answer in answers.values():
+            if self.options.holds and isinstance(error := answer.exception(), UnreachableError):
+                self._hold(error)  # all that went at one time
+        return {name: answer.result() for name, answer in answers.items()}
+
+    # --- brokers that are away ---------------------------------------------------------------------------------------
+
+    def planned(self, plan: Callable[[], T]) -> T:
+        """Return what `plan` returns. With onUnreachable=hold it is called again without brokers that are away."""
+        self._take_back()
+        while True:
+            try:
+                return plan()
+            except (UnreachableError, ReplacedError) as error:
+                if not self.options.holds:
+                    raise
+                self._hold(error)
+
+    def wait(self) -> None:
+        """Wait until a broker that was away answers."""
+        while not self._back:
+            time.sleep(_PAUSE_S / 10)
+
+    def _hold(self, error: UnreachableError | ReplacedError) -> None:
+        if error.broker in self.away:
+            return
+        self.away[error.broker] = error
+        effect = "its offsets stay, the other brokers go on; it goes on when it is back"
+        Logger("spark").warn("broker_held", at=error.broker, reason=error, effect=effect)
+        Thread(target=self._watch, args=(error.broker, getattr(error, "now", "")), daemon=True).start()
+
+    def _watch(self, name: str, other: str) -> None:
+        """Wait until a broker answers with another data id than `other`, and say which names are one shard then."""
+        names = [*self.brokers]
+        with suppress(KmqError):  # another error is for the plan that asks it next
+            broker = open_broker(name, False, self._access(math.inf))
+            while broker.identity() == other:
+                time.sleep(_PAUSE_S)
+            names = recognised(names, self._access(HOLD_S), waits=False)
+        self._back.append((name, names))
+
+    def _take_back(self) -> None:
+        while self._back:
+            back, names = self._back.popleft()
+            if self.away.pop(back, None) is not None:
+                Logger("spark").info("broker_back", at=back)
+            if len(names) < len(self.brokers):  # of a shard that was away as a whole
+                self.options.name_brokers(names)
+                self.brokers = {name: self.brokers.get(name) or self._open(name) for name in names}
+                self.away = {name: error for name, error in self.away.items() if name in names}
+
+    # --- what there is -----------------------------------------------------------------------------------------------
 
     def survey(self) -> tuple[dict[str, str], Callable[[], Bounds]]:
         """Return the data id of each broker, and what returns `bounds` of the same look: files are only read then.
@@ -205,16 +286,20 @@ class QueryLogs:
 
     # --- where a query begins and ends -------------------------------------------------------------------------------
 
-    def starting(self, bounds: Bounds, default: int) -> Offsets:
-        """Return where the query begins in each partition. Raises ConfigError if options name what does not exist.
+    def starting(self, bounds: Bounds, default: int, brokers: Container[str] | None = None) -> Offsets:
+        """Return where the query begins in each partition, or in those of `brokers`.
 
-        If a log grows during the lookup of a time, `bounds` grow too.
+        Raises ConfigError if options name what does not exist; a broker that is away may have it. If a log grows during
+        the lookup of a time, `bounds` grow too.
         """
         options = self.options
-        self._check_exist(bounds)
-        ends.check_named(options.start, bounds, options.wants)
-        starts = ends.resolve(options.start, bounds, default, self.offsets_of_time)
-        ends.check_matches(options.start, starts, bounds, options.time_strategy)
+        if not self.away:
+            self._check_exist(bounds)
+            ends.check_named(options.start, bounds, options.wants)
+        mine = {key: edges for key, edges in bounds.items() if brokers is None or key[0] in brokers}
+        starts = ends.resolve(options.start, mine, default, self.offsets_of_time)
+        bounds |= mine
+        ends.check_matches(options.start, starts, mine, options.time_strategy)
         return starts
 
     def ending(self, bounds: Bounds) -> Offsets:
@@ -243,8 +328,8 @@ class QueryLogs:
         """Raise the error that a topic, or this partition of it, does not exist."""
         where = ", ".join(self.options.brokers)
         known = {WAL: 1}
-        for broker in self.brokers.values():
-            known |= {name: max(found.partitions, known.get(name, 0)) for name, found in broker.topics().items()}
+        for topics in self.each(lambda name: self.brokers[name].topics()).values():
+            known |= {name: max(found.partitions, known.get(name, 0)) for name, found in topics.items()}
         if topic in known:
             has = ", ".join(map(str, range(known[topic])))
             raise ConfigError(f"assign: there is no partition {partition} of topic {topic!r} at {where}; it has {has}")
@@ -266,9 +351,13 @@ class QueryLogs:
         pieces = (piece for span in spans for piece in plan.cut_up(span, found.at.get(span.key, ())))
         return self.as_tasks(plan.shared(pieces, found.tasks))
 
-    def as_tasks(self, shares: Iterable[Sequence[OffsetSpan]]) -> list[Task]:
-        options = self.options
-        return [Task(share, bool(options.paths), options.access, options.fail_on_data_loss) for share in shares]
+    def as_tasks(
+        self, shares: Iterable[Sequence[OffsetSpan]], identities: Mapping[str, str] | None = None
+    ) -> list[Task]:
+        """`identities`: data ids of the brokers that tasks wait for."""
+        options, known = self.options, identities or {}
+        made = (bool(options.paths), options.access, options.fail_on_data_loss)
+        return [Task(share, *made, known.get(share[0].key[0], "")) for share in shares]
 
 
 def _by_broker(keys: Iterable[Key]) -> dict[str, list[tuple[str, int]]]:
@@ -319,10 +408,10 @@ def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) ->
     Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
     `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
     """
-    known: dict[str, dict[Key, Stamp]] = {name: {} for name in logs.brokers}
+    known: dict[str, dict[Key, Stamp]] = {}
     for key, stamp in read.last.items():
-        known[key[0]][key] = stamp
-    latest = {name: max(of.values(), key=lambda stamp: (stamp[1], stamp[0])) for name, of in known.items() if of}
+        known.setdefault(key[0], {})[key] = stamp
+    latest = {name: max(of.values(), key=lambda stamp: (stamp[1], stamp[0])) for name, of in known.items()}
     found = logs.each(lambda name: wal_has(logs.brokers[name], latest[name]), latest)
     for name, has in found.items():
         stamps = known[name]

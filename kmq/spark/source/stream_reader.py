@@ -8,6 +8,8 @@ Invariant   A batch reads what batch_reader.py says of a task. `partitions` need
 Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
             partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
             batch with a limit ends at one recv_ts (plan.py).
+Hold        With onUnreachable=hold the offsets of a broker that is away stay as they are, so a batch has no records of
+            it. A batch that was planned with records of a broker is never planned otherwise: it waits for that broker.
 """
 
 import math
@@ -28,6 +30,7 @@ from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
+from kmq.spark.connections import ReplacedError, have_one_address
 from kmq.spark.source import plan
 from kmq.spark.source.batch_reader import TaskReader
 from kmq.spark.source.batches import Blocks
@@ -57,7 +60,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._target: Offsets | None = None  # where Trigger.AvailableNow ends
         self._latest: dict[str, Any] | None = None
         self._last_batch = -math.inf  # when the last batch was planned
-        self._is_compared = False  # this process has compared the checkpoint with the brokers
+        self._compared: dict[str, str] = {}  # data ids of brokers that the checkpoint was compared with
+        self._ends: Offsets = {}  # of the logs, as last seen
         group = options.group_id
         self._group = GroupOffsets(group, options.servers, options.access) if group else None
         self._initial: dict[str, Any] | None = None  # where this process let the first batch begin
@@ -65,34 +69,45 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._planned: tuple[dict[str, Any], dict[str, str], Bounds] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
+        return self._logs.planned(self._begin)
+
+    def _begin(self) -> dict[str, Any]:
         identities, look = self._logs.survey()
         bounds = look()
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
         # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
-        position = StreamPosition(starts, identities, begins=dict(starts))
+        position = StreamPosition(starts, identities | dict.fromkeys(self._logs.away, ""), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         self._initial = position.to_json()
         return self._initial
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = {key: end for key, (_, end) in self._logs.bounds().items()}
+        self._target = {key: end for key, (_, end) in self._logs.planned(self._logs.bounds).items()}
 
     # --- how far a batch goes ----------------------------------------------------------------------------------------
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        return self._logs.planned(lambda: self._next(start, limit))
+
+    def _next(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         identities, look = self._logs.survey()
-        read, bounds = self._with_current_names(StreamPosition.of_json(start), identities), look()
+        position = StreamPosition.of_json(start)
+        read, bounds = self._with_current_names(position, identities), look()
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
             # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
             # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/listener.py covers the rest.
-            self._group.commit(before)
-        if not self._is_compared or self._there(bounds) != before:
+            self._group.commit({key: at for key, at in before.items() if key[0] in identities})
+        known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # of brokers that are away
+        self._begin_late(position, read, identities, bounds)
+        bounds |= known
+        if self._compared != identities or self._there(bounds) != before:
             check_same_records(self._logs, read, bounds)
             self._check_begins(read, bounds)
-            self._is_compared = True
-        self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
+            self._compared = identities
+        self._ends = {k: max(end, self._ends.get(k, 0)) if k in known else end for k, (_, end) in bounds.items()}
+        self._latest = plan.to_json(self._ends, read.identities)
         begins = begun(self._logs, read, bounds)
         spans = plan.wanted(begins, self._there(bounds))  # a partition that ends before its read offset is held back
         if not spans and read.offsets == before:
@@ -101,8 +116,18 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             return start
         position = self._batch(read, before, begins, spans, bounds, limit)
         table = position.to_json()
-        self._planned = table, identities, bounds
+        self._planned = table, read.identities, bounds
         return table
+
+    def _begin_late(
+        self, position: StreamPosition, read: StreamPosition, identities: dict[str, str], bounds: Bounds
+    ) -> None:
+        """Let brokers begin that were away when the stream began."""
+        missing = [broker for broker, identity in position.identities.items() if not identity]
+        late = {name for name in identities if any(have_one_address(name, broker) for broker in missing)}
+        if late:
+            read.offsets |= self._logs.starting(bounds, LATEST, late)
+            self._logs.check_complete({key: edges for key, edges in bounds.items() if key[0] in late})
 
     def _check_begins(self, read: StreamPosition, bounds: Bounds) -> None:
         """Raise ConfigError if the stream is to begin beyond the end of a log.
@@ -186,24 +211,38 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     # --- what a batch reads ------------------------------------------------------------------------------------------
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        read, ends, bounds = self._ends_of(start, end)
+        while (found := self._logs.planned(lambda: self._ends_of(start, end))) is None:
+            self._logs.wait()
+        read, ends, bounds = found
         spans = plan.wanted(read.offsets | ends.begins, ends.offsets)
         if self._options.fail_on_data_loss:
             self._check_forward(read, ends)
             plan.check_there(spans, bounds)
+        identities = ends.identities if self._options.holds else {}
         if ends.cuts is None:
             there = [piece for span in spans if len(piece := plan.within(span, bounds))]
             pieces = plan.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
-            return self._logs.as_tasks([piece] for piece in pieces)
+            return self._logs.as_tasks(([piece] for piece in pieces), identities)
         cut = (piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ())))
         shares = plan.shared(cut, ends.tasks)
-        return self._logs.as_tasks([plan.within(piece, bounds) for piece in share] for share in shares)
+        return self._logs.as_tasks(([plan.within(piece, bounds) for piece in share] for share in shares), identities)
 
-    def _ends_of(self, start: dict[str, Any], end: dict[str, Any]) -> tuple[StreamPosition, StreamPosition, Bounds]:
-        """Return both offsets of a batch and the bounds, as this process has planned it; else an earlier process has."""
+    def _ends_of(
+        self, start: dict[str, Any], end: dict[str, Any]
+    ) -> tuple[StreamPosition, StreamPosition, Bounds] | None:
+        """Return both offsets of a batch and the bounds, as this process has planned it; else an earlier process has.
+
+        None if the batch has records of a broker that is away. Raises ConfigError if that broker was replaced.
+        """
         planned = self._planned if self._planned is not None and self._planned[0] == end else None
         identities, look = self._logs.survey() if planned is None else (planned[1], lambda: planned[2])
         read, ends = (self._with_current_names(StreamPosition.of_json(table), identities) for table in (start, end))
+        missing = {span.key[0] for span in plan.wanted(read.offsets | ends.begins, ends.offsets)} - identities.keys()
+        if missing:
+            for name, error in self._logs.away.items():
+                if isinstance(error, ReplacedError) and any(have_one_address(name, broker) for broker in missing):
+                    raise ConfigError(str(error))
+            return None
         bounds = look()
         if planned is None and self._options.fail_on_data_loss:
             check_same_records(self._logs, ends, bounds)
@@ -222,16 +261,18 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
         Offsets of one data directory mean nothing in another one.
         """
-        names = {identity: name for name, identity in now.items()}
+        known = {identity: name for name, identity in now.items()}
+        names: dict[str, str] = {}
         for broker, identity in position.identities.items():
-            if identity in names:
-                continue
-            if broker not in now:
+            at = next((name for name in now if have_one_address(name, broker)), None)
+            if identity in known:
+                names[broker] = known[identity]
+            elif identity and at is not None:
+                raise ReplacedError(at, identity, now[at])
+            elif at is None and self._logs.away:  # it may be one of those
+                names[broker] = broker
+            elif identity:
                 raise ConfigError(f"{broker} is in the checkpoint, but not among the brokers of this query")
-            raise ConfigError(
-                f"{broker} has another data directory (id {now[broker]}) than this checkpoint ({identity});"
-                " start with a new checkpoint"
-            )
-        renamed = position.renamed({broker: names[identity] for broker, identity in position.identities.items()})
-        renamed.identities = now
+        renamed = position.renamed(names)
+        renamed.identities |= now
         return renamed

@@ -1,0 +1,289 @@
+"""onUnreachable=hold: a stream over several brokers goes on without one that is away, and loses and doubles nothing."""
+
+import json
+import shutil
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from commands import PATIENCE_S
+from fronts import Front
+from heard import Heard
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.types import StringType, StructField, StructType
+
+from kmq.errors import ConfigError, RetryError
+from kmq.spark.source import brokers
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.streaming import checkpoint
+
+SCHEMA = StructType([StructField("id", StringType())])
+ALL = ReadAllAvailable()
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+
+
+class Fleet:
+    """Brokers, each behind an address that stays."""
+
+    def __init__(self, new_broker, count):
+        self._new_broker = new_broker
+        self.brokers = [new_broker() for _ in range(count)]
+        self.fronts = [Front() for _ in range(count)]
+        self.sent = 0
+        for number in range(count):
+            self.up(number)
+
+    @property
+    def names(self):
+        return [front.name for front in self.fronts]
+
+    def up(self, number):
+        self.brokers[number].up()
+        self.fronts[number].broker = self.brokers[number]
+
+    def kill(self, number):
+        self.fronts[number].broker = None
+        while left := self.brokers[number].processes():  # as a pod goes: all of it
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+        self.fronts[number].cut()
+
+    def replace(self, number):
+        """The broker comes back with a fresh volume. Return its data id before and now."""
+        data = self.brokers[number].data
+        before = (data / "id").read_text().strip()
+        shutil.rmtree(data)
+        self.up(number)
+        return before, (data / "id").read_text().strip()
+
+    def send(self, number, count=10):
+        """Send orders, and return their ids when they are in their topic."""
+        broker = self.brokers[number]
+        before = len(broker.lines("orders"))
+        ids = [str(n) for n in range(self.sent, self.sent + count)]
+        self.sent += count
+        broker.send_lines([b"orders.k|0|%b|x" % each.encode() for each in ids])
+        broker.wait(lambda: len(broker.lines("orders")) == before + count, "the orders")
+        return ids
+
+    def options(self, **given):
+        found = {"kmq.bootstrap.servers": ",".join(self.names), "subscribe": "orders", "startingOffsets": "earliest"}
+        return found | {"onUnreachable": "hold"} | given
+
+    def stream(self, **given):
+        return StreamReader(SCHEMA, ReadOptions(self.options(**given)))
+
+
+@pytest.fixture
+def fleet(new_broker):
+    made = []
+
+    def make(count):
+        made.append(Fleet(new_broker, count))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for front in each.fronts:
+            front.close()
+
+
+class Reading:
+    """A stream as Spark drives it, without Spark: offsets go through JSON, and a batch is planned, then read."""
+
+    def __init__(self, stream, position=None):
+        self.stream = stream
+        self.position = self._json(stream.initialOffset()) if position is None else position
+        self.batches = []  # (start, end)
+
+    @staticmethod
+    def _json(offset):
+        return json.loads(json.dumps(offset))
+
+    def plan(self):
+        """Plan the next batch; None if there is nothing new."""
+        end = self._json(self.stream.latestOffset(self.position, ALL))
+        if end == self.position:
+            return None
+        self.batches.append((self.position, end))
+        self.position = end
+        return self.batches[-1]
+
+    def ids(self, stream=None):
+        """The ids of the last batch."""
+        return ids(stream or self.stream, *self.batches[-1])
+
+    def next(self):
+        return self.ids() if self.plan() else []
+
+
+def ids(stream, start, end):
+    batches = [batch for task in stream.partitions(start, end) for batch in stream.read(task)]
+    return [each for batch in batches for each in batch.column(0).to_pylist()]
+
+
+def back(fleet, read, number):
+    """Bring a broker back, and wait until the stream has heard of it."""
+    fleet.up(number)
+    fleet.brokers[number].wait(lambda: read.stream._logs._back, "an answer of the broker")
+
+
+def test_the_others_go_on_while_a_broker_is_down_and_it_goes_on_when_it_is_back(fleet, capfd):
+    two = fleet(2)
+    heard = Heard(capfd)
+    first = two.send(0) + two.send(1)
+    read = Reading(two.stream(**{"kmq.patience": f"{2 * PATIENCE_S:g}s"}))  # who waits for it fails by the deadline
+    assert sorted(read.next()) == sorted(first)
+    unread = two.send(1)
+    two.kill(1)
+    for _ in range(5):
+        sent = two.send(0)
+        assert read.next() == sent
+        assert two.names[1] in read.stream._logs.away
+    back(two, read, 1)
+    assert read.next() == unread
+    sent = two.send(0) + two.send(1)
+    assert sorted(read.next()) == sorted(sent) and read.next() == []
+    said = heard.text
+    assert said.count("event=broker_held") == said.count("event=broker_back") == 1, said
+    assert f"event=broker_held at={two.names[1]} " in said
+
+
+def test_without_hold_a_broker_that_is_down_stops_the_stream(fleet):
+    two = fleet(2)
+    two.send(0), two.send(1)
+    read = Reading(two.stream(onUnreachable="fail", **{"kmq.patience": "300ms"}))
+    read.next()
+    two.kill(1)
+    with pytest.raises(RetryError, match=f"broker {two.names[1]}: .*kmq.patience"):
+        read.next()
+
+
+def test_the_lag_of_a_broker_that_is_away_is_as_it_was_last_seen(fleet):
+    two = fleet(2)
+    two.send(0), two.send(1)
+    stream = two.stream(maxOffsetsPerTrigger="1")
+    end = stream.latestOffset(stream.initialOffset(), ReadMaxRows(1))
+    two.kill(1)
+    end = stream.latestOffset(end, ReadMaxRows(1))
+    assert end[two.names[0]]["orders"]["0"] == 2 and checkpoint.behind(stream.reportLatestOffset(), end) == 18
+
+
+def test_a_broker_that_is_silent_is_waited_for_once(fleet):
+    """Its network is gone: it takes connections and answers nothing, so each request would take its whole timeout."""
+    two = fleet(2)
+    two.send(0), two.send(1)
+    read = Reading(two.stream(**{"kmq.timeout": "1h", "kmq.patience": "1h"}))
+    read.next()
+    two.fronts[1].is_mute = True
+    two.fronts[1].cut()
+    took = []
+    for _ in range(6):
+        sent = two.send(0)
+        begun = time.monotonic()
+        assert read.next() == sent
+        took.append(time.monotonic() - begun)
+    assert sorted(took)[3] < brokers.LOOK_S, took
+    two.fronts[1].is_mute = False
+    two.fronts[1].cut()
+    two.brokers[1].wait(lambda: read.stream._logs._back, "an answer of the broker")
+    sent = two.send(1)
+    assert read.next() == sent
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_broker_that_is_down_at_the_start_begins_when_it_answers_where_starting_offsets_says(fleet, start):
+    two = fleet(2)
+    first = two.send(0), two.send(1)
+    two.kill(1)
+    read = Reading(two.stream(startingOffsets=start))
+    assert read.next() == (first[0] if start == "earliest" else [])
+    two.send(0, count=5)
+    assert len(read.next()) == 5
+    later = two.stream(startingOffsets=start)  # a restart in between: the checkpoint says that it has not begun
+    read = Reading(later, read.position)
+    two.send(0, count=5)
+    assert len(read.next()) == 5
+    back(two, read, 1)
+    assert read.next() == (first[1] if start == "earliest" else [])
+    sent = two.send(1)
+    assert read.next() == sent
+    assert ids(two.stream(startingOffsets=start), *read.batches[-2]) == (first[1] if start == "earliest" else [])
+
+
+def test_a_stream_starts_while_no_broker_answers(fleet):
+    one = fleet(1)
+    first = one.send(0)
+    one.kill(0)
+    read = Reading(one.stream())
+    assert read.next() == []
+    back(one, read, 0)
+    assert read.next() == first
+
+
+def test_a_batch_that_was_planned_waits_for_its_broker_and_is_read_as_planned(fleet):
+    """Its records were promised to the sink. Another process plans it again, and a task reads it while it is down."""
+    two = fleet(2)
+    first = two.send(0) + two.send(1)
+    read = Reading(two.stream())
+    read.plan()
+    tasks = [task for task in read.stream.partitions(*read.batches[-1]) if task.broker == two.names[1]]
+    two.kill(1)
+    found = []
+    again = threading.Thread(target=lambda: found.append(read.ids(two.stream())))
+    task = threading.Thread(target=lambda: found.append([b for t in tasks for b in read.stream.read(t)]))
+    again.start(), task.start()
+    two.up(1)
+    again.join(PATIENCE_S), task.join(PATIENCE_S)
+    assert sorted(map(len, found)) == [1, 20] and sorted(max(found, key=len)) == sorted(first)
+
+
+def test_a_fresh_volume_is_named_with_both_ids_and_left_out_until_the_old_one_is_back(fleet, capfd, tmp_path):
+    two = fleet(2)
+    two.send(0), two.send(1)
+    read = Reading(two.stream())
+    read.next()
+    promised = two.send(1)
+    read.plan()
+    (task,) = read.stream.partitions(*read.batches[-1])
+    two.kill(1)
+    shutil.copytree(two.brokers[1].data, tmp_path / "old", symlinks=True)
+    before, now = two.replace(1)
+    two.send(1, count=100)
+    named = (
+        f"{two.names[1]} has another data directory .id {now}. than this checkpoint .{before}.; put the old volume back"
+    )
+    with pytest.raises(ConfigError, match=named):
+        list(read.stream.read(task))
+    with pytest.raises(ConfigError, match=named):
+        read.ids(two.stream())
+    with pytest.raises(ConfigError, match=named):
+        Reading(two.stream(onUnreachable="fail"), read.position).next()
+    heard = Heard(capfd)
+    sent = two.send(0)
+    assert read.next() == sent
+    assert f"another data directory (id {now}) than this checkpoint ({before})" in heard.text
+    two.kill(1)
+    shutil.rmtree(two.brokers[1].data)
+    (tmp_path / "old").rename(two.brokers[1].data)
+    back(two, read, 1)
+    assert next(iter(read.stream.read(task))).column(0).to_pylist() == promised
+    sent = two.send(1)
+    assert read.next() == sent
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"onUnreachable": "wait"}, "onUnreachable='wait': must be fail or hold"),
+        ({"path": "data", "kmq.bootstrap.servers": None}, "onUnreachable: `path` is read without a connection"),
+    ],
+)
+def test_what_hold_cannot_mean_is_an_error(options, says):
+    given = {"kmq.bootstrap.servers": "a:1", "subscribe": "t", "onUnreachable": "hold"} | options
+    with pytest.raises(ConfigError, match=says):
+        ReadOptions({name: text for name, text in given.items() if text is not None})
