@@ -212,6 +212,10 @@ def _clock(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("clock_behind", "clock", why, advice, "framer")
 
 
+# The commands that free room now; settings need a restart.
+_FREE_NOW = "kmq log stat shows what takes room; kmq topics set <topic> retention_bytes=<n> and kmq topics delete <topic> free it"
+
+
 def _disk(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     row = page.rows["ingress"]
     room = "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
@@ -226,7 +230,7 @@ def _disk(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     if row.quota_limit and row.quota_used * 100 >= row.quota_limit * _QUOTA_PERCENT:
         why = f"{row.quota_used >> 20:,} MiB of {row.quota_limit >> 20:,} MiB of KMQ_DATA_QUOTA are used"
         advice = "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
-        yield _warning("quota_low", settings.data, why, f"{advice}; kmq log stat shows what takes it", "ingress")
+        yield _warning("quota_low", settings.data, why, f"{advice}; {_FREE_NOW}", "ingress")
 
 
 def _syncs(page: StatsPage, settings: Settings) -> Iterator[Finding]:
@@ -346,8 +350,8 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     " acknowledged is lost",
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
     " (kmq log stat shows it); the broker resumes by itself",
-    "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
-    " (kmq log stat shows it); the broker resumes by itself",
+    "quota": f"raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE; {_FREE_NOW};"
+    " the broker resumes by itself",
     "down": _AGAIN,
     "stopped": _AGAIN,
     "dead": _AGAIN,

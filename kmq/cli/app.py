@@ -28,6 +28,7 @@ from kmq.cli import (
     tokens,
     topics,
 )
+from kmq.cli.elsewhere import choose
 from kmq.cli.output import examples
 from kmq.cli.top import command
 from kmq.config import terminal
@@ -62,7 +63,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="KMQ: a message broker inside one pod. Every message is a line in a text file.",
     epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.\n\n"
-    + examples("kmq up", "kmq produce test.probe -m hello", "kmq status", "kmq down"),
+    + examples(
+        "kmq up", "kmq produce test.probe -m hello", "kmq status", "kmq --host 127.0.0.1 topics list", "kmq down"
+    ),
 )
 
 
@@ -74,11 +77,24 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
+    url: Annotated[
+        str,
+        typer.Option(
+            "--url",
+            help="Talk to a broker elsewhere, by its HTTP address: http://host:8082. For produce, consume, tail, topics,"
+            " groups, dlq, top; put it before the command.",
+        ),
+    ] = "",
+    host: Annotated[str, typer.Option("--host", help="The same by its host: --url http://<host>:8082.")] = "",
+    token: Annotated[
+        str, typer.Option("--token", help="With --url or --host: a bearer token, or @<file> that holds one.")
+    ] = "",
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    choose(context.invoked_subcommand, url, host, token)
 
 
 for add_to in FAMILIES:

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from kmq.cli.elsewhere import elsewhere, unknown_topic
 from kmq.cli.output import examples, grouped
 from kmq.client.consumer_options import logger, to_topic
 from kmq.client.failures import Refused
 from kmq.client.lines import STALL_S, say
 from kmq.config import terminal
 from kmq.config.settings import load
-from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
+from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.wire.refusals import RETRYABLE
 
 if TYPE_CHECKING:
     from kmq.client.consumer import Consumer
-    from kmq.client.consumer_options import Start
+    from kmq.client.consumer_options import ConsumerChoices, Start
     from kmq.message.message import Message
     from kmq.wire.requests import TopicPartition
 
@@ -68,7 +69,7 @@ class ReadingOptions(NamedTuple):
 def consume(topic: _TOPIC, reading: ReadingOptions, as_json: _JSON = False) -> None:
     """Print the values of a topic's messages, one a line.
 
-    Without --follow the command ends where the topic ended when it began.
+    Without --follow the command ends where the topic ended when it began. From a broker elsewhere: kmq --host <host> consume …
     """
     topic = to_topic(topic, "kmq consume")
     start = reading.start or ("latest" if reading.follow and not reading.group else "earliest")
@@ -112,14 +113,18 @@ def _open(topic: str, printer: "_Printer", group_id: str = "", start: "Start" = 
     def give_up(_: object) -> None:
         printer.commit()
 
-    return Consumer.local(topic, group_id=group_id, start=start, on_revoke=give_up, max_poll_records=_BLOCK)
+    options: ConsumerChoices = {"group_id": group_id, "start": start, "max_poll_records": _BLOCK}
+    if (there := elsewhere()) is None:
+        return Consumer.local(topic, on_revoke=give_up, **options)
+    options |= {"token": there.token, "tls": there.tls}
+    return Consumer(topic, host=there.host, port=there.lines_out, on_revoke=give_up, **options)
 
 
 def _require(topic: str, follows: bool) -> int:
-    """Return how many partitions there are. Raises RetryError without a broker, KmqError without a topic."""
+    """Return how many partitions there are. Raises RetryError without a broker, ConfigError without a topic."""
     places = _awaited_partitions(topic) if follows else _partitions(topic)
     if not places and not follows:
-        raise KmqError(f"{topic}: no such topic; see kmq topics list")
+        raise unknown_topic(topic)
     if not places:
         say(f"{topic}: no such topic yet; waiting for its first message")
     return len(places)
@@ -127,13 +132,16 @@ def _require(topic: str, follows: bool) -> int:
 
 def _partitions(topic: str) -> "list[TopicPartition]":
     """Return the partitions of a topic; none if it does not exist. Raises RetryError or ConfigError without a broker."""
-    from kmq.client.connection import local_consumer_address
+    from kmq.client.connection import ServerAddress, local_consumer_address
     from kmq.client.consumer_calls import discover
     from kmq.client.lines import no_connection
 
-    server = local_consumer_address()
+    there = elsewhere()
+    server = local_consumer_address() if there is None else ServerAddress(there.host, there.lines_out, there.token)
     try:
-        return list(discover([topic], server.host, server.port, server.token, None, None))
+        return list(
+            discover([topic], server.host, server.port, server.token, None if there is None else there.tls, None)
+        )
     except OSError as err:
         reason = no_connection(str(server), err)
         raise RetryError(reason.replace("broker up?", "broker up, with its gateway? (kmq status)")) from err

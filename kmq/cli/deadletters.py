@@ -10,9 +10,11 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, NamedTuple
+from urllib.parse import quote
 
 import typer
 
+from kmq.cli.elsewhere import ask, elsewhere, need_files
 from kmq.cli.output import counted, examples, existing_data, grouped, table
 from kmq.config import terminal
 from kmq.errors import ConfigError, KmqError
@@ -71,13 +73,33 @@ def ls(
     as_json: _JSON = False,
 ) -> None:
     """List the topics of dead letters, or the letters of one: place, origin, how often tried and sent back, error."""
-    data, chosen = existing_data(), _filters(filters)
+    chosen = _filters(filters)
+    if elsewhere() is not None:
+        if not topic or chosen:
+            need_files("dlq ls without a topic, or with --filter")
+        _list_elsewhere(topic, as_json)
+        return
+    data = existing_data()
     if not topic:
         _list_topics(data, as_json)
         return
     found = _find(data, topic)
     if found is not None:
         _list_letters(data, found, chosen, most, as_json)
+
+
+def _list_elsewhere(topic: str, as_json: bool) -> None:
+    """Show the letters by reason, as the HTTP API tells them."""
+    found = ask("GET", f"/api/topics/{quote(topic)}/letters", topic=topic)
+    if as_json:
+        for row in found["groups"]:
+            print(json.dumps(row, ensure_ascii=False))
+        return
+    shown = table(">letters", "newest", "error")
+    for row in found["groups"]:
+        shown.add_row(f"{row['count']:,}", _time(str(row["last_at"])), row["reason"][:_MOST_ERROR])
+    print(f"{found['topic']}: {found['total']:,} letters" + (", and older ones" if found["more"] else ""))
+    terminal.console().print(shown)
 
 
 def _list_topics(data: str, as_json: bool) -> None:
@@ -157,6 +179,7 @@ def show(
     """Show one dead letter: where it came from, why it is here, its headers and its value."""
     from kmq.deadletters.selection import all_of
 
+    need_files("dlq show")
     data = existing_data()
     name = _find(data, topic)
     if name is None:
@@ -241,6 +264,9 @@ def replay(
     from kmq.deadletters import redrive
     from kmq.deadletters.selection import Selection, to_send
 
+    if elsewhere() is not None:
+        _replay_elsewhere(topic, sending, dry_run)
+        return
     data = existing_data()
     name = _find(data, topic)
     if name is None:
@@ -261,6 +287,20 @@ def replay(
         return
     repeated = redrive.send(to_send(each(), data), sending.rate)  # another replay may have sent some at the same time
     print(f"replayed {total - repeated} of {name}{_left(chosen, name, chosen.before + repeated)}")
+
+
+def _replay_elsewhere(topic: str, sending: ReplayOptions, dry_run: bool) -> None:
+    if sending.max_replays != MAX_REPLAYS:
+        need_files("dlq replay --max-replays")
+    body = {"filter": sending.filters or [], "rate": round(sending.rate), "dryRun": dry_run}
+    if sending.most:
+        body["max"] = sending.most
+    found = ask("POST", f"/api/topics/{quote(topic)}/replay", body, topic=topic)
+    parts = [f"{found['repeated']} were replayed before"] if found["repeated"] else []
+    parts += [] if found["complete"] else ["more are left, with which the same replay goes on"]
+    parts += [f"{count} stay: {reason}" for reason, count in found["stayed"].items()]
+    what = f"would replay {found['would_replay']}" if dry_run else f"replayed {found['replayed']}"
+    print(f"{what} of {found['topic']}" + "".join(f"; {part}" for part in parts))
 
 
 def _left(chosen: "Selection", name: str, before: int) -> str:

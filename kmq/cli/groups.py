@@ -1,18 +1,15 @@
 """`kmq groups …`: look at consumer groups, move their offsets, delete them. All of it by the HTTP API of the gateway."""
 
-import http.client
 import json
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from kmq.cli.output import examples, local_headers, table
-from kmq.client.lines import read_port
+from kmq.cli.elsewhere import ask
+from kmq.cli.output import examples, table
 from kmq.config import terminal
-from kmq.config.settings import load
-from kmq.errors import ConfigError, KmqError, RetryError
-from kmq.wire import refusals
+from kmq.errors import ConfigError, KmqError
 
 groups_app = typer.Typer(
     no_args_is_help=True,
@@ -20,42 +17,18 @@ groups_app = typer.Typer(
     epilog=examples("kmq groups list", "kmq groups describe report"),
 )
 
-_TIMEOUT_S = 30.0
 _GROUP = Annotated[str, typer.Argument(help="A group; see kmq groups list.")]
 _JSON = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
 
 
-def _ask(method: str, path: str, body: object = None) -> Any:
-    """Return the answer of the gateway, parsed; None if it has no body. Raises RetryError and KmqError."""
-    settings = load()
-    host, port = settings.host, read_port(settings, "http", settings.http_port)
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    try:
-        sent = json.dumps(body).encode() if body is not None else None
-        connection.request(method, path, sent, local_headers(settings))
-        response = connection.getresponse()
-        status, text = response.status, response.read()
-    except (OSError, http.client.HTTPException) as err:
-        reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
-        raise RetryError(f"http://{host}:{port}: {reason}; is the broker up, with its gateway? (kmq status)") from err
-    finally:
-        connection.close()
-    answer: Any = json.loads(text) if text else None
-    if status >= 400:
-        error = KmqError(answer["message"])
-        error.exit_code = refusals.find(answer["code"]).exit_code
-        raise error
-    return answer
-
-
 def _group(name: str) -> Any:
-    return _ask("GET", f"/api/groups/{quote(name, safe='')}")
+    return ask("GET", f"/api/groups/{quote(name, safe='')}")
 
 
 @groups_app.command("list", epilog=examples("kmq groups list", "kmq groups list --json"))
 def list_all(as_json: _JSON = False) -> None:
     """List the groups: state, generation, members, and in how many partitions they have committed."""
-    rows = _ask("GET", "/api/groups")
+    rows = ask("GET", "/api/groups")
     if as_json:
         print(json.dumps(rows))
         return
@@ -106,9 +79,9 @@ def reset(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
 ) -> None:
     """Move the committed offsets of a group that has no members now."""
-    partitions = _ask("GET", f"/api/admin/topics/{quote(topic, safe='')}")["partitions"]
+    partitions = ask("GET", f"/api/admin/topics/{quote(topic, safe='')}", topic=topic)["partitions"]
     before = {}
-    if group in {row["group"] for row in _ask("GET", "/api/groups")}:
+    if group in {row["group"] for row in ask("GET", "/api/groups")}:
         found = _group(group)
         if found["members"]:
             raise KmqError(f"group {group}: has {len(found['members'])} members; end them first")
@@ -120,7 +93,7 @@ def reset(
     if dry_run:
         print("nothing was changed")
         return
-    _ask("POST", f"/api/topics/{quote(topic, safe='')}/seek", {"group": group, "to": {"offsets": offsets}})
+    ask("POST", f"/api/topics/{quote(topic, safe='')}/seek", {"group": group, "to": {"offsets": offsets}})
 
 
 def _target(topic: str, partition: dict[str, int], to: str) -> int:
@@ -138,7 +111,7 @@ def _target(topic: str, partition: dict[str, int], to: str) -> int:
         text = f"--to {to!r}: must be earliest, latest, an offset, or a time such as 10m or 2026-11-23T12:00"
         raise ConfigError(text) from None
     path = f"/v1/logs/{quote(topic, safe='')}/{partition['partition']}/offset?time={max(0, micros)}"
-    return min(max(int(_ask("GET", path)["offset"]), start), end)
+    return min(max(int(ask("GET", path)["offset"]), start), end)
 
 
 @groups_app.command(
@@ -151,7 +124,7 @@ def delete(
     """Forget a group that has no members now, with its committed offsets."""
     if not yes:
         typer.confirm(f"Forget group {group} and its committed offsets?", abort=True)
-    _ask("DELETE", f"/api/groups/{quote(group, safe='')}")
+    ask("DELETE", f"/api/groups/{quote(group, safe='')}")
     print(f"group {group}: forgotten")
 
 

@@ -75,6 +75,9 @@ def find(
         number = "seq" if name == "append" else "offset"
         text = found.line.decode(errors="replace")
         print(f"log={name} file={found.path} byte={found.byte} {number}={found.offset}\n{text}")
+    if not places:
+        wanted = f"time {at}" if at else f"seq {seq}" if seq is not None else f"offset {offset}"
+        print(f"kmq: {log}: no record at {wanted} or later; kmq log stat {log} shows what it has", file=sys.stderr)
     raise typer.Exit(EXIT_OK if places else EXIT_FAILED)
 
 

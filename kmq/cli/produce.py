@@ -6,34 +6,52 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from kmq.access import tokens
 from kmq.broker import status
-from kmq.cli.output import counted, examples
+from kmq.cli.elsewhere import elsewhere
+from kmq.cli.output import counted, examples, grouped
 from kmq.client.lines import STALL_S, LineSender, Patience, no_connection, read_port, say
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.message import record
-from kmq.message.text import format_message, request_line
+from kmq.message.text import format_headers, format_message, make_routing_key, request_line
 from kmq.wire import refusals
 
 if TYPE_CHECKING:
-    from kmq.client.delivery import Delivery
+    from kmq.client.delivery import Choices, Delivery
 
 _ASK_S = 1.0  # longest wait for the reply of ingress
 _REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
 
 
+class MessageOptions(NamedTuple):
+    """What each message has besides its value."""
+
+    key: Annotated[
+        str | None, typer.Option("--key", help="The key of the messages, any text; the argument is then the topic.")
+    ] = None
+    header: Annotated[
+        list[str] | None, typer.Option("--header", help="<name>=<value>, for each message; may be given several times.")
+    ] = None
+    tombstone: Annotated[
+        bool, typer.Option("--tombstone", help="Send one message without a value: a compacted topic forgets the key.")
+    ] = False
+
+
+@grouped
 def produce(
     routing_key: Annotated[str, typer.Argument(help="<topic> or <topic>.<key>; not with --raw.")] = "",
     message: Annotated[
         list[str] | None, typer.Option("--message", "-m", help="A payload; may be given several times.")
     ] = None,
+    *,
+    fields: MessageOptions,
     raw: Annotated[
         bool, typer.Option("--raw", help="Each line of stdin is a whole message: routing_key|producer_ts|id|payload")
     ] = False,
@@ -61,20 +79,22 @@ def produce(
 
     Without --acks nothing confirms that a message was stored. While the
     broker accepts nothing, because its disk is full or a stage is stopped,
-    the command waits and says why.
+    the command waits and says why. To a broker elsewhere: kmq --host <host> produce …, always with acks.
     """
     settings = load()
     if raw == bool(routing_key):
         raise ConfigError("give a routing key, or --raw for lines with routing keys of their own")
-    key = os.fsencode(routing_key)
-    if key and (reason := record.key_refusal(key)):
-        raise ConfigError(f"routing key {routing_key!r}: {refusals.of_key(reason)}")
-
-    payloads = [[os.fsencode(text) for text in message]] if message else _read_blocks(sys.stdin.fileno())
-    acks = acks or bool(producer)
+    if raw and fields != MessageOptions():
+        raise ConfigError("--key, --header and --tombstone are not for --raw, whose lines say all of that themselves")
+    key, headers = _routing_key(routing_key, fields), _headers(fields.header or [])
+    if fields.tombstone and message:
+        raise ConfigError("--tombstone and -m exclude each other: a tombstone has no value")
+    values = [b""] if fields.tombstone else [os.fsencode(text) for text in message or []]
+    payloads = [values] if values else _read_blocks(sys.stdin.fileno())
+    acks = acks or bool(producer) or elsewhere() is not None
     ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
-    blocks = _as_lines(payloads, key, ids)
-    shown = counted(blocks, "sending", len) if message or not sys.stdin.isatty() else blocks
+    blocks = _as_lines(payloads, key, headers, ids)
+    shown = counted(blocks, "sending", len) if values or not sys.stdin.isatty() else blocks
     patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
     if acks:
         print(_store(shown, producer, bool(producer) or not raw, patience, timeout))
@@ -110,11 +130,36 @@ def _read_blocks(fd: int) -> Iterator[list[bytes]]:
         yield [last]
 
 
-def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes]) -> Iterator[list[bytes]]:
+def _routing_key(given: str, fields: MessageOptions) -> bytes:
+    """Return the routing key of the messages; b"" for whole lines. Raises ConfigError."""
+    if fields.key is not None:
+        try:
+            return make_routing_key(given, os.fsencode(fields.key))
+        except ValueError as err:
+            raise ConfigError(f"with --key the argument is the topic; {err}") from None
+    if fields.tombstone and "." not in given:
+        raise ConfigError("--tombstone needs --key, the key that a compacted topic is to forget")
+    found = os.fsencode(given)
+    if found and (reason := record.key_refusal(found)):
+        raise ConfigError(f"routing key {given!r}: {refusals.of_key(reason)}")
+    return found
+
+
+def _headers(given: list[str]) -> bytes:
+    """Return the headers as the field of a line has them. Raises ConfigError."""
+    pairs = [(name, os.fsencode(value)) for name, equals, value in (each.partition("=") for each in given) if equals]
+    if len(pairs) < len(given) or not all(name for name, _ in pairs):
+        raise ConfigError(f"--header {next(each for each in given if '=' not in each[1:])!r}: must be <name>=<value>")
+    return format_headers(pairs)
+
+
+def _as_lines(
+    payloads: Iterable[list[bytes]], key: bytes, headers: bytes, ids: Iterator[bytes]
+) -> Iterator[list[bytes]]:
     """Yield whole lines: the payloads under `key`, or without a key payloads that are whole messages already."""
     for block in payloads:
         if key:
-            yield [format_message(key, payload, next(ids)) for payload in block]
+            yield [format_message(key, payload, next(ids) + headers) for payload in block]
         else:
             yield [payload + b"\n" for payload in block]
 
@@ -185,14 +230,19 @@ def _store(
     from kmq.client.producer import Producer
 
     stored = StoredTotals(patience)
-    sender = Producer.local(
-        producer=producer,
-        first_id=1 if producer else None,
-        dedupe=dedupe,
-        timeout_s=_REPLY_S if timeout_s is None else timeout_s,
-        stall_s=STALL_S,
-        on_stall=lambda _: patience.stalled(),
-    )
+    options: Choices = {
+        "producer": producer,
+        "first_id": 1 if producer else None,
+        "dedupe": dedupe,
+        "timeout_s": _REPLY_S if timeout_s is None else timeout_s,
+        "stall_s": STALL_S,
+    }
+    if (there := elsewhere()) is None:
+        options["on_stall"] = lambda _: patience.stalled()
+        sender = Producer.local(**options)
+    else:
+        options |= {"token": there.token, "tls": there.tls, "on_stall": say}
+        sender = Producer(there.host, there.lines_in, **options)
     try:
         with sender:
             for block in _limited(blocks):
@@ -278,5 +328,7 @@ def add_to(app: typer.Typer) -> None:
             "kmq produce notes.host < /etc/hostname",
             "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
             "seq 1 1000 | kmq produce invoices --producer import-7",
+            "kmq produce users --key u7 --header source=crm -m 'Ada'",
+            "kmq produce users --key u7 --tombstone",
         )
     )(produce)

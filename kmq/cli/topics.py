@@ -1,16 +1,17 @@
 """`kmq topics …`: declare topics, list them, change their limits, delete them."""
 
-import difflib
 import json
 import os
 import sys
 import time
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from kmq.broker import status
 from kmq.broker.data_directory import known_id
+from kmq.cli.elsewhere import ask, elsewhere
 from kmq.cli.output import examples, existing_data, table
 from kmq.config import terminal
 from kmq.config.settings import SETTINGS, Settings, load
@@ -42,11 +43,8 @@ _NAME = typer.Argument(help="A topic; see kmq topics list.")
 def _require(settings: Settings, name: str) -> None:
     """Raise ConfigError, with the nearest name that exists, if there is no such topic."""
     names = topics.names(settings.data) if os.path.isdir(f"{settings.data}/topics") else []
-    if name in names:
-        return
-    nearest = difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see: kmq topics list"
-    raise ConfigError(f"topic {name!r} does not exist; {hint}")
+    if name not in names:
+        raise topics.unknown(name, names)
 
 
 def _require_leader(settings: Settings) -> None:
@@ -103,9 +101,15 @@ def create(
 ) -> None:
     """Declare a topic. It is in force from the next routed message on."""
     settings = load()
+    limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
+    if elsewhere() is not None:
+        declared = {"name": name, "partitions": partitions, "partitioner": partitioner, **_as_options(limits)}
+        made = ask("POST", "/api/admin/topics", declared)
+        since = "when the router has adopted it" if made["fromSeq"] is None else f"from seq {made['fromSeq']}"
+        print(f"topic {name}: {len(made['partitions'])} partition(s), in force {since}")
+        return
     open_data(settings.data, known_id(settings), settings.shard)
     _require_leader(settings)
-    limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
     while status.collect(settings).ready and time.monotonic() < deadline:
@@ -137,14 +141,7 @@ def list_topics(
     "from_seq"}, …]}, one object per partition. from_seq is null until the
     router has adopted the declaration.
     """
-    data = existing_data()
-    rows = [
-        {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
-        for name, partitions, from_seq in topics.listing(data)
-        if with_own or not name.startswith("__")
-        for partition in range(partitions)
-        for messages, size in [end_offset(data, name, partition)]
-    ]
+    rows = _rows_elsewhere(with_own) if elsewhere() is not None else _rows(existing_data(), with_own)
     if as_json:
         print(json.dumps({"topics": rows}))
     elif as_logfmt:
@@ -156,6 +153,33 @@ def list_topics(
             since = "pending" if row["from_seq"] is None else str(row["from_seq"])
             shown.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
         terminal.console().print(shown)
+
+
+def _rows(data: str, with_own: bool) -> list[dict[str, Any]]:
+    return [
+        {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
+        for name, partitions, from_seq in topics.listing(data)
+        if with_own or not name.startswith("__")
+        for partition in range(partitions)
+        for messages, size in [end_offset(data, name, partition)]
+    ]
+
+
+def _rows_elsewhere(with_own: bool) -> list[dict[str, Any]]:
+    """Return the same of a broker elsewhere: a request per topic, because only one topic alone is told with its sizes."""
+    names = [row["name"] for row in ask("GET", f"/api/topics?internal={str(with_own).lower()}")]
+    found = (ask("GET", f"/api/admin/topics/{quote(name)}", topic=name) for name in names)
+    return [
+        {
+            "topic": topic["name"],
+            "partition": row["partition"],
+            "messages": row["endOffset"],
+            "bytes": row["bytes"],
+            "from_seq": topic["fromSeq"],
+        }
+        for topic in found
+        for row in topic["partitions"]
+    ]
 
 
 # --- set -------------------------------------------------------------------------------------------------------------
@@ -190,6 +214,9 @@ def set_limits(
     partitions; new records of a key may go to another one.
     """
     settings = load()
+    if elsewhere() is not None:
+        _set_elsewhere(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])], partitions, force)
+        return
     _require(settings, name)
     _require_leader(settings)
     if partitions is not None:
@@ -236,6 +263,31 @@ def _set(settings: Settings, name: str, changes: list[str], unset: list[str]) ->
     print(f"topic {name}: {changed}, in force")
 
 
+def _set_elsewhere(name: str, changes: list[str], partitions: int | None, force: bool) -> None:
+    asked = _parse_changes(name, changes) if changes or partitions is None else {}
+    body: dict[str, Any] = _as_options(asked)
+    if partitions is not None:
+        body |= {"partitions": partitions, "force": force}
+    ask("PATCH", f"/api/admin/topics/{quote(name)}", body, topic=name)
+    changed = [f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items()]
+    changed += [] if partitions is None else [f"{partitions} partition(s)"]
+    print(f"topic {name}: {' '.join(changed)}, in force")
+
+
+def _as_options(limits: dict[str, str]) -> dict[str, int | str | None]:
+    """Return limits as the HTTP API names and counts them. Raises ConfigError."""
+    from kmq.gateway.core.topics import OPTIONS
+
+    names = {option.limit: name for name, option in OPTIONS.items()}
+    Limits().with_changes({limit: text for limit, text in limits.items() if text})
+    return {
+        names[limit]: OPTIONS[names[limit]].value(getattr(Limits().with_changes({limit: text}), limit))
+        if text
+        else None
+        for limit, text in limits.items()
+    }
+
+
 def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
     """Return limit → text; "" means the setting again. Raises ConfigError without a pair, or for an unknown limit."""
     asked = {}
@@ -264,6 +316,9 @@ def show(
 ) -> None:
     """Show a topic: its limits and where each comes from, and the size of each partition."""
     settings = load()
+    if elsewhere() is not None:
+        _show_elsewhere(name, as_json)
+        return
     _require(settings, name)
     found = describe(settings, name)
     if as_json:
@@ -278,6 +333,26 @@ def show(
     for number, row in enumerate(found["logs"]):
         last = "" if row["last_offset"] is None else f"{row['last_offset']:,}"
         logs.add_row(str(number), f"{row['messages']:,}", f"{row['bytes']:,}", f"{row['first_offset']:,}", last)
+    terminal.console().print(limits)
+    terminal.console().print(logs)
+
+
+def _show_elsewhere(name: str, as_json: bool) -> None:
+    """Show what the HTTP API says: every limit in force, but not where it comes from."""
+    found = ask("GET", f"/api/admin/topics/{quote(name)}", topic=name)
+    if as_json:
+        print(json.dumps(found))
+        return
+    since = "pending" if found["fromSeq"] is None else f"in force from seq {found['fromSeq']}"
+    print(f"topic {name}: {len(found['partitions'])} partition(s), {since}")
+    limits = table("limit", "value")
+    for option, value in found.items():
+        if option not in ("name", "partitions", "fromSeq"):
+            limits.add_row(option, "none" if value in (None, -1) else str(value))
+    logs = table("partition", ">messages", ">bytes", ">first offset", ">end offset")
+    for row in found["partitions"]:
+        numbers = row["endOffset"] - row["startOffset"], row["bytes"], row["startOffset"], row["endOffset"]
+        logs.add_row(str(row["partition"]), *(f"{number:,}" for number in numbers))
     terminal.console().print(limits)
     terminal.console().print(logs)
 
@@ -355,6 +430,14 @@ def delete(
     settings = load()
     if name.startswith("__"):
         raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be deleted")
+    if (there := elsewhere()) is not None:
+        if not yes:
+            raise ConfigError(f"topic {name}: give --yes to delete it with its messages at {there.url}")
+        ask("DELETE", f"/api/admin/topics/{quote(name)}", topic=name)
+        print(
+            f"topic {name}: deleted, and its space is free. The WAL keeps the messages until its retention deletes them"
+        )
+        return
     _require(settings, name)
     _require_leader(settings)
     found = describe(settings, name)

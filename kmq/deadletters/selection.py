@@ -46,7 +46,7 @@ class QueueSource:
 
     def __init__(self, data: str, topic: str) -> None:
         if not os.path.isdir(f"{data}/topics/{topic}"):
-            raise ConfigError(f"topic {topic!r} does not exist; see: kmq topics list")
+            raise topics.unknown(topic, topics.names(data))
         self.data, self.topic, self._marks_from = data, topic, identity.marks_from(data)
         logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
         self._logs = [(log, log.end_offset()) for log in logs]
@@ -169,7 +169,7 @@ def find_topic(data: str, name: str) -> str | None:
         return f"{name}{DLQ}"
     if name in known:
         return name if is_dead_letters(name) or any(each.letter for each in all_of(data, name)) else None
-    raise ConfigError(f"topic {name!r} does not exist; kmq dlq ls shows all topics of dead letters")
+    raise topics.unknown(name, known)
 
 
 def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:

@@ -31,7 +31,7 @@ def logs(data: str, what: str) -> list[tuple[str, LogReader]]:
         return [("append", reader.wal(data))]
     topic, _, number = what.partition("/")
     if not os.path.isdir(f"{data}/topics/{topic}") or topic in ("", ".", ".."):
-        raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows all topics")
+        raise topics.unknown(topic, topics.names(data))
     partitions = topics.load(data, topic)[0]
     if number and not (number.isdigit() and int(number) < partitions):
         raise ConfigError(f"{what!r}: unknown partition; topic {topic} has 0 to {partitions - 1}")

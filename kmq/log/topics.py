@@ -26,7 +26,7 @@ import os
 import re
 import zlib
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from kmq.errors import ConfigError, CorruptError
@@ -273,6 +273,15 @@ def names(data: str) -> list[str]:
     """Return the names of all topics, in order, without misnamed directories (see `check_names`)."""
     left = {name for name, _ in left_over(data)}
     return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
+
+
+def unknown(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error that there is no such topic, with the nearest name among `known`."""
+    import difflib  # for this error alone
+
+    nearest = difflib.get_close_matches(name, known, 1, 0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see: kmq topics list"
+    return ConfigError(f"topic {name!r} does not exist; {hint}")
 
 
 def left_over(data: str) -> list[tuple[str, int]]:

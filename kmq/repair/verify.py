@@ -198,7 +198,7 @@ def run(
     """
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
-        raise ConfigError(f"unknown topic {', '.join(sorted(unknown))}; kmq topics list shows all topics")
+        raise topics.unknown(min(unknown), topics.names(data))
     if heal and only:
         raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
     if identity.is_unknown(data):  # by other rules good records are damage, and a repair would lead them elsewhere

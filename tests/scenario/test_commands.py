@@ -527,6 +527,7 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
     lines = [line for line in dict.fromkeys(chain(*found.values())) if not line.endswith(apart) and line != FOREGROUND]
 
     def paste(line):
+        line = line.replace("--host 127.0.0.1", '--url "http://127.0.0.1:$(cat $KMQ_PIPES/http.port)"')
         result = broker.run("bash", "-c", f"set -o pipefail; {line}")
         told, silent = (result.stderr, result.stdout) if " - > " in line else (result.stdout, result.stderr)
         assert (result.returncode, silent) == (0, ""), f"{line}\n{result.stdout}{result.stderr}"

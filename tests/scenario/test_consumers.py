@@ -647,7 +647,7 @@ def test_a_follower_says_what_it_waits_for_and_goes_on(broker):
 
 def test_what_cannot_be_consumed_is_named(broker, new_broker):
     result = broker.kmq("consume", "nothing")
-    assert (result.returncode, result.stderr) == (1, "kmq: nothing: no such topic; see kmq topics list\n")
+    assert (result.returncode, result.stderr) == (78, "kmq: topic 'nothing' does not exist; see: kmq topics list\n")
     result = broker.kmq("consume", "orders", "--from", "soon")
     assert result.returncode == 78 and result.stderr.startswith(
         "kmq: --from 'soon': must be earliest, latest, an offset"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kmq.cli.elsewhere import GatewayClient, elsewhere, read_token
 from kmq.cli.output import examples
 from kmq.config.settings import Settings, load
 from kmq.errors import ConfigError
@@ -42,30 +43,21 @@ def top(
     if (as_json and not once) or (token and not url):
         raise ConfigError("--json needs --once" if as_json and not once else "--token needs --url")
     settings = load()
+    gateway = GatewayClient(url, read_token(token)) if url else elsewhere()
     if once:
-        _print_once(_reader(settings, url, token, _ONCE_SWEEP_S), as_json)
+        _print_once(_reader(settings, gateway, _ONCE_SWEEP_S), as_json)
         return
     if not terminal.is_for_people():
         raise ConfigError("kmq top needs a terminal; --once prints one screen")
-    raise typer.Exit(_watch(_reader(settings, url, token)))
+    raise typer.Exit(_watch(_reader(settings, gateway)))
 
 
-def _reader(settings: Settings, url: str, token: str, sweep_s: float | None = None) -> "TopReader":
-    from kmq.cli.top.readers import GatewayClient, LocalReader, RemoteReader
+def _reader(settings: Settings, gateway: GatewayClient | None, sweep_s: float | None = None) -> "TopReader":
+    from kmq.cli.top.readers import LocalReader, RemoteReader
 
-    if url:
-        return RemoteReader(GatewayClient(url, _token(token)))
+    if gateway is not None:
+        return RemoteReader(gateway)
     return LocalReader(settings) if sweep_s is None else LocalReader(settings, sweep_s)
-
-
-def _token(given: str) -> str:
-    if not given.startswith("@"):
-        return given
-    try:
-        with open(given[1:], encoding="ascii") as file:
-            return file.read().strip()
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"--token {given}: {getattr(err, 'strerror', None) or 'is not text'}") from None
 
 
 def _print_once(reader: "TopReader", as_json: bool) -> None:
