@@ -17,6 +17,7 @@ import os
 import sys
 
 from kmq.broker.stage import Stage, main
+from kmq.ingress import intakes
 from kmq.ingress.loop import Loop, drain
 from kmq.ingress.ports import OWN_DESCRIPTORS
 from kmq.links.received import Handover
@@ -27,6 +28,7 @@ _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → ports → loop → drain."""
     settings = stage.settings
+    intakes.check_topics(settings)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
     loop = Loop(stage, Handover(stage.raw, stage.open_received()))

@@ -3,7 +3,8 @@
 Layout      2: a line of text that names the data directory, then one row of 64 words of 8 bytes per process, then one
             histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
             is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
-            Behind the histograms lies the row of the replica, which came later: nothing before it has moved.
+            Behind the histograms lies the row of the replica, which came later: nothing before it has moved. Behind
+            that lie 8 words for each intake (KMQ_INTAKES), in their order: INTAKE_FIELDS.
             A histogram has 21 counts, one per bucket; then the sum of all times in microseconds, their number, and a
             spare word. Bucket i has the times of at most 64 µs * 2^i that no smaller bucket has; the last one has all
             longer times.
@@ -29,6 +30,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from kmq.config.intakes import MOST as MOST_INTAKES
+from kmq.config.intakes import IntakePort
 from kmq.config.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.errors import BusyError, ConfigError
 from kmq.files import file_id
@@ -232,6 +235,15 @@ _REPLICA_FIELDS = {  # the replica's own names for words; most of them have a me
     "small_since": "waited_at",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
     "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's hw stands
 }
+INTAKE_FIELDS = (
+    "port",  # where it listens; 0: it does not
+    "lines",  # taken since ingress was started
+    "bytes",  # of these lines
+    "connections",  # open now
+    "dropped",  # datagrams that the kernel could not keep until ingress read them
+    "refused",  # connections and datagrams of addresses that KMQ_INTAKES_FROM does not have
+)
+_INTAKE = 8  # words
 _LASTING = (
     *("starts", "clock_offset", "clock_suspect", "clock_trust"),
     *("unclean", "unclean_ends", "damage", "damage_at"),
@@ -445,6 +457,21 @@ class StatsPage:
             self.histogram(what).lie_in(words[start : start + WORDS])
             start += WORDS
         self.rows[REPLICA].lie_in(words[start : start + _ROW])
+        self._intakes = words[start + _ROW : start + _ROW + MOST_INTAKES * _INTAKE]
+
+    def publish_intakes(self, counts: Sequence[Sequence[int]]) -> None:
+        """Write what the intakes have counted: for each of them the values of INTAKE_FIELDS. Ingress does that."""
+        for at, values in enumerate(counts):
+            for word, value in enumerate(values):
+                self._intakes[at * _INTAKE + word] = value
+
+    def intakes(self, specs: Sequence[IntakePort]) -> list[dict[str, int | str]]:
+        """Return kind, topic and INTAKE_FIELDS of each entry of KMQ_INTAKES."""
+        rows = (self._intakes[at * _INTAKE : (at + 1) * _INTAKE].tolist() for at in range(MOST_INTAKES))
+        return [
+            {"kind": spec.kind, "topic": spec.topic, **dict(zip(INTAKE_FIELDS, row, strict=False))}
+            for spec, row in zip(specs, rows, strict=False)
+        ]
 
     def histogram(self, what: str) -> Histogram:
         """Return the histogram of one of the values of TIMED. As a row, it stays when the page moves to another file."""

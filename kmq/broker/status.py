@@ -162,6 +162,7 @@ class BrokerStatus:
         self.role = ""  # of the replica, with what goes with it
         self.backlog: dict[str, int] = {}
         self.links: list[LinkStatus] = []
+        self.intakes: list[dict[str, int | str]] = []
         self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
         self.clock = ""  # why the time of day is not trusted, and what to do; "": it is trusted
 
@@ -194,6 +195,7 @@ def collect(settings: Settings) -> BrokerStatus:
     )
     status.role = _role(page.rows[REPLICA])
     status.links = look(settings)
+    status.intakes = page.intakes(settings.intakes)
     status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
     status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
     status.latency = {what: _quantiles(page.histogram(what).snapshot()) for what in TIMED.values()}  # since their start
@@ -266,6 +268,7 @@ def logfmt(status: BrokerStatus) -> str:
         for s in status.processes
     ]
     verdict = status.verdict
+    lines += [pairs(intake=each["topic"], **{k: v for k, v in each.items() if k != "topic"}) for each in status.intakes]
     lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
     lines.append(pairs(supervisor=status.supervisor))
     lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
@@ -291,6 +294,7 @@ def as_json(status: BrokerStatus) -> dict[str, object]:
         "stages": [stage.fields() for stage in status.processes],
         "backlog": status.backlog,
         "links": [link.fields() for link in status.links],
+        "intakes": status.intakes,
         "latency": status.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,

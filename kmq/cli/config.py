@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -142,14 +142,14 @@ def _value(
         if row.attribute in told:
             text, source = told[row.attribute], _FLEET
     visible = shown(row, text)
-    parsed: str | int | float | None = None
+    parsed: Any = None
     problem = ""
     if text or row.default:
         try:
             parsed = row.parse(text)
         except ValueError as error:
             problem = str(error)
-    if isinstance(parsed, str):
+    if parsed is not None and not isinstance(parsed, (int, float)):
         parsed = visible
     if parsed == FOREVER or text.strip().lower() in ("none", "never") or visible == HIDDEN:
         parsed = None

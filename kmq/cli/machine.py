@@ -24,6 +24,7 @@ from kmq.broker.health import LIFELESS, state_of
 from kmq.broker.ports import wrong_host
 from kmq.broker.stats import REPLICA, StatsPage, peek
 from kmq.broker.supervisor import is_data
+from kmq.config.intakes import TLS, UDP
 from kmq.config.settings import SHM, Settings
 from kmq.config.values import FOREVER, GIB, MIB
 from kmq.files import LEAST, OWN
@@ -289,6 +290,9 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
         yield "gateway", "KMQ_EGRESS_TLS_PORT", tls, settings.egress_tls_port
         yield "gateway", "KMQ_HTTPS_PORT", tls, settings.https_port
         yield "gateway", "KMQ_GRPCS_PORT", tls, settings.grpcs_port
+    for intake in settings.intakes:
+        if intake.kind != UDP:
+            yield "ingress", "KMQ_INTAKES", tls if intake.kind == TLS else plain, intake.number
 
 
 def _port(name: str, host: str, number: int) -> Check:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kmq.broker import status as statuses
 from kmq.broker import supervisor
-from kmq.broker.stats import REPLICA
+from kmq.broker.stats import INTAKE_FIELDS, REPLICA
 from kmq.broker.status import BrokerStatus, StageStatus
 from kmq.cli.output import examples, table
 from kmq.config import terminal
@@ -86,6 +86,9 @@ def _cells(stage: StageStatus) -> list[str]:
 
 
 def _print_remarks(found: BrokerStatus) -> None:
+    for intake in found.intakes:
+        counts = "   ".join(f"{name}: {intake[name]:,}" for name in INTAKE_FIELDS[1:])
+        _print(f"intake {intake['port']}/{intake['kind']} -> {intake['topic']}   {counts}")
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
         _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")

@@ -11,12 +11,16 @@ import os
 import re
 from collections.abc import Callable
 
+from kmq.config import intakes as intakes_of
 from kmq.config import values as kind
+from kmq.config.intakes import TLS, UDP
 from kmq.errors import ConfigError
 
 TYPE_CHECKING = False  # stages do not import typing, because that takes longer than the rest of this module
 if TYPE_CHECKING:
     from typing import TypeVar
+
+    from kmq.config.intakes import IntakePort, Network
 
     _T = TypeVar("_T")
 
@@ -38,7 +42,7 @@ class Setting:
 
     attribute: str
 
-    def __init__(self, env: str, default: str, parse: Callable[[str], int | float | str], help: str) -> None:
+    def __init__(self, env: str, default: str, parse: Callable[[str], object], help: str) -> None:
         self.env, self.default, self.parse, self.help = env, default, parse, help
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -47,7 +51,7 @@ class Setting:
 
 def _setting(env: str, default: str, parse: "Callable[[str], _T]", help: str) -> "_T":
     """Declare a setting. On an instance of Settings the attribute is what `parse` returns, and has its type."""
-    return Setting(env, default, parse, help)  # type: ignore[arg-type, return-value]
+    return Setting(env, default, parse, help)  # type: ignore[return-value]
 
 
 class Settings:
@@ -178,6 +182,18 @@ class Settings:
         "",
         kind.path,
         "file of a certificate authority (PEM); with it TLS clients must show a certificate that it signed",
+    )
+    intakes: "tuple[IntakePort, ...]" = _setting(
+        "KMQ_INTAKES",
+        "",
+        intakes_of.parse_intakes,
+        "ports to which each raw line is a message of one topic: 5140=app 5142/udp=net 6514/tls=audit; 0: any free port",
+    )
+    intakes_from: "tuple[Network, ...]" = _setting(
+        "KMQ_INTAKES_FROM",
+        "",
+        intakes_of.parse_sources,
+        "addresses and networks that may send to KMQ_INTAKES; needed with KMQ_TOKENS where no client certificate is",
     )
     tls_host: str = _setting("KMQ_TLS_HOST", "0.0.0.0", kind.non_empty, "address that the TLS listeners bind to")
     tls_port: int = _setting("KMQ_TLS_PORT", "5443", kind.PORT, "port for lines in over TLS; 0: any free port")
@@ -429,6 +445,8 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         )
     if settings.shard:
         _check_shard(settings)
+    if settings.intakes:
+        _check_intakes(settings)
     return settings
 
 
@@ -446,6 +464,24 @@ def _check_shard(settings: Settings) -> None:
         if getattr(settings, name) == "drop_oldest":
             env = next(row.env for row in SETTINGS if row.attribute == name)
             raise ConfigError(f"{env}=drop_oldest: must be block in a shard ({where})")
+
+
+def _check_intakes(settings: Settings) -> None:
+    """Raise ConfigError for an intake whose port is doubled, that lacks a certificate, or that anybody could send to."""
+    ports = {getattr(settings, row.attribute): f"{row.env} too" for row in SETTINGS if row.parse is kind.PORT}
+    taken = {(number, False): name for number, name in ports.items()}
+    for intake in settings.intakes:
+        where, port = f"KMQ_INTAKES: {intake}", (intake.number, intake.kind == UDP)
+        if intake.number and port in taken:
+            raise ConfigError(f"{where}: port {intake.number} is {taken[port]}; give each its own")
+        taken[port] = f"that of {intake} too"
+        if intake.kind == TLS and not settings.tls_cert:
+            raise ConfigError(f"{where}: TLS needs KMQ_TLS_CERT and KMQ_TLS_KEY; set them")
+        if settings.tokens and not (settings.intakes_from or (intake.kind == TLS and settings.tls_client_ca)):
+            raise ConfigError(
+                f"{where}: with KMQ_TOKENS an intake must know its senders, who have no token to show; set KMQ_INTAKES_FROM,"
+                " or take lines over /tls with KMQ_TLS_CLIENT_CA"
+            )
 
 
 def suggest(name: str) -> str:

@@ -6,8 +6,9 @@
     ACKED      always: refused messages are told  is refused: no_newline
     CLOSING    never; it only gets its replies    -
 
-GREETING becomes PLAIN by a first line that is no hello, or by one with acks=0, and ACKED by a hello with acks=1. Every
-phase becomes CLOSING when nothing more will be received. A `sender` numbers the messages: every connection has one
+GREETING becomes PLAIN by a first line that is no hello, or by one with acks=0, and ACKED by a hello with acks=1. A
+connection of an intake (intakes.py) is PLAIN from the start: its first line is a message like all others. Every phase
+becomes CLOSING when nothing more will be received. A `sender` numbers the messages: every connection has one
 whose hello asked for replies or for deduplication.
 
 Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is
@@ -33,6 +34,7 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:
     from kmq.broker.tls import TlsSocket
     from kmq.ingress.hello import Hello
+    from kmq.ingress.intakes import RawPort
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class Connection:
         "phase",
         "producer",
         "quiet_since",
+        "raw",
         "replies",
         "sender",
         "sock",
@@ -143,10 +146,13 @@ class Connection:
         "was_active",
     )
 
-    def __init__(self, sock: socket.socket, peer: str, tls: "TlsSocket | None" = None) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, tls: "TlsSocket | None" = None, raw: "RawPort | None" = None
+    ) -> None:
         self.sock, self.peer = sock, peer
         self.tls = tls  # the same socket, if it is a TLS socket
-        self.phase = GREETING
+        self.raw = raw  # the intake to which it came
+        self.phase = GREETING if raw is None else PLAIN
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
         self.length = 0  # of the unfinished line, with the bytes that are not kept
         self.sender: Sender | None = None
@@ -169,7 +175,9 @@ class Connection:
     @property
     def is_unfinished(self) -> bool:
         """Return True if the rest of a line, a hello or a TLS handshake is still to come."""
-        return self.length > 0 or (self.tls is not None and self.phase == GREETING and self.tls.is_shaking)
+        if self.length or self.tls is None:
+            return self.length > 0
+        return (self.phase == GREETING or self.raw is not None) and self.tls.is_shaking
 
     @property
     def is_done(self) -> bool:

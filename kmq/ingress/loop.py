@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Incidents, Strangers
+from kmq.config.intakes import UDP
 from kmq.config.settings import DRAIN_S
+from kmq.ingress import intakes
 from kmq.ingress.limits import SWEEP_S, Gate
 from kmq.ingress.ports import Askers, Ports
 from kmq.ingress.producers import Producers
@@ -47,6 +49,9 @@ class Loop:
         self.producers = Producers(stage, handover, self.gate, tokens, strangers)
         for listener in self.ports.of_producers:
             self.producers.entrance.open(listener)
+        for raw in self.ports.raw:
+            if raw.spec.kind == UDP:
+                self.producers.take_datagrams_of(raw)
         self._handlers: dict[int, Callable[[], None]] = {
             stage.raw: handover.flush,
             self.ports.questions.sock.fileno(): self._accept_askers,
@@ -124,6 +129,8 @@ class Loop:
         self._housekeeping_at = now + SWEEP_S
         self._askers.sweep()
         self.gate.publish()
+        if self.ports.raw:
+            self.stage.page.publish_intakes([intakes.counts(raw) for raw in self.ports.raw])
         if self._tokens is not None:
             self._tokens.look()
             self.stage.row.tokens_missing = int(self._tokens.is_missing)
@@ -135,6 +142,7 @@ class Loop:
         """Close all ports."""
         self._poll.unregister(self.stage.signalled)  # it stays readable, so every wait would end at once
         self.producers.entrance.close()
+        self.producers.end_datagrams()
         del self._handlers[self.ports.questions.sock.fileno()]
         self.ports.questions.sock.close()
 

@@ -1,4 +1,4 @@
-"""The ports of ingress: lines (KMQ_PORT), lines over TLS (KMQ_TLS_PORT) and questions (KMQ_ACK_PORT).
+"""The ports of ingress: lines (KMQ_PORT, KMQ_TLS_PORT), raw lines (KMQ_INTAKES) and questions (KMQ_ACK_PORT).
 
 Producers are accepted up to KMQ_CONNECTIONS and the limit on open files, and turned away beyond that. On the ack port
 one question comes in and one line goes out, from durability's cursor in the stats page:
@@ -24,9 +24,11 @@ from kmq import files
 from kmq.broker.ports import cannot_listen
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Strangers
+from kmq.config.intakes import TLS, UDP
 from kmq.errors import Stopped
 from kmq.files import replace_file, with_room
 from kmq.ingress.connection import Connection, ConnectionTable, Farewells, reset_on_close
+from kmq.ingress.intakes import RawPort, is_allowed
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
@@ -35,17 +37,26 @@ if TYPE_CHECKING:
 
     from kmq.access.tokens import Tokens
     from kmq.broker.tls import Certificates
+    from kmq.config.intakes import IntakePort
 
 
 _BACKLOG = 1024
+_DATAGRAM_BYTES = 8 << 20  # that the kernel may keep for us
 _NO_DESCRIPTOR_S = 0.05  # how long to wait before the next attempt to accept
 
 
 class Listener:
     """One port."""
 
-    def __init__(self, sock: socket.socket, failed: Callable[[OSError], None], context: "SSLContext | None") -> None:
-        self.sock = sock
+    def __init__(
+        self,
+        sock: socket.socket,
+        failed: Callable[[OSError], None],
+        context: "SSLContext | None",
+        raw: RawPort | None = None,
+    ) -> None:
+        """`raw`: the intake whose port it is."""
+        self.sock, self.raw = sock, raw
         self.is_tls = context is not None
         self._failed, self._context = failed, context
 
@@ -73,11 +84,11 @@ class Listener:
         """Return the producer's connection over `sock`; None if it is gone already."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is None:
-            return Connection(sock, peer)
+            return Connection(sock, peer, None, self.raw)
         from kmq.broker import tls
 
         secure = tls.accept(self._context, sock)
-        return Connection(secure, peer, secure) if secure is not None else None
+        return Connection(secure, peer, secure, self.raw) if secure is not None else None
 
 
 class Ports:
@@ -90,24 +101,41 @@ class Ports:
         self.lines = self._open("ingress", "KMQ_PORT", settings.host, settings.port)
         self.questions = self._open("ack", "KMQ_ACK_PORT", settings.host, settings.ack_port)
         self.of_producers = [self.lines]
+        context = None
         if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
-            self.of_producers.append(self._open_tls())
+            context = self._tls_context()
+            self.of_producers.append(self._open("tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port, context))
+            stage.log.info("tls_ready", port=self.of_producers[-1].port)
+        self.raw = [self._open_intake(at, spec, context) for at, spec in enumerate(settings.intakes, 1)]
 
-    def _open_tls(self) -> Listener:
+    def _tls_context(self) -> "SSLContext":
         from kmq.broker import tls  # only if it is used: ssl costs a stage memory and start-up time
 
-        settings = self._stage.settings
-        self.certificates = tls.certificates(settings, self._stage.log, self._stage.row)
+        self.certificates = tls.certificates(self._stage.settings, self._stage.log, self._stage.row)
         assert self.certificates is not None
-        context = self.certificates.context()
-        listener = self._open("tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port, context)
-        self._stage.log.info("tls_ready", port=listener.port)
-        return listener
+        return self.certificates.context()
 
     def _open(self, name: str, setting: str, host: str, port: int, context: "SSLContext | None" = None) -> Listener:
-        """Listen, and write the port to KMQ_PIPES/<name>.port, where clients look for it."""
         listener = Listener(_listening(setting, host, port), self._accept_failed, context)
-        path, text = f"{self._stage.settings.pipes}/{name}.port", b"%d\n" % listener.port
+        self._write_port(name, listener.port)
+        return listener
+
+    def _open_intake(self, at: int, spec: "IntakePort", context: "SSLContext | None") -> RawPort:
+        """Open the intake at this place of KMQ_INTAKES; its port is written to KMQ_PIPES/intake<at>.port."""
+        settings = self._stage.settings
+        is_tls, is_udp = spec.kind == TLS, spec.kind == UDP
+        host = settings.tls_host if is_tls else settings.host
+        sock = _listening(f"KMQ_INTAKES: {spec}", host, spec.number, is_udp)
+        raw = RawPort(spec, settings.max_line, sock)
+        if not is_udp:
+            self.of_producers.append(Listener(sock, self._accept_failed, context if is_tls else None, raw))
+        self._write_port(f"intake{at}", raw.port)
+        self._stage.log.info("intake_ready", port=raw.port, kind=spec.kind, topic=spec.topic)
+        return raw
+
+    def _write_port(self, name: str, port: int) -> None:
+        """Write the port to KMQ_PIPES/<name>.port, where clients look for it."""
+        path, text = f"{self._stage.settings.pipes}/{name}.port", b"%d\n" % port
 
         def wait_for_room(path: str) -> None:
             if self._stage.stopping:
@@ -115,22 +143,26 @@ class Ports:
             self._stage.wait_for_room(path)
 
         with_room(path, wait_for_room, lambda: replace_file(path, text))
-        return listener
 
     def _accept_failed(self, err: OSError) -> None:
         self._strangers.note("accept_failed", "", err.strerror or str(err))
         self._stage.pause(_NO_DESCRIPTOR_S)
 
 
-def _listening(setting: str, host: str, port: int) -> socket.socket:
+def _listening(setting: str, host: str, port: int, is_udp: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server = socket.socket(family, socket.SOCK_DGRAM if is_udp else socket.SOCK_STREAM)
+    if is_udp:  # SO_REUSEADDR would let two programs share the port; the kernel gives at most net.core.rmem_max
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _DATAGRAM_BYTES)
+    else:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         server.bind((host, port))
     except OSError as err:
+        server.close()
         raise cannot_listen(setting, host, port, err) from err
-    server.listen(_BACKLOG)
+    if not is_udp:
+        server.listen(_BACKLOG)
     server.setblocking(False)
     return server
 
@@ -240,6 +272,7 @@ class Entrance:
     def __init__(self, stage: Stage, poll: select.epoll, table: ConnectionTable, strangers: Strangers) -> None:
         free = stage.most_files - OWN_DESCRIPTORS - most_askers(stage.most_files)
         self.max_connections = min(stage.settings.connections, max(1, free))
+        self._networks = stage.settings.intakes_from
         self._poll, self._table, self._row, self._strangers = poll, table, stage.row, strangers
         self._farewells = Farewells()
         self._listeners: dict[int, Listener] = {}
@@ -264,22 +297,37 @@ class Entrance:
     def accept(self, fd: int) -> None:
         """Accept everything that waits at the listener with this descriptor."""
         listener = self._listeners[fd]
+        raw, networks = listener.raw, self._networks
         for sock, peer in listener.accept():
             reset_on_close(sock)
+            if raw is not None and networks and not self._is_welcome(raw, peer):
+                sock.close()
+                continue
             if len(self._table) >= self.max_connections:
-                self._turn_away(sock, peer, listener.is_tls)
+                self._turn_away(sock, peer, listener.is_tls or raw is not None)
                 continue
             connection = listener.connect(sock, peer)
             if connection is not None:
+                if raw is not None:
+                    raw.connections += 1
                 self._table.add(connection)
                 self._poll.register(connection.sock.fileno(), select.EPOLLIN)
 
-    def _turn_away(self, sock: socket.socket, peer: str, is_tls: bool) -> None:
+    def _is_welcome(self, raw: RawPort, peer: str) -> bool:
+        """Return True if KMQ_INTAKES_FROM has the address of a peer; else count it as refused."""
+        if is_allowed(raw, self._networks, peer.rpartition(":")[0]):
+            return True
+        raw.refused += 1
+        self._strangers.note("intake_refused", peer, f"{raw.spec}: KMQ_INTAKES_FROM does not have the address")
+        return False
+
+    def _turn_away(self, sock: socket.socket, peer: str, is_silent: bool) -> None:
+        """`is_silent`: no reply. Over TLS it would cost the handshake that the limit is there to avoid."""
         reason = f"{self.max_connections} are open already (KMQ_CONNECTIONS, ulimit -n)"
         self._row.turned_away += 1
-        self._row.errs_limit += not is_tls
+        self._row.errs_limit += not is_silent
         self._strangers.note("connection_refused", peer, reason)
-        if is_tls:  # a reply would cost the handshake that the limit is there to avoid
+        if is_silent:
             sock.close()
         else:
             self._farewells.refuse(sock, f"!err 0 connections {reason}\n".encode())

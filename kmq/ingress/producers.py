@@ -10,6 +10,8 @@ A connection whose first line begins with `!` speaks the acknowledged protocol (
 the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
 without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
 
+What comes to an intake has no hello and no `!`: its lines get the head of their topic first (intakes.py).
+
 Invariant   Every connection with something to read gets one receive before any gets another, also if the way to the
             framer clogs between. Nobody is read while it is clogged, unless messages are refused: then nothing that is
             read goes there.
@@ -33,8 +35,10 @@ from kmq.access.roles import LINES_IN
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Row, Strangers
 from kmq.config.values import KIB, MIB
+from kmq.ingress import intakes
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
 from kmq.ingress.hello import MAX_BYTES, HelloRefused, parse
+from kmq.ingress.intakes import RawPort
 from kmq.ingress.limits import UNREAD, Deadlines, Gate, UnreadBudget, count_err, largest
 from kmq.ingress.ports import Entrance
 from kmq.links.fifo import AckReader, Sender
@@ -46,6 +50,7 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 
 if TYPE_CHECKING:
     from kmq.access.tokens import Tokens
+    from kmq.config.intakes import Network
 
 
 # --- intake ----------------------------------------------------------------------------------------------------------
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 PARTIAL_BYTES = 64 * MIB  # of all unfinished lines together
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 _LEAST_BYTES = 16 * KIB  # a TLS record fits (kmq/broker/tls.py)
+_PIECE_BYTES = 256 * KIB  # beside the longest line: so much fits into `received` in one piece (received.py)
 
 
 class Intake:
@@ -84,8 +90,11 @@ class Intake:
 
     def receive(self, connection: Connection) -> bool:
         """Take what has arrived. Returns False when nothing more will come."""
+        raw, target = connection.raw, self._target
+        if raw is not None and raw.receive_bytes < len(target):
+            target = target[: raw.receive_bytes]
         try:
-            count = connection.sock.recv_into(self._target)
+            count = connection.sock.recv_into(target)
         except BlockingIOError:
             return True
         except OSError:
@@ -155,9 +164,12 @@ class Intake:
         if end < count:
             self._keep(connection, end, count)
 
+    def _max_line(self, connection: Connection) -> int:
+        return self.max_line if connection.raw is None else connection.raw.max_line
+
     def _keep(self, connection: Connection, start: int, end: int) -> None:
         """Add buffer[start:end] to the unfinished line, as far as the limit of a line allows."""
-        space = self.max_line + 1 - len(connection.partial)
+        space = self._max_line(connection) + 1 - len(connection.partial)
         kept = min(end - start, max(0, space))
         connection.partial += self._view[start : start + kept]
         connection.length += end - start
@@ -168,42 +180,69 @@ class Intake:
 
         Return where the rest of the buffer begins.
         """
-        if connection.length + first - 1 > self.max_line or end > self.max_line:
+        most = self._max_line(connection)
+        if connection.length + first - 1 > most or end > most:
             self._keep(connection, 0, first - 1)
-            self._pass_line(connection, "too_long" if connection.length > self.max_line else "")
+            line, length = bytes(connection.partial), connection.length
+            self._forget_partial(connection)
+            self._pass_line(connection, line, length, "too_long" if length > most else "")
             return first
         partial = connection.partial
         self._forget_partial(connection)
-        self._pass_on(connection, [partial, self._view[:end]], self._buffer.count(b"\n", 0, end))
+        count = self._buffer.count(b"\n", 0, end) if connection.sender is not None else 0
+        self._pass_on(connection, [partial, self._view[:end]], count)
         return end
 
-    def _pass_line(self, connection: Connection, reason: str) -> None:
-        """Pass on the unfinished line: it is complete, or never will be (`reason`)."""
-        line, length = bytes(connection.partial), connection.length
-        self._forget_partial(connection)
-        self._pass_on(connection, [self._admitted(connection, line, length, reason), b"\n"], 1)
-
-    def _admitted(self, connection: Connection, line: bytes, length: int, reason: str) -> bytes:
-        """Return what goes on for a line of `length` bytes that must not go on as it is, if there is a `reason`."""
+    def _pass_line(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
+        """Pass on one line of `length` bytes, with what stands for it if it must not go on as it is (`reason`)."""
         if not reason:
-            return line
-        if connection.sender is not None:
-            return line[: self.max_line + 1]  # the framer refuses it, in its place among the replies
+            self._pass_on(connection, [line, b"\n"], 1)
+        elif connection.sender is not None:  # the framer refuses it, in its place among the replies
+            self._pass_on(connection, [line[: self.max_line + 1], b"\n"], 1)
+        else:
+            self._bury(connection.raw, line, length, reason)
+
+    def _bury(self, raw: RawPort | None, line: bytes, length: int, reason: str) -> None:
+        """Hand the dead.malformed over that keeps a line which is no message."""
         self.refused += 1
-        return record.malformed(reason, line, length, self.max_line)
+        if raw is None:
+            self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
+            return
+        raw.lines += 1
+        raw.bytes += length + 1
+        self.bytes += length + 1
+        self.handover.put([intakes.letter(raw, reason, line, length)])
+
+    def _hand_over_raw(self, raw: RawPort, parts: list[Part]) -> None:
+        """Hand over whole lines that came to an intake. What arrived counts, and not what goes on: drain compares."""
+        before = raw.bytes
+        for piece in intakes.wrapped(raw, parts, self.max_line + _PIECE_BYTES):
+            self.handover.put(piece)
+        self.bytes += raw.bytes - before
+
+    def take_datagrams(self, raw: RawPort, networks: "tuple[Network, ...]", refused: Callable[[str], None]) -> None:
+        """Take the datagrams that wait at an intake, some at a time."""
+        taken, too_long = intakes.read_datagrams(raw, networks, refused)
+        if taken:
+            self._hand_over_raw(raw, [b"".join(taken)])
+        for line in too_long:
+            self._bury(raw, line, len(line), "too_long")
 
     def _forward(self, connection: Connection, start: int, end: int) -> None:
         """Pass on buffer[start:end], which is whole lines."""
-        if end - start > self.max_line:  # only where the limit is very low: the buffer is seldom larger
+        most = self._max_line(connection)
+        if end - start > most:  # only where the limit is very low: the buffer is seldom larger
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                reason = "too_long" if len(line) > self.max_line else ""
-                self._pass_on(connection, [self._admitted(connection, line, len(line), reason), b"\n"], 1)
+                self._pass_line(connection, line, len(line), "too_long" if len(line) > most else "")
             return
         count = self._buffer.count(b"\n", start, end) if connection.sender is not None else 0
         self._pass_on(connection, [self._view[start:end]], count)
 
     def _pass_on(self, connection: Connection, parts: list[Part], count: int) -> None:
         """Hand over whole lines, `count` messages if the connection has a sender; or refuse them if it is refused."""
+        if connection.raw is not None:
+            self._hand_over_raw(connection.raw, parts)
+            return
         sender = connection.sender
         if sender is not None:
             replies = connection.replies
@@ -227,14 +266,13 @@ class Intake:
         self._forget_partial(connection)
         if not length or connection.phase == GREETING:
             return
-        reason = "too_long" if length > self.max_line else "no_newline"
+        reason = "too_long" if length > self._max_line(connection) else "no_newline"
         if replies.acks:
             replies.refusal = replies.refusal or b"%b the connection ended before the line did" % reason.encode()
             replies.refuse(1)
             count_err(self._row, replies.refusal)
         elif not replies.refusal:
-            self.refused += 1
-            self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
+            self._bury(connection.raw, line, length, reason)
 
 
 # --- producers -------------------------------------------------------------------------------------------------------
@@ -267,6 +305,7 @@ class Producers:
         self._acks = AckReader(stage.acks)
         self._unread = UnreadBudget()
         self._ready: deque[tuple[int, int]] = deque()  # descriptors and events that have not had their turn
+        self._datagrams: dict[int, RawPort] = {}  # by descriptor: the intakes that take datagrams
 
     @property
     def all_had_their_turn(self) -> bool:
@@ -288,6 +327,8 @@ class Producers:
                 self._serve(connection, event)
             elif fd in self.entrance:
                 self.entrance.accept(fd)
+            elif fd in self._datagrams and not self._gate.refusal:
+                self._take_datagrams(self._datagrams[fd])
             for connection in self.intake.over_budget(self.table):
                 self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop(connection)
@@ -316,10 +357,32 @@ class Producers:
             self._strangers.refuse(connection.peer, "lines without a hello", "token")
         return False
 
+    def take_datagrams_of(self, raw: RawPort) -> None:
+        """Read the datagrams of this intake from now on, as long as messages are accepted."""
+        self._datagrams[raw.sock.fileno()] = raw
+        self.poll.register(raw.sock, select.EPOLLIN)
+
+    def _take_datagrams(self, raw: RawPort) -> None:
+        def refused(peer: str) -> None:
+            self._strangers.note("intake_refused", peer, f"{raw.spec}: not in KMQ_INTAKES_FROM")
+
+        self.intake.take_datagrams(raw, self._settings.intakes_from, refused)
+
+    def end_datagrams(self) -> None:
+        """Read what waits at the intakes that take datagrams, as far as there is room, and close them."""
+        for raw in self._datagrams.values():
+            if not self._handover.clogged and not self._gate.refusal:
+                self._take_datagrams(raw)
+            self.poll.unregister(raw.sock)
+            raw.sock.close()
+        self._datagrams.clear()
+
     def follow_gate(self, before: bytes) -> None:
         """Refuse, or accept, on every connection what the gate refuses or accepts now. `before`: its last refusal."""
         refusal = self._gate.refusal
         self.intake.expect_clogging(bool(refusal))
+        for raw in self._datagrams.values():
+            self.poll.modify(raw.sock, 0 if refusal else select.EPOLLIN)
         for connection in self.table:
             connection.replies.follow(before, refusal)
             self._watch(connection)
@@ -469,6 +532,8 @@ class Producers:
     def _forget(self, connection: Connection) -> None:
         self.intake.finish(connection)
         self._unread.forget(connection)
+        if connection.raw is not None:
+            connection.raw.connections -= 1
         self.poll.unregister(connection.sock.fileno())
         self.table.remove(connection)
 

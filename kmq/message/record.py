@@ -176,16 +176,17 @@ def key_refusal(routing_key: bytes) -> str:
     return refusal(routing_key + b"|||") or ("separator" if b"|" in routing_key or b"\n" in routing_key else "")
 
 
-def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes:
+def malformed(reason: str, original: bytes, length: int, max_line: int, headers: bytes = b"") -> bytes:
     """Return the `dead.malformed` line, as sent, that keeps a line which is not a message.
 
     `length` is the original's length in bytes, `original` may already be cut. The payload is at most `max_line`.
+    `headers`: more of them, each with its semicolon.
     """
     if 0 in original:
         payload, encoding = b2a_base64(original[: max_line // 4 * 3], newline=False), b";enc=b64"
     else:
         payload, encoding = original[:max_line], b""
-    return b"%b||;reason=%b;len=%d%b|%b" % (MALFORMED, reason.encode(), length, encoding, payload)
+    return b"%b||;reason=%b;len=%d%b%b|%b" % (MALFORMED, reason.encode(), length, headers, encoding, payload)
 
 
 def admit(line: bytes, max_line: int) -> bytes:

@@ -133,6 +133,14 @@ def _auth_failures(scrape: "Scrape") -> Samples:
             yield (name, "not_local"), row.auth_local
 
 
+def _intakes(field: str) -> tuple[tuple[str, ...], Read]:
+    """Return labels and reader of one value per intake."""
+    return ("port", "kind", "topic"), lambda scrape: [
+        ((str(each["port"]), str(each["kind"]), str(each["topic"])), int(each[field]))
+        for each in scrape.page.intakes(scrape.settings.intakes)
+    ]
+
+
 ROWS = (
     Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
     Metric(
@@ -181,6 +189,15 @@ ROWS = (
     Metric("kmq_producers", "Producer names that are remembered.", *_single("framer", "producers")),
     Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", *_single("framer", "remembered")),
     Metric("kmq_connections", "Connections of producers.", *_single("ingress", "connections")),
+    Metric("kmq_intake_lines_total", "Raw lines that an intake (KMQ_INTAKES) has taken.", *_intakes("lines")),
+    Metric("kmq_intake_bytes_total", "Bytes of these lines.", *_intakes("bytes")),
+    Metric("kmq_intake_connections", "Connections to an intake.", *_intakes("connections")),
+    Metric("kmq_intake_dropped_total", "Datagrams that the kernel has dropped unread.", *_intakes("dropped")),
+    Metric(
+        "kmq_intake_refused_total",
+        "Connections and datagrams from addresses that KMQ_INTAKES_FROM does not have.",
+        *_intakes("refused"),
+    ),
     Metric("kmq_gateway_connections", "Connections to the gateway.", *_single("gateway", "connections")),
     Metric("kmq_askers", "Connections on the ack port.", *_single("ingress", "askers")),
     Metric(

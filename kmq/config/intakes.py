@@ -1,0 +1,74 @@
+"""KMQ_INTAKES: ports to which each raw line is a message of one topic.
+
+    5140=app 5142/udp=net 6514/tls=audit
+
+Between two entries stand blanks or commas. A port without a kind takes lines over TCP, `/tls` over TLS, `/udp` datagrams.
+The ports themselves are opened by ingress (kmq/ingress/ports.py).
+"""
+
+import re
+from collections import namedtuple
+
+TYPE_CHECKING = False  # stages do not import typing, because that takes longer than the rest of this module
+if TYPE_CHECKING:
+    from ipaddress import IPv4Network, IPv6Network
+
+    Network = IPv4Network | IPv6Network
+
+MOST = 16  # the stats page has room for the counters of so many
+TCP, TLS, UDP = "tcp", "tls", "udp"
+_ENTRY = re.compile(r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(:.*)?")
+
+
+class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic"))):
+    """One entry."""
+
+    __slots__ = ()
+    number: int
+    kind: str
+    topic: str
+
+    def __str__(self) -> str:
+        return f"{self.number}={self.topic}" if self.kind == TCP else f"{self.number}/{self.kind}={self.topic}"
+
+
+def parse_intakes(text: str) -> tuple[IntakePort, ...]:
+    """Return the entries of KMQ_INTAKES. Raises ValueError that names the entry."""
+    found = tuple(map(_entry, re.split(r"[\s,]+", text.strip(" ,"))))
+    if len(found) > MOST:
+        raise ValueError(f"{len(found)} intakes: must be at most {MOST}")
+    return found
+
+
+def _entry(text: str) -> IntakePort:
+    from kmq.message import record  # only where there are intakes
+
+    match = _ENTRY.fullmatch(text)
+    if not match or int(match[1]) > 65535:
+        raise ValueError(f"{text!r}: expected <port>[/tls|/udp]=<topic>, with a port between 0 and 65535")
+    number, kind, topic, hint = match.groups()
+    if hint:
+        raise ValueError(
+            f"{text!r}: a topic has no content type in KMQ, so write {text.removesuffix(hint)}; lines of JSON are stored"
+            " as they are, and given back as JSON by format=json"
+        )
+    if not record.is_topic(topic):
+        reason = "is reserved" if record.is_topic_name(topic) else "is no topic name"
+        raise ValueError(f"{text!r}: {topic!r} {reason}; name another topic")
+    return IntakePort(int(number), kind or TCP, topic)
+
+
+def parse_sources(text: str) -> "tuple[Network, ...]":
+    """Return the networks of KMQ_INTAKES_FROM. Raises ValueError that names the address."""
+    import ipaddress  # only where there are sources
+
+    return tuple(ipaddress.ip_network(part) for part in re.split(r"[\s,]+", text.strip(" ,")))
+
+
+def is_among(networks: "tuple[Network, ...]", address: str) -> bool:
+    """Return True if one of the networks holds the address of a peer."""
+    import ipaddress
+
+    found = ipaddress.ip_address(address)
+    found = getattr(found, "ipv4_mapped", None) or found  # what comes by IPv4 to a port of `::`
+    return any(found in network for network in networks)

@@ -1,0 +1,219 @@
+"""What an intake makes of raw lines: each a message of its topic, whatever bytes it has and however they are cut."""
+
+import os
+import random
+import socket
+from base64 import b64decode
+
+import pytest
+from fifo_reading import read_all
+from framing_steps import Steps, table
+from received_ends import Way, new_row
+
+from kmq.config.intakes import IntakePort, is_among, parse_intakes, parse_sources
+from kmq.ingress import intakes
+from kmq.ingress.connection import Connection
+from kmq.ingress.intakes import RawPort
+from kmq.ingress.producers import Intake
+from kmq.links.fifo import open_fifo
+from kmq.links.received import Handover
+from kmq.message import record
+
+MAX = 8192
+NASTY = [
+    b"!hello acks=1",
+    b"!r 1 2 3",
+    b"!c 1.1 1 1 1 0 9",
+    b"+12",
+    b"-12",
+    b"other|1|2|3",
+    b"other.@3.key|||x",
+    b"|||",
+    b"app|||",
+    b"__kmq|||x",
+    b"x;p=till|7|8;w=y|z",
+    b"a line\r",
+    b"\r",
+    b"\xff\xfe\x80 is no UTF-8 \xc3",
+    b"\0",
+    b"a NUL\0in the middle\r",
+    b"",
+    b"",
+    b"   ",
+    b"x" * (MAX // 2),
+]
+
+
+class Shipper:
+    """A connection to an intake, and the framer behind it."""
+
+    def __init__(self, directory, topic="app", max_line=MAX):
+        self.raw_fd, self.way = open_fifo(str(directory), "raw"), Way(1 << 20)
+        self.handover = Handover(self.raw_fd, self.way.writer)
+        self.intake = Intake(self.handover, max_line, new_row(), hello_required=b"unauthorized")
+        self.steps = Steps(table(), max_line=max_line, way=self.way)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.raw = RawPort(IntakePort(0, "tcp", topic), max_line, sock)
+        self.near, far = socket.socketpair()
+        far.setblocking(False)
+        self.connection = Connection(far, "test", None, self.raw)
+
+    def send(self, data):
+        """Send it all, in receives as they come."""
+        view = memoryview(data)
+        while view:
+            view = view[self.near.send(view[:MAX]) :]
+            self.receive()
+        self.receive()
+
+    def receive(self):
+        alive = self.intake.receive(self.connection)
+        while True:
+            self.handover.flush()
+            self.steps.read(read_all(self.raw_fd))
+            if not self.handover.clogged:
+                return alive
+
+    def end(self):
+        self.near.close()
+        while self.receive():
+            pass
+        self.intake.finish(self.connection)
+        self.connection.sock.close()
+        self.handover.flush()
+        self.steps.read(read_all(self.raw_fd))
+
+    @property
+    def messages(self):
+        """(routing key, headers, payload as a reader has it) of each message."""
+        found = []
+        for line in self.steps.lines:
+            key, _, id, payload = line.split(b"|", 3)
+            found.append((key, id, b64decode(payload) if b";enc=b64" in id else payload))
+        return found
+
+
+@pytest.fixture
+def ship(tmp_path):
+    """A function that makes a Shipper to the intake of a topic."""
+    made = []
+
+    def make(topic):
+        made.append(Shipper(tmp_path, topic))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.near.close()
+        each.connection.sock.close()
+        os.close(each.raw_fd)
+
+
+@pytest.fixture
+def shipper(ship):
+    return ship("app")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nasty_lines_arrive_byte_for_byte_however_they_are_cut(shipper, seed):
+    rng = random.Random(seed)
+    lines = [
+        *rng.sample(NASTY, len(NASTY)),
+        *(rng.randbytes(rng.randrange(90)).replace(b"\n", b"") for _ in range(200)),
+    ]
+    data, done = b"".join(line + b"\n" for line in lines), 0
+    while done < len(data):
+        size = rng.choice((1, 7, 300, 5000))
+        shipper.send(data[done : done + size])
+        done += size
+    shipper.end()
+    assert [payload for _, _, payload in shipper.messages] == lines
+    assert {key for key, _, _ in shipper.messages} == {b"app"}
+    assert (shipper.raw.lines, shipper.raw.bytes) == (len(lines), len(data))
+    assert all(id in (b"", b";enc=b64") for _, id, _ in shipper.messages)
+    assert all(payload for line in shipper.steps.lines for payload in [line.split(b"|", 3)[3]] if b"enc" not in line)
+
+
+def test_one_large_receive_of_good_lines_is_taken_as_a_whole(shipper, monkeypatch):
+    monkeypatch.setattr(intakes, "_message", lambda *_: pytest.fail("looked at a line by itself"))
+    lines = [b"line %d with | and ; and !" % n for n in range(1000)]
+    shipper.send(b"".join(line + b"\n" for line in lines))
+    assert [payload for _, _, payload in shipper.messages] == lines and shipper.raw.lines == 1000
+
+
+def test_no_declared_topic_changes_what_the_head_of_a_dotted_topic_means(ship):
+    shipper = ship("app.web")
+    shipper.send(b"one\ntwo\n")
+    keys = [record.marked(key) for key, _, _ in shipper.messages]
+    assert keys == [(b"app.web", None, None)] * 2
+
+
+@pytest.mark.parametrize("fill", [b"x", b"\0", b"\xff"])
+@pytest.mark.parametrize("over", [0, 1, MAX, 40 * MAX])
+def test_a_line_over_the_limit_leaves_its_first_bytes_and_the_next_line_is_whole(shipper, fill, over):
+    limit = MAX - len(b"app|||")
+    line = fill * (limit + over)
+    shipper.send(b"before\n" + line + b"\nafter\n")
+    shipper.end()
+    (_, _, before), (key, id, payload), (_, _, after) = shipper.messages
+    assert (before, after) == (b"before", b"after")
+    if over or fill == b"\0":  # in base64 it is over the limit in any case
+        assert key == b"dead.malformed" and b";reason=too_long;len=%d;topic=app" % len(line) in id
+        assert line.startswith(payload) and len(payload) >= limit // 4 * 3 - 3
+    else:
+        assert (key, payload) == (b"app", line)
+    assert max(map(len, shipper.steps.lines)) <= MAX + record.MALFORMED_OVERHEAD
+    assert shipper.raw.lines == 3 and shipper.raw.bytes == len(line) + 14
+
+
+def test_a_line_without_newline_at_the_end_is_a_dead_letter_of_its_own(shipper):
+    shipper.send(b"whole\n!cut |in the mid")
+    shipper.end()
+    assert shipper.messages == [
+        (b"app", b"", b"whole"),
+        (b"dead.malformed", b";reason=no_newline;len=16;topic=app", b"!cut |in the mid"),
+    ]
+
+
+def test_a_flood_of_newlines_takes_little_memory_and_loses_none(ship):
+    shipper = ship("t" * 200)
+    assert shipper.raw.receive_bytes * (len(shipper.raw.encoded) + 1) <= 4 << 20
+    shipper.send(b"\n" * 30_000)
+    assert [payload for _, _, payload in shipper.messages] == [b""] * 30_000
+
+
+def test_datagrams_are_lines_and_a_missing_newline_is_added():
+    with socket.socket(type=socket.SOCK_DGRAM) as ours, socket.socket(type=socket.SOCK_DGRAM) as theirs:
+        ours.bind(("127.0.0.1", 0))
+        ours.setblocking(False)
+        raw = RawPort(IntakePort(0, "udp", "net"), MAX, ours)
+        for data in (b"<13>one", b"two\nthree\n", b"", b"y" * (MAX + 1) + b"\nfour\r\n"):
+            theirs.sendto(data, ours.getsockname())
+        refused = []
+        taken, too_long = intakes.read_datagrams(raw, parse_sources("127.0.0.0/8"), refused.append)
+        assert b"".join(taken) == b"<13>one\ntwo\nthree\nfour\r\n" and too_long == [b"y" * (MAX + 1)]
+        theirs.sendto(b"from elsewhere", ours.getsockname())
+        raw.known.clear()
+        assert intakes.read_datagrams(raw, parse_sources("10.0.0.0/8"), refused.append) == ([], [])
+        assert raw.refused == len(refused) == 1
+    assert intakes.dropped(raw) == 0  # closed
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_sources_know_both_families_and_mapped_addresses():
+    networks = parse_sources("10.0.0.0/8, fd00::/8 192.0.2.7")
+    assert [is_among(networks, address) for address in ("10.9.9.9", "::ffff:192.0.2.7", "fd00::1", "fd00::1%eth0")] == [
+        True
+    ] * 4
+    assert not is_among(networks, "192.0.2.8") and not is_among(networks, "::1")
+
+
+def test_entries_name_port_kind_and_topic():
+    assert parse_intakes("5140=app,5142/udp=net\t6514/tls=a.b ") == (
+        (5140, "tcp", "app"),
+        (5142, "udp", "net"),
+        (6514, "tls", "a.b"),
+    )
