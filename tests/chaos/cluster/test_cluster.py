@@ -98,9 +98,10 @@ class Trial:
         healed, now = shard.healed[-1].ended, time.monotonic()
         shard.wait(lambda: self.clients.acked_since(healed), f"an acknowledgement after {what}")
         took = self.clients.first_ack_since(shard.faults_ended) - shard.faults_ended
-        starts = f"all had started after {now - shard.faults_ended:.1f} s of time, {healed - shard.faults_ended:.1f} s of CPU"
+        ended, cost = shard.faults_ended, healed - shard.faults_ended
         print(
-            f"{time.monotonic() - self.began:6.1f} healed, acked {took:.1f} s after the end of {what}; {starts}",
+            f"{time.monotonic() - self.began:6.1f} healed, acked {took:.1f} s after the end of {what};"
+            f" all had started after {now - ended:.1f} s, {cost:.1f} s of them computed, or waiting for a core",
             flush=True,
         )
 
