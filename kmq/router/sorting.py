@@ -51,7 +51,7 @@ class Sorter:
         self.newcomers = Newcomers()
         self._making: Newcomer | None = None  # its lines are being written to their log
         self.sorted_seq = 0
-        self.routed_bytes = 0  # since the start of the process
+        self.routed_bytes = 0  # since the start of the process, and what that has replayed
 
     @property
     def routed_seq(self) -> int:
@@ -113,7 +113,9 @@ class Sorter:
                     if key == topic_changes.KEY:
                         self.make_topics()  # of lines before this replay: they are older than the change
                         change(part)
-                    self.routed_bytes += self._route_lines([part])
+                    self._route_lines([part])
+                    # What a log has already counts, too: until the next checkpoint every start reads it again.
+                    self.routed_bytes += len(part)
                     self.make_topics()
                 self._context.check()
         self.sorted_seq = max(self.sorted_seq, seqs.last)

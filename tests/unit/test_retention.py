@@ -467,6 +467,17 @@ def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monk
     made.close()
 
 
+def test_a_start_that_reads_all_again_because_of_kills_soon_writes_a_checkpoint(data, monkeypatch):
+    write_wal(data, LINES).close()
+    open_queues(data, len(LINES), NEVER)  # and is killed
+    monkeypatch.setattr(recovery, "CHECKPOINT_BYTES", 2000)
+    made = open_queues(data, len(LINES), NEVER)
+    made.tick()
+    made.settle()
+    assert checkpoint.routed_seq(data) == len(LINES)
+    made.close()
+
+
 def test_a_checkpoint_that_waits_for_room_waits_only(data, monkeypatch):
     waits, real, refusals = [], checkpoint.replace_file, iter([True])
     made = Queues(data, waits.append, FakeLogger(), NEVER)
