@@ -5,4 +5,4 @@ from importlib.util import find_spec
 
 def is_installed() -> bool:
     """Return True if the extra `cluster` is installed. Imports none of its packages."""
-    return find_spec("httpx") is not None
+    return find_spec("h11") is not None

@@ -16,19 +16,17 @@ import base64
 import binascii
 import json
 import os
+import re
 import ssl
-import sys
 import threading
+import time
 from collections.abc import Generator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
-import httpx
+import h11
 
 from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped
-
-if find_spec("sniffio") is None:
-    sys.modules["sniffio"] = None  # type: ignore[assignment]  # httpcore looks for it in each request, on all of the path
 
 T = TypeVar("T")
 
@@ -285,6 +283,8 @@ def _conflict(text: str) -> ConsulError:
 
 _ANSWER_S = 4.0  # longest time for an answer that Consul does not hold back: then another address is asked
 _CONNECT_S = 2.0
+_EYEBALLS_S = 0.25  # after it the next address of a host is tried too
+_IDLE_S = 5.0  # an older connection is not used again: a firewall may have forgotten it
 _WATCH_SLACK = 17 / 16  # Consul adds up to a sixteenth to the time of a watch
 
 
@@ -302,10 +302,10 @@ class ConsulAddress(NamedTuple):
         for part in filter(None, map(str.strip, text.split(","))):
             url = part if "://" in part else f"http://{part}"
             try:
-                parsed = httpx.URL(url)
-            except httpx.InvalidURL as error:
+                parsed = _Url.of(url)
+            except ValueError as error:
                 raise ConfigError(f"KMQ_CONSUL={text!r}: {part!r}: {error}") from None
-            if parsed.scheme not in ("http", "https") or not parsed.host:
+            if parsed.scheme not in ("http", "https") or not parsed.host or not url.isprintable() or " " in url:
                 raise ConfigError(f"KMQ_CONSUL={text!r}: {part!r} must be host:port, http://… or https://…")
             urls.append(url.rstrip("/"))
         if not urls:
@@ -313,17 +313,124 @@ class ConsulAddress(NamedTuple):
         return cls(urls, token, ca)
 
 
+class _Url(NamedTuple):
+    """An address, as it is connected to and asked. `name`: the header Host; `prefix`: of each path; `login`: of a proxy."""
+
+    scheme: str
+    host: str
+    port: int
+    name: str
+    prefix: str
+    login: str
+
+    @classmethod
+    def of(cls, url: str) -> "_Url":
+        """Return the parts of an URL. Raises ValueError."""
+        parts = urlsplit(url)
+        port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
+        user, _, name = parts.netloc.rpartition("@")
+        login = base64.b64encode(unquote(user).encode()).decode()
+        return cls(
+            parts.scheme, parts.hostname or "", port, name.encode("idna").decode(), quote(parts.path, "/%"), login
+        )
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to Consul, with one request at a time. Not reused once a request has failed or was cancelled."""
+
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.CLIENT)
+        self._transport: asyncio.Transport | None = None  # None: not connected
+        self._has_ended = False
+        self._lost: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of a request that is not answered
+        self._idle_since = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        """Return True if it waits for a request, and not so long that somebody on the way may have forgotten it."""
+        is_ready = self._transport is not None and not self._has_ended and self._http.our_state is h11.IDLE
+        return is_ready and time.monotonic() - self._idle_since < _IDLE_S
+
+    async def ask(self, asked: Request, target: str, headers: list[tuple[bytes, bytes]], silence_s: float) -> Response:
+        """Send a request and return the answer. Raises OSError and h11.ProtocolError."""
+        http, loop, transport = self._http, asyncio.get_running_loop(), self._transport
+        length = [(b"Content-Length", b"%d" % len(asked.body))] if asked.method != "GET" else []
+        sent = [h11.Request(method=asked.method, target=target, headers=[*headers, *length]), h11.Data(asked.body)]
+        parts = [http.send(event) or b"" for event in (*sent, h11.EndOfMessage())]
+        if transport is not None:  # else `_more` says why
+            transport.write(b"".join(parts))
+        status, found, body = 0, dict[str, str](), bytearray()
+        async with asyncio.timeout(silence_s) as timer:
+            while not isinstance(event := http.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    await self._more()
+                    timer.reschedule(loop.time() + silence_s)
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                    found = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+                elif isinstance(event, h11.Data):
+                    body += event.data
+        if http.our_state is http.their_state is h11.DONE and not http.trailing_data[0]:
+            http.start_next_cycle()
+            self._idle_since = time.monotonic()
+        return Response(status, found, bytes(body))
+
+    async def _more(self) -> None:
+        """Wait until more of the answer has arrived."""
+        if self._lost is not None:
+            raise self._lost
+        if self._has_ended:
+            if self._http.their_state is h11.SEND_RESPONSE:
+                raise ConnectionError("the connection was closed without an answer")
+            return self._http.receive_data(b"")  # which may be the end of an answer
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._idle_since = transport, time.monotonic()
+
+    def data_received(self, data: bytes) -> None:
+        if self._http.our_state is h11.IDLE:  # nobody has asked
+            return self.abort()
+        self._http.receive_data(data)
+        self._wake()
+
+    def eof_received(self) -> None:
+        self._has_ended = True
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport, self._lost, self._has_ended = None, error, True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+
 class Transport:
     """Carries steps out, in an event loop."""
 
     def __init__(self, address: ConsulAddress) -> None:
         self._address, self._at = address, 0
+        self._urls = [_Url.of(url) for url in address.urls]
         try:
-            verify = ssl.create_default_context(cafile=address.ca or None)
+            self._tls = ssl.create_default_context(cafile=address.ca or None)
         except OSError as error:
             raise ConfigError(f"KMQ_CONSUL_CA={address.ca}: {error}") from None
-        headers = {"X-Consul-Token": address.token} if address.token else {}
-        self._client = httpx.AsyncClient(verify=verify, headers=headers, trust_env=False)
+        self._token = [(b"X-Consul-Token", address.token.encode())] if address.token else []
+        self._idle: list[tuple[int, _Connection]] = []  # connections without a request, and to which address
 
     async def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out these steps and return their result. Raises Stopped between two steps once `stop` is set."""
@@ -347,37 +454,68 @@ class Transport:
         if isinstance(asked, Pause):
             await asyncio.sleep(asked.seconds)
             return None
-        timeout = httpx.Timeout(_ANSWER_S + asked.wait_s * _WATCH_SLACK, connect=_CONNECT_S)
-        left = len(self._address.urls)
+        left = len(self._urls)
         while True:
-            at = self._at
-            url = self._address.urls[at]
+            at, was_sent = self._at, False
             try:
-                response = await self._client.request(
-                    asked.method, url + asked.path, params=asked.params, content=asked.body, timeout=timeout
-                )
-            except httpx.HTTPError as error:
+                connection = await self._connect(at)
+                was_sent = True
+                return await self._ask(connection, at, asked)
+            except (OSError, h11.ProtocolError) as error:
                 if self._at == at:  # another task may have left it already
-                    self._at = (at + 1) % len(self._address.urls)
+                    self._at = (at + 1) % len(self._urls)
                 left -= 1
-                was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not left or (was_sent and asked.method != "GET"):
-                    raise Unanswered(f"Consul at {url}: {_reason(error)}") from error
+                    raise Unanswered(f"Consul at {self._address.urls[at]}: {_reason(error)}") from error
+
+    async def _connect(self, at: int) -> _Connection:
+        """Return a connection to this address: one that is idle, or a new one. Raises OSError."""
+        idle, self._idle = self._idle, []
+        found = None
+        for to, each in idle:
+            if not each.is_usable:
+                each.abort()
+            elif found is None and to == at:
+                found = each
             else:
-                headers = {name.lower(): value for name, value in response.headers.items()}
-                return Response(response.status_code, headers, response.content)
+                self._idle.append((to, each))
+        if found is not None:
+            return found
+        url = self._urls[at]
+        tls, connect = self._tls if url.scheme == "https" else None, asyncio.get_running_loop().create_connection
+        async with asyncio.timeout(_CONNECT_S if tls is None else 2 * _CONNECT_S):  # TCP, then TLS
+            _, made = await connect(_Connection, url.host, url.port, ssl=tls, happy_eyeballs_delay=_EYEBALLS_S)
+        return made
+
+    async def _ask(self, connection: _Connection, at: int, asked: Request) -> Response:
+        url, query = self._urls[at], urlencode(asked.params)
+        target = f"{url.prefix}{quote(asked.path)}{'?' if query else ''}{query}"
+        login = [(b"Authorization", b"Basic " + url.login.encode())] if url.login else []
+        headers = [(b"Host", url.name.encode()), *self._token, *login]
+        try:
+            found = await connection.ask(asked, target, headers, _ANSWER_S + asked.wait_s * _WATCH_SLACK)
+        except BaseException:  # also cancelled: an answer may come yet
+            connection.abort()
+            raise
+        if connection.is_usable:
+            self._idle.append((at, connection))
+        else:
+            connection.abort()
+        return found
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for _, connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # so that the loop closes them
 
 
-def _reason(error: httpx.HTTPError) -> str:
-    """Return what has failed, in the system's words if it has any: asyncio only says that all attempts have failed."""
-    if isinstance(error, httpx.TimeoutException):
-        return "timed out"
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ConsulError):  # of an earlier request, whose error is handled
-        if isinstance(cause, OSError) and cause.errno and cause.errno > 0 and not isinstance(cause, ssl.SSLError):
-            return f"[Errno {cause.errno}] {os.strerror(cause.errno)}"
-        cause = cause.exceptions[-1] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
+def _reason(error: Exception) -> str:
+    """Return what has failed, in the system's words if it has any: asyncio says where it has tried to connect."""
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        number = re.search(r"\[Errno ([0-9]+)\]", str(error))  # of several attempts too
+        if number is not None:
+            return f"[Errno {number[1]}] {os.strerror(int(number[1]))}"
+        if isinstance(error, TimeoutError):
+            return "timed out"
     return str(error) or type(error).__name__

@@ -34,7 +34,8 @@ from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
 
 _AGAIN_S = 0.2  # between two calls
-_TICK_S = 0.1
+_TICK_S = 0.25
+_LOOK_S = 0.01  # until durability has begun
 _BEAT_S = 0.5  # the leader hears at least this often
 _WAIT_S = 0.002  # while the ring is full
 _BOOTSTRAP_AGAIN_S = 5.0  # after one that failed: a full disk does not get room by trying
@@ -252,7 +253,7 @@ class Following:
         self.hw = stages.shown()
         stages.page.take(FOLLOWING, self.epoch, int(self.register.version.mark, 16), self.hw)
         while self.ring.synced_seq is None:
-            await asyncio.sleep(_TICK_S / 10)
+            await asyncio.sleep(_LOOK_S)
 
     # --- data --------------------------------------------------------------------------------------------------------
 

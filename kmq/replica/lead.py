@@ -38,7 +38,8 @@ from kmq.replica.replica import Duty
 from kmq.replica.stages import Stages
 from kmq.replica.wire import Link
 
-_TICK_S = 0.1  # hw is looked at at least this often, whatever was not heard
+_TICK_S = 0.25  # hw is looked at at least this often, whatever was not heard
+_LOOK_S = 0.01  # until the stages have begun
 _READ_BYTES = 1 << 20  # of the WAL, for a follower that is behind
 _START_LAGS = 3  # so many lags has a new leader until its first record is committed
 HUNG_S = 60.0  # a stage that takes longer to begin, or to let go, hangs
@@ -187,7 +188,7 @@ class Leading:
                 if is_starting and 0 < self.epoch_seq <= min(self.hw, stages.routed_seq()):
                     stages.page.open_doors()
                     self.log.info("doors_opened", epoch=self.epoch, hw=self.hw)
-                await asyncio.sleep(_TICK_S / 10 if is_starting else _TICK_S)
+                await asyncio.sleep(_LOOK_S if is_starting else _TICK_S)
             await asyncio.Event().wait()  # the replica asks for another epoch (replica.py)
         finally:
             loop.remove_reader(stages.synced)
@@ -195,7 +196,7 @@ class Leading:
     async def _find_ring(self) -> RingObserver:
         stages = self.stages
         while (ring := RingObserver.find(stages.settings.instance, "framed", stages.ring)) is None:
-            await asyncio.sleep(_TICK_S / 10)
+            await asyncio.sleep(_LOOK_S)
         return ring
 
     def close(self) -> None:

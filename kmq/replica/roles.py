@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -39,7 +40,6 @@ from kmq.replica.shard import ShardKeys, document
 from kmq.replica.stages import Stages
 
 _BEAT_S = 0.5
-_LOOK_S = 0.1  # between two looks whether a signal has come
 
 
 class Office(Protocol):
@@ -292,15 +292,24 @@ def _show(settings: Settings, found: dict[str, Any]) -> None:
     path = f"{settings.pipes}/cluster.json"
     try:
         with open(f"{path}.new", "w", encoding="ascii") as file:
-            json.dump(found, file)
+            file.write(json.dumps(found))  # json.dump would encode it in Python
         os.rename(f"{path}.new", path)
     except OSError as err:
         if err.errno not in FULL:  # a full disk: what is there says by `as_of` that it is old
             raise
 
 
+async def _await_signal(is_told: Callable[[], bool]) -> None:
+    """Return once a signal says to end. `is_told`: whether one has come already."""
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    if not is_told():
+        await told.wait()
+
+
 async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Callable[[], bool], log: Logger) -> None:
-    """Take part in the shard until told to end."""
+    """Take part in the shard until told to end. `is_told`: whether a signal has come already."""
     place, has_ended = Place.of(settings), asyncio.Event()
     if bootstrap.settle(settings.data):  # no stage works: they were let go before it was begun
         log.info("bootstrap_finished", reason="a kill had interrupted it")
@@ -323,20 +332,20 @@ async def live(settings: Settings, page: StatsPage, owner: FileLock, is_told: Ca
     tls = certificates(settings, log, page.rows[REPLICA])
     context = tls.context() if tls is not None else None
     port = wire.ReplicaPort(roles.me, secret, context, replica.why_not, roles.serve, log)
-    transport = Transport(place.address)
+    transport, shown = Transport(place.address), replica.seen
 
     def publish(row: Row) -> None:
+        nonlocal shown
         replica.publish(row)
         roles.publish(row)
         if tls is not None:
             tls.look()
-        if (seen := replica.seen) is not None:
-            view, at = seen
+        if replica.seen is not None and replica.seen is not shown:
+            view, at = shown = replica.seen
             _show(settings, document(settings.shard, place.broker, view) | {"as_of": round(at, 3)})
 
     async def end() -> None:
-        while not is_told():
-            await asyncio.sleep(_LOOK_S)
+        await _await_signal(is_told)
         await roles.end()
         has_ended.set()
 

@@ -27,8 +27,7 @@ import time
 from collections import Counter
 from typing import Any
 
-import httpx
-
+from kmq.cluster import consul
 from kmq.cluster import publisher as trimming
 from kmq.cluster.consul import ConsulError
 from kmq.cluster.publisher import Deposed, Message
@@ -59,13 +58,13 @@ class Facts:
         os.write(self._fd, f"{time.time():.6f} {' '.join(map(str, words))}\n".encode())
 
 
-def step_of(request: httpx.Request) -> str:
+def step_of(asked: consul.Request) -> str:
     """Return the name of a request."""
-    path = request.url.path
+    path = asked.path
     if path == "/v1/txn":
-        return _name_of_txn([item["KV"] for item in json.loads(request.content)])
+        return _name_of_txn([item["KV"] for item in json.loads(asked.body)])
     if path.startswith("/v1/kv/"):
-        return "watch" if "recurse" in request.url.params else "read"
+        return "watch" if "recurse" in asked.params else "read"
     return path.split("/")[3] if "/session/" not in path else "session"
 
 
@@ -89,24 +88,24 @@ class Steps:
         if f"{step}:{self._reached[step]}" == self._wanted:
             self._facts.write("at", self._wanted)
             if self._by == "LOSE":
-                raise httpx.ReadError("the answer was lost")
+                raise ConnectionResetError("the answer was lost")
             # To this thread: a signal to the process stops another one first, and this one goes on for a moment.
             signal.pthread_kill(threading.get_ident(), getattr(signal, f"SIG{self._by}"))
 
     def watch_requests(self) -> None:
         """Stop before or after a request that is no beat of the session. After: it was answered."""
-        send = httpx.AsyncClient.send
+        send = consul._Connection.ask
 
-        async def stopping(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-            name = step_of(request)
+        async def stopping(connection: consul._Connection, asked: consul.Request, *rest: Any) -> consul.Response:
+            name = step_of(asked)
             if name == "check":
-                return await send(client, request, **options)
+                return await send(connection, asked, *rest)
             self.reach(f"before:{name}")
-            response = await send(client, request, **options)
+            response = await send(connection, asked, *rest)
             self.reach(f"after:{name}")
             return response
 
-        httpx.AsyncClient.send = stopping  # type: ignore[method-assign, assignment]
+        consul._Connection.ask = stopping  # type: ignore[assignment, method-assign]
 
 
 def publish(facts: Facts, name: str, count: int, size: int) -> None:

@@ -271,11 +271,11 @@ def test_with_nothing_configured_one_line_says_what_to_set(shell, words):
 
 
 @pytest.mark.parametrize("words", [["publish", "a"], ["follow"], ["receive"], ["status"]])
-def test_without_httpx_one_line_says_what_to_install(shell, tmp_path, words):
-    (tmp_path / "httpx.py").write_text("raise ModuleNotFoundError(\"No module named 'httpx'\", name='httpx')\n")
+def test_without_the_extra_one_line_says_what_to_install(shell, tmp_path, words):
+    (tmp_path / "h11.py").write_text("raise ModuleNotFoundError(\"No module named 'h11'\", name='h11')\n")
     done = shell.run(*words, PYTHONPATH=str(tmp_path))
     assert done.returncode == CONFIG
-    needs = b"kmq: No module named 'httpx'; the Broadcast Queue needs: pip install "
+    needs = b"kmq: No module named 'h11'; the Broadcast Queue needs: pip install "
     assert done.stderr.startswith(needs) and done.stderr.endswith(b"[cluster]'\n") and done.stderr.count(b"\n") == 1
 
 
