@@ -17,6 +17,7 @@ import os
 import sys
 
 from kmq.broker.stage import Stage, main
+from kmq.config.intakes import TLS, UDP
 from kmq.ingress import intakes
 from kmq.ingress.loop import Loop, drain
 from kmq.ingress.ports import OWN_DESCRIPTORS
@@ -54,6 +55,11 @@ def pass_on(stage: Stage) -> None:
     ]
     if settings.tls_cert:
         doors.append(door.Door("lines_tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port))
+    for at, spec in enumerate(settings.intakes, 1):
+        if spec.kind != UDP:
+            host = settings.tls_host if spec.kind == TLS else settings.host
+            setting = f"KMQ_INTAKES: {spec}"
+            doors.append(door.Door(f"intake{at}", setting, host, spec.number, door.OTHER, settings.intakes_from))
     most = min(settings.connections, stage.most_files // 2 - OWN_DESCRIPTORS)
     passing = door.FollowerDoors(doors, most, lambda: stage.leader, stage.row, stage.log)
     passing.write_ports(settings.pipes)

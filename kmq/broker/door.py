@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from kmq.broker.ports import cannot_listen, listening
 from kmq.broker.stats import Incidents, Row, Strangers
+from kmq.config.intakes import MOST, is_among
 from kmq.config.values import KIB
 from kmq.files import replace_file
 from kmq.logfmt import Logger
@@ -61,7 +62,11 @@ Address = tuple[int, tuple[Any, ...]]  # family, and what connect() takes
 
 # The ports of a broker as its note in Consul names them → its file KMQ_PIPES/<file>.port.
 PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
-    name: name for name in ("egress", "egress_tls", "http", "https", "grpc", "grpcs", "status")
+    name: name
+    for name in (
+        *("egress", "egress_tls", "http", "https", "grpc", "grpcs", "status"),
+        *(f"intake{at}" for at in range(1, MOST + 1)),
+    )
 }
 
 
@@ -84,13 +89,17 @@ def advertised(pipes: str, *names: str) -> list[str]:
 
 
 class Door(NamedTuple):
-    """One port. `name`: as in the leader's addresses, one of PORTS; `setting`: of its number; `speaks`: OTHER: its end."""
+    """One port. `name`: as in the leader's addresses, one of PORTS; `setting`: of its number; `speaks`: OTHER: its end.
+
+    `sources`: the networks that may connect; (): all. The leader sees our address, so it cannot tell.
+    """
 
     name: str
     setting: str
     host: str
     port: int
     speaks: str = OTHER
+    sources: tuple[Any, ...] = ()
 
 
 class _SplicedEnd:
@@ -222,7 +231,10 @@ class FollowerDoors:
             for level, option, value in (*_OPTIONS, *_KEEPALIVE):
                 sock.setsockopt(level, option, value)
             client = _SplicedEnd(sock, door, _text(address), self._clock())
-            if client.peer in self._names:
+            if door.sources and not is_among(door.sources, address[0]):
+                self._strangers.note("intake_refused", client.peer, f"{door.setting}: not in KMQ_INTAKES_FROM")
+                sock.close()
+            elif client.peer in self._names:
                 self._strangers.note("door_leads_here", client.peer, "the leader's address is that of this broker")
                 sock.close()
             elif len(self._clients) < self._most:

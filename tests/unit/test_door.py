@@ -14,6 +14,7 @@ import pytest
 
 from kmq.broker.door import CONSUMERS, HTTP, LINES, OTHER, WAIT_S, Door, FollowerDoors, addresses
 from kmq.broker.stats import Row
+from kmq.config.intakes import parse_sources
 from kmq.errors import ConfigError
 from tests.certificates import Authority
 from tests.fake_logger import FakeLogger
@@ -147,6 +148,19 @@ def test_bytes_pass_both_ways_and_each_half_closes_for_itself(leader):
             end.shutdown(socket.SHUT_WR)
             assert read_all(client) == b"!ack 2\n"
         doorway.await_connections(0)
+
+
+def test_a_door_with_sources_lets_nobody_else_reach_the_leader(leader):
+    narrow = Door("intake1", "KMQ_INTAKES", HOST, 0, OTHER, parse_sources("10.0.0.0/8"))
+    wide = Door("intake2", "KMQ_INTAKES", HOST, 0, OTHER, parse_sources("10.0.0.0/8 127.0.0.1"))
+    both = {"intake1": leader.address, "intake2": leader.address}
+    with serving(narrow, wide, leader=both) as doorway:
+        with doorway.connect("intake1") as client:
+            read_before_reset(client)
+        with doorway.connect("intake2") as client, leader.accept() as end:
+            client.sendall(b"raw\n")
+            assert end.recv(100) == b"raw\n"
+    assert "intake_refused" in doorway.log.names
 
 
 def test_the_leader_may_end_first(leader):
