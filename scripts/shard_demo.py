@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 
 import kmq
@@ -104,11 +105,11 @@ class ShardBroker:
 
     def kill(self) -> None:
         """Kill all of its processes, the supervisor first: nothing starts them again."""
-        paths = sorted(self.pipes.glob("*.owner"), key=lambda path: path.name != "supervisor.owner")
-        pids = [int(pid) for path in paths for pid in re.findall(r"\bpid=(\d+)", path.read_text())]
-        for pid in dict.fromkeys(pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        supervisor = psutil.Process(int(re.findall(r"\bpid=(\d+)", (self.pipes / "supervisor.owner").read_text())[0]))
+        supervisor.suspend()  # else it may start a stage that is not seen
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def replica(self) -> int:
         """Return the pid of its replica."""
