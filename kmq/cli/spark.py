@@ -189,6 +189,7 @@ def status(
         "kmq pipeline reset archive --to earliest --dry-run",
         "kmq pipeline reset archive --to 2026-11-22T10:00 --dry-run",
         """kmq pipeline reset archive --to '{"orders": {"0": 0}}' --dry-run""",
+        "kmq pipeline reset archive --forget kmq-2.kmq:8082 --dry-run",
     )
 )
 @grouped
@@ -197,19 +198,24 @@ def reset(
     checkpoint: Annotated[str, typer.Argument(help="The checkpoint, or the table that contains it.")],
     to: Annotated[
         str, typer.Option("--to", help="earliest, latest, offsets as JSON, or a time: ISO 8601, or ms since 1970.")
-    ],
+    ] = "",
+    forget: Annotated[
+        str, typer.Option("--forget", help="Or take this broker out, as the checkpoint names it: host:port, or a path.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be read again or skipped; change nothing.")
     ] = False,
     origin: From,
 ) -> None:
-    """Make a stopped query resume at other offsets.
+    """Make a stopped query resume at other offsets, or without one of its brokers.
 
     Rows that the query has written stay. So its output may then hold a record twice, or lack it.
     """
     from kmq.spark.streaming import checkpoint as checkpoints
     from kmq.spark.streaming import reset as work
 
+    if bool(to) == bool(forget):
+        raise ConfigError("give --to or --forget, one of them")
     found = checkpoints.find([checkpoint])
     if len(found) != 1:
         raise ConfigError(
@@ -218,7 +224,7 @@ def reset(
     if not dry_run and (holder := found[0].holder()):
         raise BusyError(f"{found[0].path}: its query is running ({holder}); stop it first")
     sources = _sources(origin)
-    plan = work.plan(found[0], to, sources)
+    plan = work.plan(found[0], to, sources, forget)
     for line in work.text(plan):
         print(line)
     if dry_run:

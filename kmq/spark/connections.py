@@ -136,6 +136,7 @@ class ReplacedError(ConfigError):
     def __init__(self, broker: str, known: str, now: str) -> None:
         super().__init__(
             f"{broker} has another data directory (id {now}) than this checkpoint ({known}); put the old volume back,"
+            f" take this broker out with kmq pipeline reset CHECKPOINT --forget {broker}, which says what is lost,"
             " or start with a new checkpoint"
         )
         self.broker, self.now = broker, now

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from commands import PATIENCE_S
+from commands import PATIENCE_S, wait
 from fronts import Front
 from heard import Heard
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
@@ -18,7 +18,8 @@ from kmq.errors import ConfigError, RetryError
 from kmq.spark.source import brokers
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.stream_reader import StreamReader
-from kmq.spark.streaming import checkpoint
+from kmq.spark.streaming import checkpoint, listener
+from kmq.spark.streaming.checkpoint import Checkpoint
 
 SCHEMA = StructType([StructField("id", StringType())])
 ALL = ReadAllAvailable()
@@ -254,9 +255,7 @@ def test_a_fresh_volume_is_named_with_both_ids_and_left_out_until_the_old_one_is
     shutil.copytree(two.brokers[1].data, tmp_path / "old", symlinks=True)
     before, now = two.replace(1)
     two.send(1, count=100)
-    named = (
-        f"{two.names[1]} has another data directory .id {now}. than this checkpoint .{before}.; put the old volume back"
-    )
+    named = f"{two.names[1]} has another data directory .id {now}. than this checkpoint .{before}..*--forget"
     with pytest.raises(ConfigError, match=named):
         list(read.stream.read(task))
     with pytest.raises(ConfigError, match=named):
@@ -274,6 +273,67 @@ def test_a_fresh_volume_is_named_with_both_ids_and_left_out_until_the_old_one_is
     assert next(iter(read.stream.read(task))).column(0).to_pylist() == promised
     sent = two.send(1)
     assert read.next() == sent
+
+
+def copy(spark, fleet, work, done=None, **options):
+    """A query of Spark that adds the ids of each batch to a list, until `done` says so, or until it has read all."""
+    seen = []
+    rows = spark.readStream.format("kmq").schema("id string").options(**fleet.options(**options)).load()
+    writer = rows.writeStream.foreachBatch(lambda batch, _: seen.extend(row.id for row in batch.collect()))
+    writer = writer.option("checkpointLocation", f"{work}/c").queryName("copy")
+    writer = writer.trigger(processingTime="0 seconds") if done else writer.trigger(availableNow=True)
+    query = writer.start()
+    try:
+        if done:
+            wait(lambda: query.exception() or done(seen), lambda: f"{len(seen)} read")
+        else:
+            query.awaitTermination(PATIENCE_S)
+        assert query.exception() is None, query.exception()
+    finally:
+        query.stop()
+        listener.settle(spark, str(query.runId))
+    return seen
+
+
+def test_status_has_the_last_lag_of_a_broker_that_is_away_and_it_can_be_forgotten(spark, fleet, tmp_path):
+    two = fleet(2)
+    first = two.send(0) + two.send(1)
+    assert sorted(copy(spark, two, tmp_path, maxOffsetsPerTrigger="20")) == sorted(first)
+    of_0, of_1 = two.send(0), two.send(1)
+    away = two.names[1]
+
+    def kmq(*arguments):
+        return two.brokers[0].run("kmq", "pipeline", *arguments, patience_s=PATIENCE_S)
+
+    # One by one, by their time: those of broker 0 come first.
+    read = copy(spark, two, tmp_path, lambda seen: len(seen) >= 3, maxOffsetsPerTrigger="1")
+    two.kill(1)
+    at = committed(tmp_path)[away]["orders"]["0"]
+    given = ("--brokers", ",".join(two.names), "--patience", "1s")
+    found = json.loads(kmq("status", f"{tmp_path}/c", "--json", *given).stdout)
+    of_broker = {each["broker"]: each for each in found["brokers"]}
+    assert (of_broker[two.names[0]]["state"], of_broker[away]["state"]) == ("up", "unreachable"), found
+    assert of_broker[away]["lag"] == 20 - at and f"broker {away}: " in of_broker[away]["why"]
+    assert any(f"its lag of {20 - at} is as it was last seen" in each for each in found["problems"])
+    batches = Checkpoint(f"{tmp_path}/c").batches("offsets")
+    dry = kmq("reset", f"{tmp_path}/c", "--forget", away, "--dry-run")
+    assert f"read up to {at}, was last seen to end at 20: {20 - at} are never read" in dry.stdout, dry
+    assert Checkpoint(f"{tmp_path}/c").batches("offsets") == batches
+    before, now = two.replace(1)
+    fresh = two.send(1)
+    stopped = kmq("status", f"{tmp_path}/c")
+    assert f"(id {now}) than this checkpoint ({before})" in stopped.stderr and "--forget" in stopped.stderr
+    done = kmq("reset", f"{tmp_path}/c", "--forget", away)
+    assert done.returncode == 0 and away not in committed(tmp_path), done
+    rest = copy(spark, two, tmp_path, onUnreachable="fail")
+    assert {*read, *rest} - {*of_1} == {*of_0, *fresh}
+    refused = kmq("reset", f"{tmp_path}/c", "--forget", "nobody:1")
+    assert refused.returncode == 78 and f"it has {', '.join(sorted(two.names))}" in refused.stderr
+
+
+def committed(work):
+    """The source's end of the last committed batch."""
+    return json.loads(Checkpoint(f"{work}/c").committed()[1].sources[0])
 
 
 @pytest.mark.parametrize(

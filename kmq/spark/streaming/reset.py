@@ -4,6 +4,8 @@ It adds one batch to the checkpoint, without records, that ends where the next b
 commits/<n>, with n above every existing batch. So nothing is overwritten, and the numbers of batches keep rising. A
 pipeline's table skips a batch whose number it knows, so a number used again for other records would lose these records.
 
+With `forget` the new batch ends where the last one does, without one broker.
+
 Invariant   A reset never happens while the query runs. It removes nothing, and never uses the number of a batch twice.
 Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from the old position to the new one.
             It runs like any batch, or is refused because it goes backwards. Another reset is correct before and after
@@ -22,13 +24,14 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from kmq.errors import BusyError, ConfigError
+from kmq.errors import BusyError, ConfigError, KmqError
 from kmq.files import replace_file
 from kmq.links.ownership import describe
+from kmq.spark.connections import have_one_address
 from kmq.spark.source.brokers import Broker
-from kmq.spark.source.plan import Key, Offsets, least, to_json
+from kmq.spark.source.plan import Key, Offsets, StreamPosition, least, name_of, to_json
 from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours, positions
-from kmq.spark.streaming.status import AS_NAMED, Sources
+from kmq.spark.streaming.status import AS_NAMED, Sources, ends_seen
 
 EARLIEST, LATEST = "earliest", "latest"
 
@@ -62,10 +65,14 @@ class Plan(NamedTuple):
     logged: Logged
     lines: list[str]  # the sources of the new batch
     moves: list[OffsetMove]
+    forgotten: list[str]  # what that means for each partition of a broker
 
 
-def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED) -> Plan:
-    """Return what `to` (earliest, latest, JSON of offsets, or a time) means. Changes nothing. Raises ConfigError."""
+def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED, forget: str = "") -> Plan:
+    """Return what `to` (earliest, latest, JSON of offsets, or a time) means, or that a broker is forgotten.
+
+    Changes nothing. Raises ConfigError.
+    """
     if checkpoint.has_state():
         raise ConfigError(
             f"{checkpoint.path}: the query keeps state (windows, or rows to detect duplicates), which has counted what"
@@ -78,20 +85,26 @@ def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED) -> Plan:
     if not any(map(is_ours, logged.sources)):
         raise ConfigError(f"{checkpoint.path}: the query reads nothing with format('kmq')")
     cwd = str(checkpoint.status().get("cwd") or os.getcwd())
-    lines, moves = [], []
+    lines, moves, forgotten = [], [], []
     for line in logged.sources:
-        if is_ours(line):
+        if is_ours(line) and forget:
+            line, lost = _without(line, forget, sources, cwd, ends_seen(checkpoint.status()))
+            forgotten += lost
+        elif is_ours(line):
             wanted, changed = _source(line, to, sources, cwd)
             moves += changed
             line = json.dumps(wanted)
         lines.append(line)
+    if forget and not forgotten:
+        known = ", ".join(name for line in logged.sources for name in identities(line))
+        raise ConfigError(f"--forget {forget}: is not in this checkpoint; it has {known}")
     batch = max([*checkpoint.batches("offsets"), *checkpoint.batches("commits"), _of_table(checkpoint)]) + 1
     if batch - 1 not in checkpoint.batches("offsets"):
         raise ConfigError(
             f"{checkpoint.path}: its table has batch {batch - 1} already, which the checkpoint does not know; was the"
             " checkpoint restored from an older copy? Begin with a new table and a new checkpoint"
         )
-    return Plan(checkpoint, batch, unfinished, logged, lines, moves)
+    return Plan(checkpoint, batch, unfinished, logged, lines, moves, forgotten)
 
 
 def _of_table(checkpoint: Checkpoint) -> int:
@@ -117,6 +130,37 @@ def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, A
             wanted[key] = target.get(key, begun)
             moves.append(OffsetMove(key, begun, wanted[key], first, latest))
     return to_json(wanted, known), moves
+
+
+def _without(line: str, forget: str, sources: Sources, cwd: str, seen: dict[Key, int]) -> tuple[str, list[str]]:
+    """Return a source's line without a broker, and for each of its partitions what is never read.
+
+    `seen`: where logs ended when the query last looked.
+    """
+    position, lost = StreamPosition.of_json(json.loads(line)), []
+    for name in [name for name in position.identities if have_one_address(name, forget)]:
+        identity = position.identities.pop(name)
+        before = {key: at for key, at in position.offsets.items() if key[0] == name}
+        lost.append(f"{name} is forgotten (data id {identity or 'not known'})")
+        ends, how = seen, "was last seen to end at"
+        try:
+            broker = sources.open(name, identity, cwd)
+            bounds = broker.bounds(sorted({topic for _, topic, _ in before}))
+            ends, how = {(name, *log): end for log, (_, end) in bounds.items()}, "ends at"
+        except KmqError as error:
+            lost.append(f"it cannot be asked: {error}")
+        for key, at in sorted(before.items()):
+            what = (
+                f"{how} {ends[key]}: {max(0, ends[key] - at):,} are"
+                if key in ends
+                else "its end is not known: what came later is"
+            )
+            lost.append(f"{name_of(key)}: read up to {at}, {what} never read")
+    if not position.identities:
+        raise ConfigError(f"--forget {forget}: is the only broker of this checkpoint; begin with a new checkpoint")
+    offsets = {key: at for key, at in position.offsets.items() if key[0] in position.identities}
+    last = {key: stamp for key, stamp in position.last.items() if key in offsets}
+    return json.dumps(StreamPosition(offsets, position.identities, last, {}).to_json()), lost
 
 
 def _targets(to: str, name: str, bounds: dict[Key, tuple[int, int]], broker: Broker) -> Offsets:
@@ -236,7 +280,7 @@ def _alone(checkpoint: Checkpoint) -> Iterator[None]:
 
 def text(found: Plan) -> list[str]:
     """Return lines that tell the user what the plan means."""
-    lines = []
+    lines = [*found.forgotten]
     for move in found.moves:
         broker, topic, number = move.key
         what = [f"{count:,} {how}" for count, how in ((move.again, "read again"), (move.skipped, "skipped")) if count]
@@ -244,7 +288,10 @@ def text(found: Plan) -> list[str]:
             f"{broker} {topic}/{number}: {move.before} → {move.after}" + (f" ({', '.join(what)})" if what else "")
         )
     again, skipped = sum(move.again for move in found.moves), sum(move.skipped for move in found.moves)
-    lines.append(f"in all: {again:,} records are read again, {skipped:,} are skipped")
+    if found.forgotten:
+        lines.append("a query that still names this broker reads it from its first record, as one that is new")
+    else:
+        lines.append(f"in all: {again:,} records are read again, {skipped:,} are skipped")
     if again:
         lines.append(
             "read again: a pipeline's table (Parquet, Delta) gets these records twice, because it knows batches only by"

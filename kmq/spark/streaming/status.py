@@ -1,26 +1,27 @@
 """Tells how far streaming queries are, for `kmq pipeline status`, from their checkpoints and from the brokers.
 
 The checkpoint says what was read and when. The broker says what exists by now, so that the lag is also true for a query
-that is down. The status that the query's listener wrote (listener.py) adds its name, rates and late rows. Needs neither
-pyspark nor Java.
+that is down. The status that the query's listener wrote (listener.py) adds its name, rates and late rows, and where the
+logs of a broker ended that does not answer now. Needs neither pyspark nor Java.
 """
 
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kmq.errors import KmqError
+from kmq.errors import KmqError, RetryError
 from kmq.log import reader
 from kmq.log.reader import WAL
 from kmq.message import record
-from kmq.spark.connections import PLAIN, Access
+from kmq.spark.connections import PLAIN, Access, ReplacedError
 from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
 from kmq.spark.source.plan import Key, least
-from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of
+from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of, positions
 
 _ADDRESS = re.compile(r"https?://.*|[^/]+:\d+")
 PATIENCE = "5s"  # for a broker that may be unreachable
@@ -38,19 +39,21 @@ class Sources(NamedTuple):
     def open(self, name: str, identity: str, cwd: str) -> Broker:
         """Return the broker that a checkpoint calls `name`. Raises KmqError if it is unreachable or has another id.
 
-        `cwd`: the working directory of the query, for relative paths.
+        `identity`: "" for a broker that has not answered the query yet. `cwd`: the working directory of the query, for
+        relative paths.
         """
         if not self.ask:
             raise KmqError(f"{name}: not asked (--offline)")
         servers = recognised(self.servers, self.access, waits=False)
         for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in servers)):
             broker = open_broker(given, is_path, self.access)
-            if broker.identity() == identity:
-                return broker
+            with suppress(RetryError):  # another one may have it
+                if broker.identity() == identity:
+                    return broker
         is_path = not _ADDRESS.fullmatch(name)
         broker = Directory(name, os.path.join(cwd, name)) if is_path else open_broker(name, False, self.access)
-        if (now := broker.identity()) != identity:
-            raise KmqError(f"{name}: is another data directory now (id {now}, was {identity})")
+        if (now := broker.identity()) != identity and identity:
+            raise ReplacedError(name, identity, now)
         return broker
 
 
@@ -62,10 +65,19 @@ def of(checkpoint: Checkpoint, sources: Sources = AS_NAMED) -> dict[str, Any]:
     last, files = checkpoint.status(), checkpoint.size()
     batch, logged = checkpoint.committed()
     holder = checkpoint.holder()
-    partitions, problems = _partitions(offsets_of(logged), logged.sources if logged else (), sources, last)
+    offsets, unfinished = offsets_of(logged), checkpoint.unfinished()
+    partitions, brokers = _partitions(offsets, logged.sources if logged else (), sources, last)
+    planned = {} if unfinished is None else offsets_of(checkpoint.logged(unfinished))
+    waits_for = {key[0] for key, end in planned.items() if end != offsets.get(key)}
+    problems = [
+        each["why"]
+        + ("" if each["lag"] is None else f"; its lag of {each['lag']:,} is as it was last seen")
+        + (f"; batch {unfinished} needs it" if each["broker"] in waits_for else "")
+        for each in brokers
+        if each["why"]
+    ]
     lags = [partition["lag"] for partition in partitions if partition["lag"] is not None]
     ages = [partition["oldest_unread_s"] for partition in partitions if partition["oldest_unread_s"] is not None]
-    unfinished = checkpoint.unfinished()
     return {
         "query": last.get("name") or os.path.basename(checkpoint.table or checkpoint.path),
         "checkpoint": checkpoint.path,
@@ -86,6 +98,7 @@ def of(checkpoint: Checkpoint, sources: Sources = AS_NAMED) -> dict[str, Any]:
         "has_state": checkpoint.has_state(),
         "files": files[0],
         "bytes": files[1],
+        "brokers": brokers,
         "partitions": partitions,
         "problems": problems if sources.ask else [],
     }
@@ -103,31 +116,43 @@ def not_alive(each: Mapping[str, Any], limit_s: float) -> str:
 
 def _partitions(
     offsets: Mapping[Key, int], lines: Iterable[str], sources: Sources, last: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return (an entry for each partition that was read or can be read, the brokers that could not be asked).
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return an entry for each partition that was read or can be read, and one for each broker.
 
     `lines`: of the sources in the checkpoint. `last`: the status that the listener wrote.
     """
     known = {name: identity for line in lines for name, identity in identities(line).items()}
-    found, problems = [], []
+    seen = ends_seen(last) if sources.ask else {}
+    found, brokers = [], []
     for name, identity in known.items():
         mine = {key: offset for key, offset in offsets.items() if key[0] == name}
+        broker, state, why = None, "up", ""
+        bounds: Mapping[tuple[str, int], tuple[int | None, int | None]]
         try:
-            broker: Broker | None = sources.open(name, identity, str(last.get("cwd") or os.getcwd()))
-            assert broker is not None
+            broker = sources.open(name, identity, str(last.get("cwd") or os.getcwd()))
             bounds = broker.bounds(sorted({topic for _, topic, _ in mine}))
         except KmqError as error:
-            problems.append(str(error))
-            broker, bounds = None, {}
+            broker, state, why = None, "replaced" if isinstance(error, ReplacedError) else "unreachable", str(error)
+            bounds = {key[1:]: (None, seen[key]) for key in mine.keys() & seen.keys()}
         keys = mine.keys() | {(name, *at) for at in bounds}
-        for key in sorted(keys):
-            first, latest = bounds.get(key[1:], (None, None))
-            found.append(_partition(key, mine.get(key, least(key[1])), first, latest, broker))
-    return found, problems
+        parts = [
+            _partition(key, mine.get(key, least(key[1])), *bounds.get(key[1:], (None, None)), broker)
+            for key in sorted(keys)
+        ]
+        lags = [part["lag"] for part in parts if part["lag"] is not None]
+        found += parts
+        about = {"state": state, "why": why or None} if sources.ask else {"state": None, "why": None}
+        brokers.append({"broker": name, "id": identity or None, **about, "lag": sum(lags) if lags else None})
+    return found, brokers
+
+
+def ends_seen(last: Mapping[str, Any]) -> dict[Key, int]:
+    """Return where logs ended when a query last looked, from the status that its listener wrote."""
+    return {key: end for each in last.get("sources", ()) for key, end in positions(each.get("latest")).items()}
 
 
 def _partition(key: Key, offset: int, first: int | None, latest: int | None, broker: Broker | None) -> dict[str, Any]:
-    lag = None if latest is None or first is None else max(0, latest - max(offset, first))
+    lag = None if latest is None else max(0, latest - max(offset, first or 0))
     return {
         **{"broker": key[0], "topic": key[1], "partition": key[2], "offset": offset, "first": first, "latest": latest},
         "lag": lag,
