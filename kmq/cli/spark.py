@@ -39,6 +39,12 @@ def sql(
             show_default=False,
         ),
     ] = "",
+    archive: Annotated[
+        str,
+        typer.Option(
+            "--archive", help="Table of kmq pipeline run archive: topics have its columns, and its history (Spark)."
+        ),
+    ] = "",
     on: On,
 ) -> None:
     """Query topics by SQL: each topic is a table, as it is now. Also `append` (the WAL) and `all_topics`.
@@ -54,16 +60,20 @@ def sql(
 
     show = shell.as_csv if as_csv else shell.as_json if as_json else shell.as_table(rows)
     if _engine(engine, on) == "duckdb":
+        if archive:
+            raise ConfigError(f"--archive {archive!r}: is for Spark; leave it out, or give --engine spark")
         from kmq.spark.sql import duckdb_engine
 
         with duckdb_engine.opened(where, on.confs()) as opened:
             _run(shell.Shell(opened, where, show), query)
         return
     with running("sql", on) as job:
+        from kmq.spark import lake
         from kmq.spark.sql import spark_engine
 
         job.progress.stop()  # each query shows progress of its own
-        _run(shell.Shell(spark_engine.engine(job.spark, where), where, show), query)
+        history = lake.history(job.spark, archive) if archive else spark_engine.no_history
+        _run(shell.Shell(spark_engine.engine(job.spark, where, history), where, show), query)
 
 
 def _engine(name: str, on: On) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 def register(spark: "SparkSession") -> None:
@@ -39,4 +39,21 @@ def session(
     return sessions.session(master, app, conf, log_level, listen)
 
 
-__all__ = ["register", "session"]
+def table(
+    spark: "SparkSession",
+    topic: str,
+    archive: str,
+    options: Mapping[str, str] | None = None,
+    catalog: str = "",
+    enrich_with: str = "",
+) -> "DataFrame":
+    """Return a topic as it is now: old records from the table of its archive, the rest from the log.
+
+    See kmq.spark.lake.table.
+    """
+    from kmq.spark import lake
+
+    return lake.table(spark, topic, archive, options, catalog, enrich_with)
+
+
+__all__ = ["register", "session", "table"]

@@ -21,7 +21,6 @@ Bad         See payloads.py. JSON to the letter: one object, nothing behind it, 
 
 import importlib
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +59,7 @@ from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming.checkpoint import RECORDS
 from kmq.spark.streaming.streams import Trigger
-from kmq.spark.tables import Table, TableSpec
+from kmq.spark.tables import Table, TableSpec, stores
 
 __all__ = ["BAD", "INFER", "NONE", "READ", "Archived", "dead_letters", "enrich", "infer", "parse", "run", "with_text"]
 
@@ -273,11 +272,11 @@ def run(
     trigger, bad, schema = value(Trigger, asked), asked["bad"], asked["schema"]
     if bad not in BAD:
         raise ConfigError(f"--bad {bad!r}: must be one of {', '.join(BAD)}")
-    enrich_more = _function(asked["enrich_with"]) if asked["enrich_with"] else None
+    function = enriching(asked["enrich_with"])
     letters = LetterWriter(ReadOptions(where), value(Destination, asked)) if bad == "dlq" and schema != NONE else None
     with value(TableSpec, asked, to=to, format=format).open(trigger.checkpoint) as table:
         fields = None if schema == NONE else decide_schema(spark, table, where, schema)
-        batches = _Batches(asked, table, fields, enrich_more, letters)
+        batches = _Batches(asked, table, ArchiveRows(asked, fields, function), letters)
         batches.check(spark)
         keep_schema(table, fields)
         if progress is not None:
@@ -286,69 +285,96 @@ def run(
         return Archived(done.rows, batches.bad, done.batches, done.merged)
 
 
-class _Batches:
-    """Handles each batch, and counts the bad records so far."""
+class ArchiveRows:
+    """What the rows of a table are, and how records with the columns READ become them."""
 
     def __init__(
-        self,
-        asked: ArchiveOptions,
-        table: Table,
-        fields: StructType | None,
-        enrich_more: Callable[[DataFrame], DataFrame] | None,
-        letters: LetterWriter | None,
+        self, asked: ArchiveOptions, fields: StructType | None, function: Callable[[DataFrame], DataFrame] | None
     ) -> None:
-        """`fields`: None stores payloads as text."""
-        self._asked, self._table, self._fields = asked, table, fields
-        self._enrich_more, self._letters = enrich_more, letters
+        """`fields`: of the payloads; None stores payloads as text. `function`: the user's, see `enriching`."""
+        self.fields, self.function = fields, function
+        self._enrich_with = asked["enrich_with"]
         self._keeps_bad = asked["bad"] == "keep"
         self._keeps_rest = asked["schema"] == INFER if asked["rest"] is None else asked["rest"]
-        self._host, self._pod = here(asked["host"], asked["pod"])
-        self._read = cast(StructType, StructType.fromDDL(READ))
-        self._names = payloads.names(fields, self._read.names) if fields else []
-        self._row_schema = self._schema = self._row_columns()  # before and after the user's function
-        self._is_direct = enrich_more is None and DIRECT.issuperset(asked["partition_by"])
-        self.bad = 0
+        self.host, self.pod = here(asked["host"], asked["pod"])
+        self.read = cast(StructType, StructType.fromDDL(READ))
+        self.names = payloads.names(fields, self.read.names) if fields else []
+        self.before = self._columns()  # the user's function
 
-    def _row_columns(self) -> StructType:
-        """Return the columns of the rows, before the user's function."""
-        names = [field.name for field in self._read if field.name not in ("routing_key", "value")]
-        kinds = {name: self._read[name].dataType for name in names}
-        has_text = self._fields is None or self._keeps_bad
+    def _columns(self) -> StructType:
+        names = [field.name for field in self.read if field.name not in ("routing_key", "value")]
+        kinds = {name: self.read[name].dataType for name in names}
+        has_text = self.fields is None or self._keeps_bad
         if has_text:
             kinds["value"] = BinaryType()
-        if self._fields is not None:
-            kinds |= zip(self._names, (field.dataType for field in self._fields.toNullable()), strict=True)
+        if self.fields is not None:
+            kinds |= zip(self.names, (field.dataType for field in self.fields.toNullable()), strict=True)
             kinds |= {"rest": MapType(StringType(), StringType())} if self._keeps_rest else {}
             kinds |= {"reason": StringType()} if self._keeps_bad else {}
         kinds |= {"value_text": StringType()} if has_text else {}
         kinds |= {"host": StringType(), "pod": StringType(), "date": DateType(), "hour": IntegerType()}
         return StructType([StructField(name, kind) for name, kind in kinds.items()])
 
+    def columns(self, spark: SparkSession) -> StructType:
+        """Return the columns of the rows; the user's function is tried with an empty DataFrame. Raises ConfigError."""
+        if self.function is None:
+            return self.before
+        made = self.function(spark.createDataFrame([], self.before))
+        if not isinstance(made, DataFrame):
+            raise ConfigError(f"--enrich {self._enrich_with!r}: must return a DataFrame, not {type(made).__name__}")
+        return made.schema
+
+    def judged(self, records: DataFrame) -> DataFrame:
+        """Return the records with the columns of their payloads, and `reason`."""
+        assert self.fields is not None
+        return parse(records, self.fields, self._keeps_rest)
+
+    def good(self, judged: DataFrame) -> DataFrame:
+        """Return the rows of the table that judged records become, before the user's function."""
+        if self._keeps_bad:
+            rows = with_text(judged.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value"))))
+        else:
+            rows = judged.where("reason is null")
+        return self._enriched(rows)
+
+    def of(self, records: DataFrame) -> DataFrame:
+        """Return the rows of the table that records become."""
+        rows = self._enriched(with_text(records)) if self.fields is None else self.good(self.judged(records))
+        return self.function(rows) if self.function else rows
+
+    def _enriched(self, rows: DataFrame) -> DataFrame:
+        return enrich(rows, self.host, self.pod).select(*self.before.names)
+
+
+class _Batches:
+    """Handles each batch, and counts the bad records so far."""
+
+    def __init__(self, asked: ArchiveOptions, table: Table, rows: ArchiveRows, letters: LetterWriter | None) -> None:
+        self._asked, self._table, self._rows, self._letters = asked, table, rows, letters
+        self._schema = rows.before  # then of the user's function
+        self._is_direct = rows.function is None and DIRECT.issuperset(asked["partition_by"])
+        self.bad = 0
+
     def check(self, spark: SparkSession) -> None:
-        """Raise ConfigError if rows cannot be stored; before the stream starts, a function with an empty DataFrame."""
-        asked, given = self._asked, None
-        if self._enrich_more:
-            given = self._row_schema.names
-            made = self._enrich_more(spark.createDataFrame([], self._row_schema))
-            if not isinstance(made, DataFrame):
-                raise ConfigError(
-                    f"--enrich {asked['enrich_with']!r}: must return a DataFrame, not {type(made).__name__}"
-                )
-            self._schema = made.schema
+        """Raise ConfigError if rows cannot be stored, before the stream starts."""
+        asked, rows = self._asked, self._rows
+        self._schema = rows.columns(spark)
+        given = rows.before.names if rows.function else None
         _check_partitions(asked["partition_by"], self._schema, given, asked["enrich_with"])
         self._table.expect(self._schema)
 
     def source(self, spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
         """Return the stream: a row for each task that has written its part of a batch."""
+        rows = self._rows
         job = ArchiveJob(
-            json=None if self._fields is None else json_columns.of(self._fields),
-            names=self._names,
-            read=self._read,
-            stored=self._row_schema,
+            json=None if rows.fields is None else json_columns.of(rows.fields),
+            names=rows.names,
+            read=rows.read,
+            stored=rows.before,
             partition_by=self._asked["partition_by"] if self._is_direct else None,
             keeps_partitions=self._table.keeps_partitions,
-            host=self._host,
-            pod=self._pod,
+            host=rows.host,
+            pod=rows.pod,
         )
         spark.dataSource.register(source_of(job, spark.sparkContext.defaultParallelism))
         options = starting(where, self._asked["batch_bytes"])
@@ -357,7 +383,7 @@ class _Batches:
 
     def stage(self, batch: DataFrame, query: str) -> None:
         """Stage the good rows of a batch, and send its dead letters."""
-        spark, table = batch.sparkSession, self._table
+        spark, table, convert = batch.sparkSession, self._table, self._rows
         parts = table.begin_parts(self._schema)
         spark.sparkContext.setLocalProperty(STAGING, parts)
         with table.writing(spark):
@@ -366,17 +392,17 @@ class _Batches:
         judged, seen = None, Observation()
         if unsure:
             # Observe between parsing and filtering; this also keeps Spark from parsing once for good and once for bad.
-            records = spark.read.schema(self._read).parquet(*unsure)
-            judged = self._judged(records).observe(seen, F.count("reason").alias("bad"))
-        written = [self._good(judged)] if judged is not None else []
+            records = spark.read.schema(convert.read).parquet(*unsure)
+            judged = convert.judged(records).observe(seen, F.count("reason").alias("bad"))
+        written = [convert.good(judged)] if judged is not None else []
         if self._is_direct:
             for row in done:
                 table.staging.accept(row.part)
         elif files := _files(parts, (row.part for row in done if row.rows)):
-            written.append(spark.read.schema(self._row_schema).parquet(*files))
+            written.append(spark.read.schema(convert.before).parquet(*files))
         if written:
             rows = reduce(DataFrame.unionByName, written)
-            table.write(self._enrich_more(rows) if self._enrich_more else rows, f"{parts}/judged")
+            table.write(convert.function(rows) if convert.function else rows, f"{parts}/judged")
             table.staging.accept("judged")
         bad = seen.get["bad"] if judged is not None else 0
         self.bad += bad
@@ -384,25 +410,11 @@ class _Batches:
             with pinned(spark):
                 self._letters.send(judged.where("reason is not null"), query)
 
-    # --- records whose payloads are not surely good ------------------------------------------------------------------
-
-    def _judged(self, records: DataFrame) -> DataFrame:
-        assert self._fields is not None
-        return parse(records, self._fields, self._keeps_rest)
-
-    def _good(self, judged: DataFrame) -> DataFrame:
-        """Return the rows of the table that these records become."""
-        if self._keeps_bad:
-            rows = with_text(judged.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value"))))
-        else:
-            rows = judged.where("reason is null")
-        return enrich(rows, self._host, self._pod).select(*self._row_schema.names)
-
 
 def _files(root: str, directories: Iterable[str]) -> list[str]:
     """Return the Parquet files in these directories, as Spark takes names: without patterns."""
     found = (f"{root}/{directory}/{name}" for directory in directories for name in os.listdir(f"{root}/{directory}"))
-    return [re.sub(r"([\\*?\[\]{}])", r"\\\1", name) for name in found if name.endswith(".parquet")]
+    return [stores.for_spark(name) for name in found if name.endswith(".parquet")]
 
 
 def _check_partitions(
@@ -426,8 +438,10 @@ def _check_partitions(
         raise ConfigError("--partition-by: names every column; at least one must be left to store")
 
 
-def _function(name: str) -> Callable[[DataFrame], DataFrame]:
-    """Return the function named as `module:function`."""
+def enriching(name: str) -> Callable[[DataFrame], DataFrame] | None:
+    """Return the function named as `module:function`; None for "". Raises ConfigError."""
+    if not name:
+        return None
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())  # an installed command does not search the current directory
     try:

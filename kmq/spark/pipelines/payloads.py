@@ -411,11 +411,7 @@ SAMPLE = 10_000  # records that a schema is inferred from
 
 def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
     """Return the schema of this table, as decided at its first start: a repeated batch must give the same rows."""
-    path = _schema_file(table)
-    known = None
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            known = StructType.fromJson(json.load(file))
+    path, known = _schema_file(table.state), kept_schema(table.state)
     if schema == INFER:
         with pinned(spark):
             found = known or infer(_sample(spark, where))
@@ -428,12 +424,23 @@ def decide_schema(spark: SparkSession, table: Table, where: Mapping[str, str], s
 
 def keep_schema(table: Table, fields: StructType | None) -> None:
     """Keep the schema for all later starts."""
-    if fields is not None and not os.path.exists(_schema_file(table)):
-        replace_file(_schema_file(table), json.dumps(fields.jsonValue(), indent=1).encode())
+    if fields is not None and not os.path.exists(_schema_file(table.state)):
+        replace_file(_schema_file(table.state), json.dumps(fields.jsonValue(), indent=1).encode())
 
 
-def _schema_file(table: Table) -> str:
-    return f"{table.state}/schema.json"
+def kept_schema(state: str) -> StructType | None:
+    """Return the schema of a table's payloads, None before the first start and of payloads as text.
+
+    `state`: the directory of the table's state.
+    """
+    if not os.path.exists(_schema_file(state)):
+        return None
+    with open(_schema_file(state), encoding="utf-8") as file:
+        return StructType.fromJson(json.load(file))
+
+
+def _schema_file(state: str) -> str:
+    return f"{state}/schema.json"
 
 
 def _given(schema: str) -> StructType:

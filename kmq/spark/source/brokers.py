@@ -42,6 +42,7 @@ from kmq.log import identity, reader, segment_reader, topics
 from kmq.log.committed import readable_seq
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
+from kmq.log.segment import COMPACT
 from kmq.logfmt import Logger
 from kmq.repair import ledger
 from kmq.spark.connections import PLAIN, Access, ReplacedError, Tls, UnreachableError
@@ -62,6 +63,7 @@ class Layout(NamedTuple):
 
     partitions: int
     partitioner: str
+    is_compacted: bool = False
 
 
 class Broker(Protocol):
@@ -156,7 +158,10 @@ class Directory(Broker):
     def topics(self) -> dict[str, Layout]:
         self.identity()  # raises if this is no data directory
         found = {name: topics.read(self.path, name) for name in topics.names(self.path)}
-        return {name: Layout(each.partitions, each.partitioner) for name, each in found.items()}
+        return {
+            name: Layout(each.partitions, each.partitioner, each.limits.get("cleanup") == COMPACT)
+            for name, each in found.items()
+        }
 
     def bounds(self, asked: Sequence[str]) -> LogBounds:
         self.identity()  # raises if this is no data directory
@@ -288,7 +293,10 @@ class Remote(Broker):
     def topics(self) -> dict[str, Layout]:
         # A gateway of a release before names no partitioner, because there was one.
         rows = self._get("/v1/topics?internal=true")
-        return {row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32")) for row in rows}
+        return {
+            row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32"), row.get("cleanupPolicy") == COMPACT)
+            for row in rows
+        }
 
     def bounds(self, topics: Sequence[str]) -> LogBounds:
         return self._bounds(self._logs(topics), set(topics).__contains__) if topics else {}

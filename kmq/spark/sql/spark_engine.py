@@ -2,12 +2,15 @@
 
 Only columns that a statement names are read, if its text shows for certain which these are; otherwise all columns. Its
 filters become ranges of offsets if it has one scan of one topic, because Spark would use them for a second scan too.
+
+Topics that an archive has (--archive) are views of its table and the log together, with its columns. kmq/spark/lake.py
+makes them.
 """
 
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,29 +35,43 @@ _UNNAMED = re.compile(
 )
 
 
-def engine(spark: "SparkSession", source: Mapping[str, str]) -> Engine:
-    """Return the engine over a session. `source`: the options that name brokers."""
+History = Callable[[str, Mapping[str, str]], "DataFrame | None"]  # a topic and the options of its source → its view
+
+
+def no_history(topic: str, options: Mapping[str, str]) -> None:
+    """Make no view: all topics are those of the log."""
+
+
+def engine(spark: "SparkSession", source: Mapping[str, str], history: History = no_history) -> Engine:
+    """Return the engine over a session. `source`: the options that name brokers. `history`: see lake.history."""
 
     def cancel() -> None:  # in a thread, because the query occupies the main thread's connection to Spark
         threading.Thread(target=spark.sparkContext.cancelAllJobs).start()
 
-    return Engine(partial(_query, spark, source), cancel)
+    return Engine(partial(_query, spark, source, history), cancel)
 
 
 @contextmanager
-def _query(spark: "SparkSession", source: Mapping[str, str], text: str, views: Views) -> Iterator[QueryResult]:
+def _query(
+    spark: "SparkSession", source: Mapping[str, str], history: History, text: str, views: Views
+) -> Iterator[QueryResult]:
     with Progress(spark, "sql") as progress:
         began = time.monotonic()
-        yield result(frame(spark, source, text, views), progress, began)
+        yield result(frame(spark, source, text, views, history), progress, began)
 
 
-def frame(spark: "SparkSession", source: Mapping[str, str], text: str, views: Views) -> "DataFrame":
+def frame(
+    spark: "SparkSession", source: Mapping[str, str], text: str, views: Views, history: History = no_history
+) -> "DataFrame":
     """Return the result of a statement over views of the topics that it names."""
     if views.has_cases:
         spark.conf.set("spark.sql.caseSensitive", "true")
     columns = needed(text)
     push = {"pushFilters": "true"} if is_one_scan(text, views) else {}
     for view, subscription in views.named.items():
+        if (archived := history(view, {**source, **push})) is not None:
+            archived.createOrReplaceTempView(f"`{view}`")
+            continue
         reader = spark.read.format("kmq").options(**source, **subscription, **push)
         (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
     if views.has_groups:

@@ -41,11 +41,22 @@ from typing import NamedTuple
 
 from kmq.errors import ConfigError
 from kmq.spark.tables import base
-from kmq.spark.tables.base import Table
+from kmq.spark.tables.base import Table, TableContent
 from kmq.spark.tables.formats import Delta, Parquet
 from kmq.spark.tables.iceberg import Iceberg
 
-__all__ = ["FORMATS", "PARQUET", "Delta", "Iceberg", "Parquet", "Table", "TableSpec", "open_table"]
+__all__ = [
+    "FORMATS",
+    "PARQUET",
+    "Delta",
+    "Iceberg",
+    "Parquet",
+    "Table",
+    "TableContent",
+    "TableSpec",
+    "open_table",
+    "snapshot",
+]
 
 FORMATS = tuple(base.MARKS)
 PARQUET = base.PARQUET
@@ -87,3 +98,16 @@ def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str =
     if format == "iceberg":
         return Iceberg(path, partition_by, state, catalog)
     return (Delta if format == "delta" else Parquet)(path, partition_by, state)
+
+
+def snapshot(path: str, catalog: str = "") -> TableContent:
+    """Return what a table has now. Its writer may run. `catalog`: as for the writer. Raises ConfigError."""
+    root = path.removeprefix("file://")
+    if "://" in root:
+        raise ConfigError(f"{path}: must be a directory, here or on a shared volume")
+    root = os.path.abspath(root)
+    if not os.path.isfile(f"{root}/.kmq/query"):
+        raise ConfigError(f"{path}: is no table that a pipeline has written a batch to")
+    if os.path.isdir(f"{root}/{base.MARKS[base.ICEBERG]}"):
+        return Iceberg(root, (), "", catalog).snapshot()
+    return (Delta if os.path.isdir(f"{root}/{base.MARKS[base.DELTA]}") else Parquet)(root, ()).snapshot()

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from kmq.errors import ConfigError, KmqError, RetryError
@@ -175,7 +175,7 @@ class BoundStream:
             os.makedirs(directory, exist_ok=True)
             replace_file(f"{directory}/{batch_id}", "\n".join((_VERSION, *offsets)).encode())
             for name in os.listdir(directory):
-                if name.isdecimal() and int(name) <= batch_id - KEEP:
+                if name.isdecimal() and 0 < int(name) <= batch_id - KEEP:  # 0 says where the table begins
                     os.unlink(f"{directory}/{name}")
         replace_file(f"{self._state}/batch", b"%d" % batch_id)
 
@@ -331,6 +331,21 @@ class Staging:
         shutil.rmtree(self._making)
 
 
+# --- what readers see ------------------------------------------------------------------------------------------------
+
+
+class TableContent(NamedTuple):
+    """A table at one moment: the files of its batches up to the last committed one, and no others."""
+
+    path: str
+    format: str
+    offsets: Offsets | None  # where the last batch ends; None: not kept
+    first: Offsets | None  # where batch 0 ends, which says where it begins; None: not kept
+    files: list[str]
+    columns: dict[str, str]  # name → SQL type
+    partition_by: list[str]
+
+
 # --- table -----------------------------------------------------------------------------------------------------------
 
 TARGET_BYTES = 128 << 20  # of a merged file; a file below half of this is small
@@ -441,6 +456,10 @@ class Table:
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
         return stores.described(schema)
+
+    def snapshot(self) -> TableContent:
+        """Return what readers see now. Needs no ownership: the table's writer may run. Raises ConfigError."""
+        raise NotImplementedError
 
     def create(self, schema: "pa.Schema") -> None:
         """Create the table with these columns."""

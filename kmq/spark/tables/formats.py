@@ -23,17 +23,18 @@ Parquet     Files in directories named after the partitions' values. Every file 
 
 import json
 import os
+import re
 import shutil
 import time
 from math import ceil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from kmq.errors import RetryError
+from kmq.errors import ConfigError, RetryError
 from kmq.files import replace_file, sync_directory, sync_file
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import base, stores
-from kmq.spark.tables.base import Offsets, Table
+from kmq.spark.tables.base import Offsets, Table, TableContent
 from kmq.spark.tables.stores import S3, TableDirectory, endpoint
 
 if TYPE_CHECKING:
@@ -82,13 +83,30 @@ class Delta(Table):
     def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
         if not self.store.has("_delta_log"):
             return -1, None
-        table, query = self.table(), self.stream.query
-        last = table.transaction_version(query)
+        table = self.table()
+        last = table.transaction_version(self.stream.query)
         if last is None or batch_id > last:
             return -1 if last is None else last, None
-        wanted = {_QUERY: query, _BATCH: str(batch_id)}.items()
+        return last, self._entered(table, batch_id)
+
+    def _entered(self, table: "DeltaTable", batch_id: int) -> Offsets | None:
+        """Return the offsets of a batch as its entry has them."""
+        wanted = {_QUERY: self.stream.query, _BATCH: str(batch_id)}.items()
         entry: dict[str, Any] = next((entry for entry in table.history() if wanted <= entry.items()), {})
-        return last, json.loads(entry.get(_OFFSETS, "null"))
+        offsets: Offsets | None = json.loads(entry.get(_OFFSETS, "null"))
+        return offsets
+
+    def snapshot(self) -> TableContent:
+        import pyarrow as pa
+
+        table = self.table()
+        if (last := table.transaction_version(self.stream.query)) is None:
+            raise ConfigError(f"{self.path}: its log has no batch of its archive")
+        offsets = self.stream.offsets(last) or self._entered(table, last)
+        added = table.get_add_actions(flatten=True).to_struct_array().to_pylist()
+        files = sorted(f"{self.path}/{unquote(file['path'])}" for file in added)
+        columns, names = self._describe(pa.schema(table.schema())), table.metadata().partition_columns
+        return TableContent(self.path, self.format, offsets, self.stream.offsets(0), files, columns, names)
 
     def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
         from deltalake import CommitProperties, Transaction
@@ -140,6 +158,10 @@ class Delta(Table):
 # --- Parquet ---------------------------------------------------------------------------------------------------------
 
 _LAST = "_kmq/batch.json"  # of a table in an object store: number and offsets of the last batch
+_NAME = re.compile(
+    r"(?:^|/)(?P<batch>\d{10})-\d+(?P<merged>(?:\+\d+)?)\.parquet$"
+)  # merged: of this batch and older ones
+_LOOKS = 10  # at a table whose files are merged meanwhile
 
 
 class Parquet(Table):
@@ -155,6 +177,22 @@ class Parquet(Table):
         base.same_partitions(self.path, found["partition_by"], self.partition_by)
         types: dict[str, str] = found["columns"]
         return types
+
+    def snapshot(self) -> TableContent:
+        about = json.loads(stores.read(f"{self.state}/columns.json"))
+        for _ in range(_LOOKS):
+            last = self.stream.last_batch
+            offsets = self.stream.offsets(last)
+            found = [(name, _NAME.search(name)) for name in stores.live_files(self.path)]
+            newer = {name: match["merged"] for name, match in found if match and int(match["batch"]) > last}
+            if not any(newer.values()):
+                break
+            # Rows of a later batch were merged with older ones. That batch is committed, so `last` has moved.
+        else:
+            raise RetryError(f"{self.path}: its files are merged again and again; read it again")
+        files = [f"{self.path}/{name}" for name, _ in found if name not in newer]
+        first, columns = self.stream.offsets(0), about["columns"]
+        return TableContent(self.path, self.format, offsets, first, files, columns, about["partition_by"])
 
     def create(self, schema: "pa.Schema") -> None:
         about = {"columns": self._describe(schema), "partition_by": self.partition_by}

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from kmq.errors import ConfigError, RetryError, pip_install
 from kmq.spark.tables import base, stores
-from kmq.spark.tables.base import Offsets, Table
+from kmq.spark.tables.base import Offsets, Table, TableContent
 from kmq.spark.tables.stores import S3, endpoint, region
 
 if TYPE_CHECKING:
@@ -128,9 +128,31 @@ class Iceberg(Table):
         table = self.table()
         if table is None:
             return -1, None
+        return self._last_batch(table), self._offsets(table, batch_id)
+
+    def _offsets(self, table: "IcebergTable", batch_id: int) -> Offsets | None:
         # The offsets name their batch, because a release before them leaves the property as it is.
         ends = json.loads(table.properties.get(self._property("offsets"), "{}"))
-        return self._last_batch(table), ends["offsets"] if ends.get("batch") == batch_id else None
+        return ends["offsets"] if ends.get("batch") == batch_id else None
+
+    def snapshot(self) -> TableContent:
+        from pyiceberg.table import StaticTable
+
+        try:
+            table = self.table() if self._name else StaticTable.from_metadata(self.path)
+        except FileNotFoundError:
+            table = None
+        if table is None:
+            raise ConfigError(f"{self.path}: no Iceberg table is found; name the catalog that it is in")
+        tasks = list(table.scan().plan_files())
+        if any(task.delete_files for task in tasks):
+            raise ConfigError(
+                f"{self.path}: rows were deleted by files of deletes, which are not read here; rewrite it"
+            )
+        files = sorted(task.file.file_path.removeprefix("file://") for task in tasks)
+        offsets, columns = self._offsets(table, self._last_batch(table)), self._describe(table.schema().as_arrow())
+        names = [table.schema().find_column_name(field.source_id) or "" for field in table.spec().fields]
+        return TableContent(self.path, self.format, offsets, self.stream.offsets(0), files, columns, names)
 
     def _last_batch(self, table: "IcebergTable") -> int:
         return int(table.properties.get(self._property("batch"), -1))

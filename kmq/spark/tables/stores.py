@@ -14,8 +14,9 @@ import ctypes
 import errno
 import json
 import os
+import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,6 +67,29 @@ def _is_data(name: str) -> bool:
 def parquet_files(path: str) -> list[str]:
     """Return the sorted names of the Parquet files below `path`, with their directories."""
     return sorted(f"{directory}/{name}".lstrip("/") for directory, files in directories(path).items() for name in files)
+
+
+def for_spark(path: str) -> str:
+    """Return a path as Spark takes it: without patterns."""
+    return re.sub(r"([\\*?\[\]{}])", r"\\\1", path)
+
+
+def live_files(root: str, below: str = "") -> Iterator[str]:
+    """Yield the names of a table's Parquet files, with their directories, while its writer may exchange directories.
+
+    A directory is listed again if another one has its name by then: the writer deletes the one that was listed.
+    """
+    path = os.path.join(root, below)
+    while True:
+        listed = os.stat(path).st_ino
+        names = sorted(os.listdir(path))
+        if os.stat(path).st_ino == listed:
+            break
+    for name in names:
+        if _is_data(name):
+            yield os.path.join(below, name)
+        elif name[0] not in "._" and os.path.isdir(f"{path}/{name}"):
+            yield from live_files(root, os.path.join(below, name))
 
 
 def describe(root: str, name: str, directory: str, stem: str) -> dict[str, Any]:
@@ -301,14 +325,19 @@ def described(schema: "pa.Schema", widened: bool = False) -> dict[str, str]:
 
 def compare(to: str, table: Mapping[str, str], rows: Mapping[str, str]) -> None:
     """Raise ConfigError, naming the columns, if a table and the rows differ in columns. Their order does not matter."""
+    if found := differing(table, rows):
+        raise ConfigError(f"--to {to}: holds a table of other columns: {found}; name another --to")
+
+
+def differing(table: Mapping[str, str], rows: Mapping[str, str]) -> str:
+    """Return in which columns a table and rows differ; "" if in none."""
     found = [f"the table has no column {name}" for name in rows if name not in table]
     found += [f"the rows have no column {name}" for name in table if name not in rows]
     both = (name for name in rows if name in table)
     found += [
         f"{name} is {table[name]} in the table, {rows[name]} in the rows" for name in both if table[name] != rows[name]
     ]
-    if found:
-        raise ConfigError(f"--to {to}: holds a table of other columns: {'; '.join(found)}; name another --to")
+    return "; ".join(found)
 
 
 def _sql(kind: "pa.DataType", widened: bool) -> str:
