@@ -302,7 +302,7 @@ class Parser:
             self._cut(match.end(), max(position, stop))
             return match.end(), max(position, stop)
         body = self.source.text(low, stop)
-        left = body.count(b"\n")
+        left = record.count_lines(body)
         if left > count or (left < count and low == start):
             return None
         first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
@@ -330,7 +330,7 @@ class Parser:
             return None
         self._singly_until = end
         body = self.source.text(position, low) if self.source.has(int(ring), position, low) else b""
-        if body.count(b"\n") != len(found) or any(body[stop - position - 1] != _NEWLINE for *_, stop in found):
+        if record.count_lines(body) != len(found) or any(body[stop - position - 1] != _NEWLINE for *_, stop in found):
             return None
         lines, cuts = len(batch.lines), len(self._cuts)
         if not self._acceptor.accept_all(body, b"", b""):

@@ -236,7 +236,7 @@ class LogReader:
         offset, position = max(start, self.known_in(active))
         while position < active.size:
             data = os.pread(active.fd, READ_BYTES, position)
-            offset, position = offset + data.count(b"\n"), position + len(data)
+            offset, position = offset + record.count_lines(data), position + len(data)
             if data.endswith(b"\n"):
                 self.note_read(active, LineStart(offset, position))
         return offset
@@ -343,7 +343,7 @@ class LogReader:
         while (found := self.read(offset, max_bytes))[1]:
             yield found
             first, lines = found
-            offset = record.seq_of(last_line(lines)) + 1 if self.by_seq else first + lines.count(b"\n")
+            offset = record.seq_of(last_line(lines)) + 1 if self.by_seq else first + record.count_lines(lines)
 
     def extents(self, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
         """Yield whole blocks of one segment, beginning with the block that holds `offset`.

@@ -274,7 +274,7 @@ class SegmentReader:
         """Return how `data`, a whole block, contradicts its entry, or "". `following`: the next offset; 0: unknown."""
         if what := self.misfit(entry, data):
             return what
-        if following and not self.by_seq and entry.offset + data.count(b"\n") != following:
+        if following and not self.by_seq and entry.offset + record.count_lines(data) != following:
             return "the block and the index count different numbers of records"
         return ""
 
@@ -358,7 +358,7 @@ class SegmentReader:
         """Return the offset that follows `lines`, which begin with record `offset`."""
         if self.by_seq:
             return record.seq_of(last_line(lines)) + 1
-        return offset + lines.count(b"\n")
+        return offset + record.count_lines(lines)
 
     def check_start(self, line: IndexLine) -> None:
         """Raise DamageError if `line` has a wrong offset. In a partition, count the lines of the block before it."""
@@ -371,7 +371,7 @@ class SegmentReader:
             if before is not None:
                 position = before.entry.position
                 data = os.pread(self.fd, max(0, min(entry.position, self.size) - position), position)
-                if before.entry.offset + data.count(b"\n") != entry.offset:
+                if before.entry.offset + record.count_lines(data) != entry.offset:
                     raise self.index.damage(line.start, "does not follow from the line before it")
 
     def _unindexed(self, start: LineStart, before: bytes = b"\n") -> Iterator[CheckedLines]:

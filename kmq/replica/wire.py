@@ -33,6 +33,7 @@ from kmq.cluster.presence import NAME
 from kmq.cluster.register import Version
 from kmq.errors import ConfigError, KmqError
 from kmq.logfmt import Logger
+from kmq.message.record import count_lines
 
 LINE_BYTES = 1024
 BUFFER_BYTES = 4096  # for texts, and the first bytes of what follows one: the rest goes straight to its place
@@ -257,7 +258,7 @@ def _with_body(message: Message, body: bytearray) -> Message:
         raise WireError(f"{encode(message)}: the crc of what came is {crc}")
     if not isinstance(message, Data):
         return message._replace(content=body)
-    count = body.count(b"\n")
+    count = count_lines(body)
     if not message.first or message.last - message.first + 1 != count or not body.endswith(b"\n"):
         raise WireError(f"{encode(message)}: {count} lines came")
     return message._replace(lines=body)

@@ -37,6 +37,7 @@ from kmq.gateway.core.partitions import Partition, Partitions, Signature, moment
 from kmq.log import identity
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.message import Message, messages
+from kmq.message.record import count_lines
 from kmq.wire.requests import Position, TopicPartition
 
 # --- waking ----------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ class Fetching:
                 self._judge(cursor, begin)
             nbytes += len(lines)
             some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
-            cursor.offset = begin + lines.count(b"\n")
+            cursor.offset = begin + count_lines(lines)
             if len(found) + len(some) > limit.messages:
                 cursor.offset = some[limit.messages - len(found)].offset
                 del some[limit.messages - len(found) :]
