@@ -23,6 +23,7 @@ from kmq.cli import (
     lifecycle,
     logs,
     produce,
+    ship,
     spark,
     status,
     tokens,
@@ -44,6 +45,7 @@ FAMILIES = (
     bundle.add_to,
     config.add_to,
     produce.add_to,
+    ship.add_to,
     consume.add_to,
     deadletters.add_redrive_to,
     topics.add_to,
@@ -82,7 +84,7 @@ def _options(
         str,
         typer.Option(
             "--url",
-            help="Talk to a broker elsewhere, by its HTTP address: http://host:8082. For produce, consume, tail, topics,"
+            help="Talk to a broker elsewhere, by its HTTP address: http://host:8082. For produce, ship, consume, tail, topics,"
             " groups, dlq, top; put it before the command.",
         ),
     ] = "",

@@ -2,18 +2,16 @@
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from kmq.cli.output import examples, open_queue, table
+from kmq.cli.output import examples, open_queue, stop_on_signals, table
 from kmq.config import terminal
 from kmq.errors import EXIT_SIGINT, ConfigError
 
@@ -135,7 +133,7 @@ def _follow(
         if as_json or not command:
             printer(item)
 
-    was_interrupted = _stop_on_signals(stop)
+    was_interrupted = stop_on_signals(stop)
     if not command or as_json:
         terminal.when_left(stop.set)
     following.follow(queue, handle, stop, _teller(), start, given)
@@ -143,21 +141,6 @@ def _follow(
         raise printer.failed
     if was_interrupted():
         raise typer.Exit(EXIT_SIGINT)
-
-
-def _stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
-    """Let the first SIGINT or SIGTERM set `stop`, and the second do what it does anyway. Returns: was it SIGINT?"""
-    got: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        got.append(number)
-        stop.set()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
-    return lambda: got[:1] == [signal.SIGINT]
 
 
 def _teller() -> "Callable[[Condition], None]":

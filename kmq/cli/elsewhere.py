@@ -19,7 +19,8 @@ from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.log import topics
 from kmq.wire import refusals
 
-ABLE = ("produce", "consume", "tail", "topics", "groups", "dlq", "top")  # the commands that can ask a broker elsewhere
+# The commands that can ask a broker elsewhere.
+ABLE = ("produce", "ship", "consume", "tail", "topics", "groups", "dlq", "top")
 HTTP_PORT = 8082
 _TIMEOUT_S = 30.0
 _MOST = 64 << 20

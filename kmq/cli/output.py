@@ -1,9 +1,12 @@
 """What all commands share: examples in help texts, groups of options, what they open, and counts while they work."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints, is_typeddict
 
 import typer
@@ -118,6 +121,24 @@ def open_queue() -> "BroadcastQueue":
     except ImportError as error:
         raise ConfigError(f"{error}; the Broadcast Queue needs: {pip_install('cluster')}") from error
     return BroadcastQueue()
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
+    """Let the first SIGINT or SIGTERM set `stop`, and the second do what it does anyway. Returns: was it SIGINT?"""
+    got: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        got.append(number)
+        stop.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: got[:1] == [signal.SIGINT]
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from kmq.wire import refusals
 
 if TYPE_CHECKING:
     from kmq.client.delivery import Choices, Delivery
+    from kmq.client.producer import Producer
 
 _ASK_S = 1.0  # longest wait for the reply of ingress
 _REPLY_S = 60.0  # longest wait for replies without --timeout
@@ -227,7 +228,6 @@ def _store(
 ) -> StoredTotals:
     """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
     from kmq.client.failures import NotAnswered
-    from kmq.client.producer import Producer
 
     stored = StoredTotals(patience)
     options: Choices = {
@@ -236,13 +236,9 @@ def _store(
         "dedupe": dedupe,
         "timeout_s": _REPLY_S if timeout_s is None else timeout_s,
         "stall_s": STALL_S,
+        "on_stall": say if elsewhere() else lambda _: patience.stalled(),
     }
-    if (there := elsewhere()) is None:
-        options["on_stall"] = lambda _: patience.stalled()
-        sender = Producer.local(**options)
-    else:
-        options |= {"token": there.token, "tls": there.tls, "on_stall": say}
-        sender = Producer(there.host, there.lines_in, **options)
+    sender = open_producer(options)
     try:
         with sender:
             for block in _limited(blocks):
@@ -256,6 +252,16 @@ def _store(
     if stored.error is not None:
         raise KmqError(f"{stored}; {stored.refused} refused, the first: {stored.error}")
     return stored
+
+
+def open_producer(options: "Choices") -> "Producer":
+    """Return a producer for the broker that the command is for: of this directory, or elsewhere."""
+    from kmq.client.producer import Producer
+
+    if (there := elsewhere()) is None:
+        return Producer.local(**options)
+    options |= {"token": there.token, "tls": there.tls}
+    return Producer(there.host, there.lines_in, **options)
 
 
 def _limited(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:

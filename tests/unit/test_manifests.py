@@ -20,10 +20,12 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import schemas
+import typer
 import yaml
 from agreement import containers, named, of_kind, pods, selects
 
 from kmq import __version__, probe
+from kmq.cli.app import app
 from kmq.config import settings
 from kmq.config.settings import STAGES
 from kmq.links import layout
@@ -41,13 +43,15 @@ COMBINATIONS = [
 # A broker beside an application; what that is lies in WORKLOADS.
 MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+alerts+sidecar-fleet")
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in MORE_BESIDE]
+BESIDE += ["Deployment+ship", "StatefulSet+ship", "StatefulSet+ship+sidecar"]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
 SHARDS = ["base+shard", "base+monitoring+tokens+shard", "base+tls+shard", "base+monitoring+tls+client-ca+tokens+shard"]
 BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
 SINCE = dict.fromkeys(
-    ("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", "overlays/spark-stream", *BESIDE), (1, 29)
+    ("overlays/sidecar", "overlays/ship", "overlays/spark", "overlays/spark-nightly", "overlays/spark-stream", *BESIDE),
+    (1, 29),
 )
 # From the oldest that knows every field of the base (unhealthyPodEvictionPolicy) to the newest that kubernetes-validate has.
 NEWEST = (1, int(kubernetes_validate.latest_version().split(".")[1]))
@@ -170,7 +174,7 @@ def application(kind):
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} | ids,
         "initContainers": [{"name": "migrate"} | common],
         "containers": [{"name": "shop", "ports": [{"name": "http", "containerPort": 8080}]} | common],
-        "volumes": [],
+        "volumes": [{"name": "logs", "emptyDir": {"sizeLimit": "1Gi"}}],
     }
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
     spec = {"replicas": 1, "selector": {"matchLabels": labels}}
@@ -180,10 +184,10 @@ def application(kind):
         service = {"clusterIP": "None", "selector": labels}
         more = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "shop"}, "spec": service}]
     else:
-        pod["volumes"] = [{"name": "kmq-data", "persistentVolumeClaim": {"claimName": "shop"}}]
+        pod["volumes"] += [{"name": "kmq-data", "persistentVolumeClaim": {"claimName": "shop"}}]
         more = [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shop"}, "spec": claim}]
     spec["template"] = {"metadata": {"labels": labels}, "spec": pod}
-    metadata = {"name": "shop", "labels": labels | {"kmq-sidecar": "true"}}
+    metadata = {"name": "shop", "labels": labels | {"kmq-sidecar": "true", "kmq-ship": "true"}}
     with_broker = {"apiVersion": "apps/v1", "kind": kind, "metadata": metadata, "spec": spec}
     return [with_broker, *more]
 
@@ -600,6 +604,30 @@ def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
     version = __version__
     assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_the_ship_component_adds_one_container_and_its_command_is_one(tmp_path, kind):
+    before = application(kind)
+    other = {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "other"}, "spec": before[0]["spec"]}
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump_all([*before, other]))
+    documents = kustomize(overlay(tmp_path, ["ship"], of="workload.yaml"))
+    after = {d["metadata"]["name"]: d for d in of_kind(documents, kind)}
+    assert after["other"] == other
+    (old, new) = (each["spec"]["template"]["spec"] for each in (before[0], after["shop"]))
+    assert {key for key in new if new[key] != old.get(key)} == {"initContainers"}
+    ship, *others = new["initContainers"]
+    assert (others, ship["image"], ship["restartPolicy"]) == (old["initContainers"], f"kmq:{__version__}", "Always")
+    given = typer.main.get_command(app).commands["ship"].make_context("kmq ship", list(ship["command"][2:])).params
+    (mount,) = ship["volumeMounts"]
+    for path in (given["state"], *given["patterns"]):
+        assert path.startswith(f"{mount['mountPath']}/")
+
+
+def test_ship_ends_before_the_broker_in_its_pod_and_after_the_application(render):
+    (workload,) = of_kind(render("StatefulSet+ship+sidecar"), "StatefulSet")
+    names = [c["name"] for c in workload["spec"]["template"]["spec"]["initContainers"]]
+    assert names == ["kmq-gateway", "kmq-router", "kmq-durability", "kmq-framer", "kmq-ingress", "kmq-ship", "migrate"]
 
 
 def test_the_agent_beside_an_application_is_a_container_behind_it(render):

@@ -1,0 +1,369 @@
+"""The files that `kmq ship` follows, as `tail -F` does: found by patterns, known by identity, read in blocks of whole lines.
+
+Identity    Device and inode, and a fingerprint of the first line (at most its first 1,024 bytes), because inodes are used
+            again. The name may change: a file that was renamed is read to its end before a new one of its old name.
+Truncated   A file that is shorter than its offset, whose first line is another one, or that has no newline before the
+            offset, has new content, and is read from its start. So is a file that got the inode of a deleted one.
+Invariant   `offset` always follows a newline, or is 0. A block ends with a newline: half a line waits for its end.
+Memory      One block at a time, of at most _BLOCK bytes or one longest line. Of a line that is too long, its first bytes.
+            At most MOST_OPEN descriptors: files that are read to their end are closed, and opened again when they grow.
+            At most MOST_FILES files.
+Not covered New content with the same first line that has grown past the offset between two looks, and has a newline there.
+            A file that was renamed so that no pattern fits, was idle for LINGER_S, and is renamed back: it is sent again.
+            Lines that are unread when their file is deleted, or that copytruncate cuts off.
+"""
+
+import glob
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+from zlib import crc32
+
+from kmq.config.values import KIB, MIB
+from kmq.errors import ConfigError, CorruptError
+from kmq.files import replace_file
+
+MOST_OPEN = 256
+MOST_FILES = 10_000
+_BLOCK = MIB
+_BLOCK_LINES = 25_000
+_SCAN_BLOCKS = 64  # read at once of a line that is too long, while its end is looked for
+_FIRST_LINE = KIB  # bytes of the first line that the fingerprint covers
+LINGER_S = 30.0  # how long a file that was renamed or deleted stays open at its end: its writer may still have it
+
+
+class FileBlock(NamedTuple):
+    """Whole lines of a file, without their newlines. `length`: of a single line that is too long for a block."""
+
+    lines: list[bytes]
+    end: int
+    length: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LogFile:
+    """A file, and how much of it is stored. What lies between `offset` and `end` is on its way: `lines` lines."""
+
+    path: str
+    device: int
+    inode: int
+    offset: int = 0
+    end: int = 0
+    lines: int = 0
+    first_line: int | None = None  # fingerprint; None: there is no whole first line yet
+    size: int = 0  # at the last look
+    fd: int = -1
+    gone_at: float | None = None  # since when no pattern leads to it
+    grown_at: float = 0.0
+    _seen: int = -1  # size with which there was no whole line after `offset`
+    _scanned: int = 0  # up to here there is no newline after `offset`
+
+    def open(self, path: str) -> bool:
+        """Open the file at `path`. Returns False if another one is there now. Raises OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            os.close(fd)
+            return False
+        self.fd = fd
+        return True
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    @property
+    def unread(self) -> int:
+        """Return how many bytes are not on their way yet."""
+        return max(0, self.size - max(self.offset, self.end))
+
+    @property
+    def has_more(self) -> bool:
+        """Return True if there may be a whole line to read, or new content."""
+        return self.size != self.offset and self.size != self._seen
+
+    def see(self, size: int) -> None:
+        """Note the size of the file."""
+        if size != self.size:
+            self.size, self.grown_at = size, time.monotonic()
+
+    def is_replaced(self) -> bool:
+        """Return True if the open file has other content than what was read of it."""
+        self.see(os.fstat(self.fd).st_size)
+        if self.size < self.offset:
+            return True
+        if 0 < self.offset < self.size and os.pread(self.fd, 1, self.offset - 1) != b"\n":
+            return True
+        return self.first_line is not None and self.first_line != _fingerprint(self.fd)
+
+    def restart(self) -> None:
+        """Read from the start again: the content is new."""
+        self.offset = self.end = self.lines = self._scanned = 0
+        self.first_line, self._seen = None, -1
+
+    def read(self, longest: int, is_final: bool) -> FileBlock | None:
+        """Return the whole lines that come next; None if there are none.
+
+        `longest`: bytes of a line that is sent whole. `is_final`: a line without a newline will not get one.
+        """
+        if self.first_line is None:
+            self.first_line = _fingerprint(self.fd)
+        room = max(_BLOCK, longest + 1)
+        data = os.pread(self.fd, room, self.offset)
+        cut = data.rfind(b"\n")
+        if cut < 0:
+            if len(data) == room:
+                return self._read_long(data[:longest])
+            if is_final and data:
+                return FileBlock([data], self.offset + len(data))
+            self._seen = self.offset + len(data)
+            return None
+        lines = data[:cut].split(b"\n", _BLOCK_LINES)
+        if len(lines) > _BLOCK_LINES:
+            cut -= len(lines.pop()) + 1
+        return FileBlock(lines, self.offset + cut + 1)
+
+    def _read_long(self, start: bytes) -> FileBlock | None:
+        """Look for the end of a line that is longer than a block."""
+        at = max(self._scanned, self.offset + len(start))
+        for _ in range(_SCAN_BLOCKS):
+            data = os.pread(self.fd, _BLOCK, at)
+            if (found := data.find(b"\n")) >= 0:
+                self._scanned = 0
+                return FileBlock([start], at + found + 1, at + found - self.offset)
+            at = self._scanned = at + len(data)
+            if len(data) < _BLOCK:
+                self._seen = at
+                break
+        return None
+
+    def start_at_end(self) -> None:
+        """Begin behind the last newline there is now, or at the start if there is none."""
+        self.first_line, at = _fingerprint(self.fd), os.fstat(self.fd).st_size
+        while at:
+            start = max(0, at - _BLOCK)
+            found = os.pread(self.fd, at - start, start).rfind(b"\n")
+            if found >= 0:
+                self.offset = self.end = start + found + 1
+                return
+            at = start
+
+    def take_back(self, count: int) -> None:
+        """Note that only the first `count` of the lines on their way are stored."""
+        if count < self.lines:
+            self.end, left = self.offset, count
+            while left and (data := os.pread(self.fd, _BLOCK, self.end) if self.fd >= 0 else b""):
+                lines = data.split(b"\n", left)
+                self.end += len(data) - len(lines[-1]) if len(lines) > left else len(data)
+                left -= len(lines) - 1
+        self.offset, self.lines = self.end, 0
+
+
+def _fingerprint(fd: int) -> int | None:
+    """Return a fingerprint of the first line; None while it has no end."""
+    data = os.pread(fd, _FIRST_LINE, 0)
+    line, newline, _ = data.partition(b"\n")
+    return crc32(line) if newline or len(data) == _FIRST_LINE else None
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FollowedFiles:
+    """The patterns, the files in the order in which they are read, and what was said of paths and files."""
+
+    patterns: list[str]
+    not_these: set[str]  # the state is no log
+    report: Callable[[str], None]
+    files: list[LogFile] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # path → why it is not read
+    truncated: int = 0
+    lost: int = 0  # bytes that were unread when their file was deleted
+
+
+def look(watched: FollowedFiles) -> list[LogFile]:
+    """Find files that are new, renamed, gone or grown. Returns the new ones, which are among the files already."""
+    found: dict[tuple[int, int], tuple[str, int]] = {}
+    for path, status in _matches(watched):
+        found.setdefault((status.st_dev, status.st_ino), (path, status.st_size))
+    now = time.monotonic()
+    for file in watched.files:
+        here = found.pop((file.device, file.inode), None)
+        if here is not None:
+            file.path, file.gone_at = here[0], None
+            file.see(here[1])
+        elif file.gone_at is None:
+            file.gone_at = now
+    new = []
+    for (device, inode), (path, size) in found.items():
+        if len(watched.files) >= MOST_FILES:
+            refuse(watched, path, f"is not followed: {MOST_FILES:,} files are already")
+            continue
+        new.append(LogFile(path, device, inode, grown_at=now, size=size))
+        watched.files.append(new[-1])
+    return new
+
+
+def _matches(watched: FollowedFiles) -> Iterator[tuple[str, os.stat_result]]:
+    for path in dict.fromkeys(path for pattern in watched.patterns for path in glob.iglob(pattern, recursive=True)):
+        path = os.path.abspath(path)
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:  # removed just now, or a link that leads nowhere
+            continue
+        except OSError as err:
+            refuse(watched, path, f"is not read: {err.strerror}")
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            refuse(watched, path, f"is not read: it is {kind}")
+        elif path not in watched.not_these:
+            yield path, status
+
+
+def refuse(watched: FollowedFiles, path: str, why: str) -> None:
+    """Report once why a path is not read."""
+    if watched.refused.get(path) != why and len(watched.refused) < MOST_FILES:
+        watched.refused[path] = why
+        watched.report(f"{path} {why}")
+
+
+def has_ended(file: LogFile, linger_s: float = LINGER_S) -> bool:
+    """Return True if no pattern leads to a file, and nobody has written to it for a while."""
+    return file.gone_at is not None and time.monotonic() - max(file.grown_at, file.gone_at) >= linger_s
+
+
+def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
+    """Forget files that no pattern leads to, once they are read to their end, or are found nowhere."""
+    kept = []
+    for file in watched.files:
+        is_found = file.gone_at is None or file.lines or make_ready(watched, file)
+        if is_found and (file.size != file.offset or not has_ended(file, linger_s)):
+            kept.append(file)
+            continue
+        if not is_found and file.size != file.offset:
+            watched.lost += file.unread
+            watched.report(f"{file.path} is gone; what came after byte {file.offset:,}, if anything, is not sent")
+        file.close()
+    watched.files[:] = kept
+
+
+def make_ready(watched: FollowedFiles, file: LogFile) -> bool:
+    """Open a file and find out whether its content is new. Returns False if it cannot be read now."""
+    try:
+        if file.fd < 0:
+            _make_room(watched.files)
+            if not _open(file):
+                return False
+        is_replaced = file.is_replaced()
+    except FileNotFoundError:
+        return False
+    except OSError as err:
+        refuse(watched, file.path, f"is not read: {err.strerror}")
+        return False
+    if is_replaced:
+        if file.offset:
+            watched.truncated += 1
+            watched.report(f"{file.path} has new content, so it is read from its start; byte {file.offset:,} was next")
+        file.restart()
+    return True
+
+
+def _open(file: LogFile) -> bool:
+    """Open a file where it is, or where it was renamed to in its directory."""
+    if file.gone_at is None:
+        return file.open(file.path)
+    with os.scandir(os.path.dirname(file.path)) as entries:
+        for entry in entries:
+            if entry.inode() == file.inode and entry.is_file() and file.open(entry.path):
+                if file.first_line is None or file.first_line == _fingerprint(file.fd):
+                    return True
+                file.close()
+    return False
+
+
+def _make_room(files: Iterable[LogFile]) -> None:
+    opened = [file for file in files if file.fd >= 0]
+    if len(opened) >= MOST_OPEN:
+        idle = [file for file in opened if file.gone_at is None and not file.lines]
+        min(idle or opened, key=lambda file: (file.has_more, file.grown_at)).close()
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+#
+#     kmq-ship 1 name=ship-3f9a41c2 topic=app next=4711
+#     offset=120 end=240 lines=3 file=fd01:1a2b:9e107d9d path=/var/log/app.log
+#     crc32=0badcafe
+#
+# `next` is the id of the first line on its way; the files are in the order in which their lines were sent.
+
+VERSION = 1
+
+
+class ShipState(NamedTuple):
+    """What a state file says."""
+
+    name: str
+    topic: str
+    next_id: int
+    files: list[LogFile]
+
+
+def save_state(path: str, state: ShipState) -> None:
+    """Replace the state. Raises ConfigError if it cannot be written there."""
+    rows = [f"kmq-ship {VERSION} name={state.name} topic={state.topic} next={state.next_id}\n".encode()]
+    for file in state.files:
+        if file.offset or file.end:
+            known = "" if file.first_line is None else f"{file.first_line:08x}"
+            place = f"offset={file.offset} end={file.end} lines={file.lines}"
+            quoted = os.fsencode(file.path).replace(b"%", b"%25").replace(b"\n", b"%0A")
+            rows.append(
+                b"%b file=%x:%x:%b path=%b\n" % (place.encode(), file.device, file.inode, known.encode(), quoted)
+            )
+    text = b"".join(rows)
+    replace_file(path, text, b"crc32=%08x\n" % crc32(text))
+
+
+def load_state(path: str) -> ShipState | None:
+    """Read the state; None if there is none. Raises CorruptError if it is damaged, ConfigError for another version."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    if text.startswith(b"kmq-ship ") and not text.startswith(b"kmq-ship %d " % VERSION):
+        raise ConfigError(f"--state {path}: its version is not {VERSION}; use the release of KMQ that wrote it")
+    body, _, check = text.rpartition(b"crc32=")
+    try:
+        if check != b"%08x\n" % crc32(body):
+            raise ValueError
+        head, *rows = body.decode(errors="surrogateescape").split("\n")[:-1]
+        fields = dict(part.split("=", 1) for part in head.split()[2:])
+        files = [_parse_row(row) for row in rows]
+        return ShipState(fields["name"], fields["topic"], int(fields["next"]), files)
+    except (ValueError, KeyError):
+        raise CorruptError(
+            f"--state {path}: damaged, and nothing was sent; restore the file, or remove it, and then"
+            " begin at the end of the files, or with --from-start, which sends all of their lines again"
+        ) from None
+
+
+def _parse_row(row: str) -> LogFile:
+    place, _, path = row.partition(" path=")
+    fields = dict(part.split("=", 1) for part in place.split())
+    device, inode, known = fields["file"].split(":")
+    return LogFile(
+        os.fsdecode(unquote_to_bytes(os.fsencode(path))),
+        int(device, 16),
+        int(inode, 16),
+        int(fields["offset"]),
+        int(fields["end"]),
+        int(fields["lines"]),
+        int(known, 16) if known else None,
+    )

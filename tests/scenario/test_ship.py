@@ -1,0 +1,426 @@
+"""`kmq ship`: each line of log files is stored once, in the order of its file, whatever is killed and rotated meanwhile."""
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from base64 import b64decode
+
+import pytest
+
+CORRUPT, BUSY, CONFIG, KILLED = 65, 69, 78, -9
+SEEDS = (1, 2, 3)
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A broker for the tests that leave it as it is; each has a topic of its own."""
+    from brokers import Broker
+
+    made = Broker(tmp_path_factory.mktemp("shared"))
+    made.gateway = False
+    made.up()
+    yield made
+    made.close()
+
+
+class Ship:
+    """`kmq ship` of one topic: its logs, its state, and the process while there is one."""
+
+    def __init__(self, broker, root, topic):
+        self.broker, self.topic, self.root = broker, topic, root
+        self.logs = root / "logs"
+        self.logs.mkdir()
+        self.state = root / f"{topic}.state"
+        self.process = None
+
+    def command(self, *options, pattern="*.log"):
+        return ["kmq", "ship", f"{self.logs}/{pattern}", "--topic", self.topic, "--state", str(self.state), *options]
+
+    def once(self, *options, **more):
+        return self.broker.run(*self.command("--once", *options, **more))
+
+    def start(self, *options):
+        with (self.root / "said").open("ab") as said:
+            self.process = subprocess.Popen(
+                self.command(*options), env=self.broker.env, cwd=self.root, stdout=said, stderr=said
+            )
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def said(self):
+        return (self.root / "said").read_text()
+
+    def wait_state(self):
+        """Until the first state is there, so that files which come later are new."""
+        self.broker.wait(lambda: self.state.exists() or self.process.poll() is not None, "a state")
+        assert self.process.poll() is None, self.said()
+
+    def rows(self):
+        """Name of each file in the state → its offset."""
+        rows = re.findall(r"(?m)^offset=(\d+) .* path=(.*)$", self.state.read_text() if self.state.exists() else "")
+        return {os.path.basename(path): int(offset) for offset, path in rows}
+
+    def wait_sent(self, name):
+        size = (self.logs / name).stat().st_size
+        self.broker.wait(lambda: self.rows().get(name) == size, f"all of {name}")
+
+    def stored(self):
+        """The payloads of the topic, once the router has them all."""
+        wal = self.broker.wal()
+        self.broker.wait_routed(len(wal))
+        paths = sorted((self.broker.data / "topics" / self.topic).glob("*/*.log"))
+        return [decoded(line) for line in b"".join(path.read_bytes() for path in paths).split(b"\n")[:-1]]
+
+
+def decoded(line):
+    payload = line.split(b"|", 5)[5]
+    return b64decode(payload) if b";enc=b64" in line.split(b"|", 5)[4] else payload
+
+
+@pytest.fixture
+def ship(shared, tmp_path):
+    yield from shipping(shared, tmp_path, f"app{next(_numbers)}")
+
+
+def shipping(broker, root, topic):
+    made = Ship(broker, root, topic)
+    yield made
+    if made.process and made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """A service that writes numbered lines into a log, and rotates it in every way."""
+
+    def __init__(self, ship, rng, name):
+        self.ship, self.rng, self.name, self.number, self.archived = ship, rng, name, 0, 0
+        self.file = (ship.logs / name).open("ab", buffering=0)
+
+    def write(self):
+        for _ in range(self.rng.choice([1, 5, 400])):
+            self.number += 1
+            text = b"%b %d %b\n" % (self.name.encode(), self.number, b"x" * self.rng.choice([0, 10, 300]))
+            cut = self.rng.randrange(len(text))
+            self.file.write(text[:cut])
+            self.file.write(text[cut:])
+
+    def wait_known(self):
+        """Until ship has seen this file: what comes and gets a name that no pattern has between two looks is nobody's."""
+        inode = f":{os.fstat(self.file.fileno()).st_ino:x}:"
+        self.ship.broker.wait(lambda: inode in self.ship.state.read_text(), f"{inode} in the state")
+
+    def rename(self):
+        self.archived += 1
+        (self.ship.logs / self.name).rename(self.ship.logs / f"{self.name}.{self.archived}")
+        self.write()  # as a service does that has not heard of it yet
+        self.file.close()
+        self.file = (self.ship.logs / self.name).open("ab", buffering=0)
+
+    def truncate(self):
+        """As copytruncate, but when all is sent: what it cuts off unread is lost by its nature."""
+        self.ship.wait_sent(self.name)
+        os.truncate(self.ship.logs / self.name, 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_line_is_stored_once_over_kills_of_ship_and_broker_and_rotations(new_broker, tmp_path, seed):
+    broker, rng = new_broker(), random.Random(seed)
+    broker.gateway = False
+    broker.up()
+    for ship in shipping(broker, tmp_path, "app"):
+        ship.start("--from-start")
+        ship.wait_state()
+        writers = [Writer(ship, rng, "a.log")]
+        blows = [*["ship"] * 5, *["rename"] * 5, *["truncate"] * 2, "framer", "ingress", "all", "file", "file"]
+        rng.shuffle(blows)
+        for blow in blows:
+            for writer in writers:
+                writer.write()
+            victim = rng.choice(writers)
+            if blow in ("rename", "ship"):
+                victim.wait_known()
+            if blow == "ship":
+                time.sleep(rng.random() ** 2 * 1.5)  # the instant of the kill is what is tried
+                assert ship.end(signal.SIGKILL) == KILLED, ship.said()
+                for writer in writers:
+                    writer.write()
+                if rng.random() < 0.5:
+                    victim.rename()
+                ship.start()
+            elif blow == "file":
+                writers.append(Writer(ship, rng, f"{len(writers)}.log"))
+            elif blow in ("rename", "truncate"):
+                getattr(victim, blow)()
+            elif blow == "all":
+                broker.kill()
+                broker.up()
+            else:
+                broker.kill(blow)
+        for writer in writers:
+            writer.write()
+            ship.wait_sent(writer.name)
+            writer.file.close()
+        assert ship.end() == 0, ship.said()
+        found, expected = {}, {writer.name: list(range(1, writer.number + 1)) for writer in writers}
+        for line in ship.stored():
+            name, number, _ = line.split(b" ")
+            found.setdefault(name.decode(), []).append(int(number))
+        lacking = {name: sorted({*numbers} - {*found.get(name, [])})[:9] for name, numbers in expected.items()}
+        assert found == expected, f"lacking: {lacking}\n{ship.said()}"
+        assert "Traceback" not in ship.said()
+
+
+# --- where it begins, and its end --------------------------------------------------------------------------------------
+
+
+def test_a_first_start_begins_at_the_end_and_a_later_one_where_the_last_ended(ship):
+    (ship.logs / "a.log").write_bytes(b"old\nbegun ")
+    ship.start()
+    ship.wait_state()
+    with (ship.logs / "a.log").open("ab") as log:
+        log.write(b"here\nnew\n")
+    (ship.logs / "b.log").write_bytes(b"of a new file\n")
+    for name in ("a.log", "b.log"):
+        ship.wait_sent(name)
+    assert ship.end() == 0
+    with (ship.logs / "a.log").open("ab") as log:
+        log.write(b"while it was down\n")
+    (ship.logs / "c.log").write_bytes(b"appeared meanwhile\n")
+    ship.start()
+    for name in ("a.log", "c.log"):
+        ship.wait_sent(name)
+    assert ship.end(signal.SIGINT) == 0
+    expected = [b"begun here", b"new", b"of a new file", b"while it was down", b"appeared meanwhile"]
+    assert sorted(ship.stored()) == sorted(expected)
+
+
+def test_from_start_sends_what_was_there(ship):
+    (ship.logs / "a.log").write_bytes(b"old\n")
+    ship.start("--from-start")
+    ship.wait_sent("a.log")
+    assert ship.end() == 0
+    assert ship.stored() == [b"old"]
+    assert "1 files, sent 1 lines, 4 bytes" in ship.said()
+
+
+def test_once_leaves_half_a_line_says_so_and_sends_it_when_its_newline_came(ship):
+    (ship.logs / "a.log").write_bytes(b"one\nha")
+    done = ship.once()
+    assert (done.returncode, done.stdout) == (0, "1 files, sent 1 lines, 4 bytes\n")
+    assert "a.log ends without a newline; 2 bytes of 1 files wait for theirs" in done.stderr
+    with (ship.logs / "a.log").open("ab") as log:
+        log.write(b"lf\n")
+    assert ship.once().returncode == 0
+    assert ship.stored() == [b"one", b"half"]
+
+
+def test_it_waits_for_a_broker_that_is_down_and_says_so(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    for ship in shipping(broker, tmp_path, "app"):
+        (ship.logs / "a.log").write_bytes(b"one\n")
+        ship.start("--from-start")
+        while "waiting: the broker accepts nothing" not in ship.said():
+            assert ship.process.poll() is None, ship.said()
+            time.sleep(0.02)
+        broker.up()
+        ship.wait_sent("a.log")
+        assert ship.end() == 0
+        assert ship.stored() == [b"one"]
+
+
+# --- odd files and lines ---------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_every_kind_arrive_as_they_are_and_long_lines_are_letters(ship):
+    lines = [b"\0\x01binary\xff", b"", b"crlf\r", b"p|i|p|e|s", b"\xc3\x28", b"k" * 1_048_000, b"end"]
+    long = [b"z" * 3_000_000, b"y" * 1_048_570, bytes(900_000)]
+    (ship.logs / "a.log").write_bytes(b"\n".join([*lines[:-1], *long, lines[-1], b""]))
+    done = ship.once()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"1 files, sent {len(lines + long)} lines, {(ship.logs / 'a.log').stat().st_size:,} bytes" + (
+        ", 3 too long, 2 with NUL\n"
+    )
+    assert "has lines with NUL bytes" in done.stderr and "too long for KMQ_MAX_LINE" in done.stderr
+    assert ship.stored() == lines
+    letters = [line for line in ship.broker.lines("dead") if b"reason=too_long" in line]
+    assert [re.search(rb"len=(\d+)", line)[1] for line in letters] == [b"3000000", b"1048570", b"900000"]
+    starts = [decoded(line) for line in letters]
+    assert [line.startswith(start) for line, start in zip(long, starts, strict=True)] == [True] * 3
+    assert min(map(len, starts)) > 700_000
+
+
+def test_a_directory_a_fifo_and_an_unreadable_path_are_named_and_the_others_go_on(ship):
+    (ship.logs / "dir.log").mkdir()
+    os.mkfifo(ship.logs / "fifo.log")
+    (ship.logs / "loop.log").symlink_to("loop.log")
+    (ship.logs / "a.log").write_bytes(b"good\n")
+    done = ship.once()
+    assert done.returncode == 1
+    assert "dir.log is not read: it is a directory" in done.stderr
+    assert "fifo.log is not read: it is no regular file" in done.stderr
+    assert "loop.log is not read: Too many levels of symbolic links" in done.stderr
+    assert "not all was sent: 3 that the patterns match" in done.stderr
+    assert ship.stored() == [b"good"]
+
+
+def test_lines_of_a_topic_that_nobody_declared_are_named_and_sent_when_it_is_there(new_broker, tmp_path):
+    broker = new_broker()
+    broker.up(KMQ_AUTO_CREATE_TOPICS="off")
+    for ship in shipping(broker, tmp_path, "app"):
+        (ship.logs / "a.log").write_bytes(b"1\n2\n3\n")
+        done = ship.once()
+        assert done.returncode == CONFIG
+        assert "a.log, line 1 after byte 0: refused by the broker: unknown_topic" in done.stderr
+        assert "3 lines refused; the next start sends them again" in done.stderr
+        assert broker.kmq("topics", "create", "app").returncode == 0
+        port = (broker.pipes / "ingress.port").read_text().strip()
+        done = broker.run("kmq", "--host", "127.0.0.1", *ship.command("--once")[1:], KMQ_PORT=port)  # as one elsewhere
+        assert done.returncode == 0, done.stderr
+        assert ship.stored() == [b"1", b"2", b"3"]
+
+
+def test_a_pattern_without_files_is_an_error_of_once(ship):
+    done = ship.once(pattern="*.txt")
+    assert done.returncode == 1 and "no file matches" in done.stderr
+
+
+def test_a_file_cut_while_ship_is_down_is_read_from_its_start(ship):
+    log = ship.logs / "a.log"
+    log.write_bytes(b"first\nsecond\n")
+    assert ship.once().returncode == 0
+    log.write_bytes(b"third\nfourth, and longer than before\n")  # the same inode
+    done = ship.once()
+    assert "a.log has new content, so it is read from its start" in done.stderr
+    assert "1 files with new content" in done.stdout
+    assert ship.stored() == [b"first", b"second", b"third", b"fourth, and longer than before"]
+
+
+def test_a_file_renamed_while_ship_is_down_is_read_to_its_end_first(ship):
+    log = ship.logs / "a.log"
+    log.write_bytes(b"1\n2\n")
+    assert ship.once().returncode == 0
+    with log.open("ab") as file:
+        file.write(b"3\n")
+    log.rename(ship.logs / "a.log.1")
+    log.write_bytes(b"4\n")
+    assert ship.once().returncode == 0
+    assert ship.stored() == [b"1", b"2", b"3", b"4"]
+    assert list(ship.rows()) == ["a.log"]
+
+
+def test_a_file_deleted_while_ship_is_down_is_named(ship):
+    (ship.logs / "a.log").write_bytes(b"1\n")
+    (ship.logs / "b.log").write_bytes(b"2\n")
+    assert ship.once().returncode == 0
+    (ship.logs / "a.log").unlink()
+    done = ship.once()
+    assert done.returncode == 0 and "a.log is gone; what came after byte 2, if anything, is not sent" in done.stderr
+
+
+# --- the state -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (lambda text: text[: len(text) // 2], CORRUPT, "damaged, and nothing was sent"),
+        (lambda text: b"", CORRUPT, "damaged, and nothing was sent"),
+        (lambda text: text.replace(b"offset=4", b"offset=0"), CORRUPT, "damaged, and nothing was sent"),
+        (lambda text: bytes(len(text)), CORRUPT, "damaged, and nothing was sent"),
+        (lambda text: text.replace(b"kmq-ship 1 ", b"kmq-ship 2 "), CONFIG, "its version is not 1"),
+    ],
+    ids=["cut", "empty", "changed", "zeroed", "version"],
+)
+def test_a_state_that_cannot_be_read_is_refused_and_nothing_is_sent(ship, damage, code, words):
+    (ship.logs / "a.log").write_bytes(b"one\n")
+    assert ship.once().returncode == 0
+    damaged = damage(ship.state.read_bytes())
+    ship.state.write_bytes(damaged)
+    done = ship.once()
+    assert (done.returncode, done.stdout) == (code, "") and words in done.stderr
+    assert ship.state.read_bytes() == damaged
+    assert ship.stored() == [b"one"]
+
+
+def test_an_old_copy_of_the_state_is_refused(ship):
+    (ship.logs / "a.log").write_bytes(b"one\n")
+    assert ship.once().returncode == 0
+    old = ship.state.read_bytes()
+    (ship.logs / "a.log").write_bytes(b"one\ntwo\n")
+    assert ship.once().returncode == 0
+    ship.state.write_bytes(old)
+    done = ship.once()
+    assert done.returncode == CORRUPT and "is an old copy" in done.stderr and "1 lines more" in done.stderr
+    assert ship.stored() == [b"one", b"two"]
+
+
+def test_a_state_belongs_to_one_topic(ship):
+    (ship.logs / "a.log").write_bytes(b"one\n")
+    assert ship.once().returncode == 0
+    done = ship.once("--topic", "other")
+    assert done.returncode == CONFIG and f"belongs to topic {ship.topic}" in done.stderr
+
+
+def test_a_plan_is_sent_as_far_as_the_broker_does_not_have_it(ship):
+    """What a kill between the plan, the broker and the next state leaves: here each of them made by hand."""
+    log = ship.logs / "a.log"
+    log.write_bytes(b"one\n")
+    assert ship.once().returncode == 0
+    log.write_bytes(b"one\ntwo\nthree\n")
+    name = re.search(r"name=(\S+)", ship.state.read_text())[1]
+    from kmq.cli.ship_files import load_state, save_state
+
+    state = load_state(str(ship.state))
+    [file] = state.files
+    file.end, file.lines = 14, 2
+    save_state(str(ship.state), state)
+    sent = ship.broker.run("kmq", "produce", "--raw", "--producer", name, text=f"{ship.topic}|0|2|two\n")
+    assert sent.returncode == 0, sent.stderr
+    assert ship.once().returncode == 0
+    assert ship.stored() == [b"one", b"two", b"three"]
+
+
+def test_two_ships_with_one_state_are_one_too_many(ship):
+    ship.start()
+    ship.wait_state()
+    done = ship.once()
+    assert done.returncode == BUSY
+    assert f"--state {ship.state} is held by pid={ship.process.pid} " in done.stderr
+    assert ship.end() == 0
+
+
+def test_a_state_where_nothing_can_be_written_names_the_option(ship):
+    ship.state = ship.root / "none" / "a.state"
+    done = ship.once()
+    assert done.returncode == CONFIG and f"--state {ship.state}: No such file or directory" in done.stderr
+
+
+def test_a_broker_that_was_reset_gets_what_is_new(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    broker.up()
+    for ship in shipping(broker, tmp_path, "app"):
+        (ship.logs / "a.log").write_bytes(b"one\n")
+        assert ship.once().returncode == 0
+        broker.down()
+        for path in sorted(broker.data.rglob("*"), reverse=True):
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        broker.up()
+        (ship.logs / "a.log").write_bytes(b"one\ntwo\n")
+        done = ship.once()
+        assert done.returncode == 0 and "it is another one, or was reset" in done.stderr
+        assert ship.stored() == [b"two"]

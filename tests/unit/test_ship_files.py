@@ -1,0 +1,135 @@
+"""The files that `kmq ship` follows, without a broker: what would take many files, or half a minute, with one."""
+
+import os
+
+import pytest
+
+from kmq.cli import ship_files
+from kmq.cli.ship_files import (
+    FollowedFiles,
+    ShipState,
+    forget_ended,
+    has_ended,
+    load_state,
+    look,
+    make_ready,
+    save_state,
+)
+
+LONGEST = 1000
+
+
+@pytest.fixture
+def watched(tmp_path):
+    said = []
+    made = FollowedFiles([f"{tmp_path}/*.log"], set(), said.append)
+    made.said = said
+    yield made
+    for file in made.files:
+        file.close()
+
+
+def drain(watched, is_final=False):
+    """Everything that can be read now, and taken for stored: [(name, line)]."""
+    found, more = [], True
+    look(watched)
+    forget_ended(watched)
+    while more:
+        more = False
+        for file in watched.files:
+            if (file.has_more or is_final) and make_ready(watched, file) and (block := file.read(LONGEST, is_final)):
+                found += [(os.path.basename(file.path), line) for line in block.lines]
+                file.offset = file.end = block.end
+                more = True
+            assert sum(each.fd >= 0 for each in watched.files) <= ship_files.MOST_OPEN
+    return found
+
+
+def test_many_files_are_followed_with_few_descriptors(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(ship_files, "MOST_OPEN", 3)
+    names = [f"{number}.log" for number in range(10)]
+    for turn in (b"1\n", b"2\n"):
+        for name in names:
+            with (tmp_path / name).open("ab") as file:
+                file.write(turn)
+        assert sorted(drain(watched)) == sorted((name, turn[:-1]) for name in names)
+    closed = [file for file in watched.files if file.fd < 0]
+    assert len(closed) == 7
+    for file in closed:  # grown, renamed and replaced between two looks
+        with open(file.path, "ab") as log:
+            log.write(b"last\n")
+        os.rename(file.path, f"{file.path}.1")
+        with open(file.path, "wb") as log:
+            log.write(b"first\n")
+    expected = [(os.path.basename(file.path), line) for file in closed for line in (b"last", b"first")]
+    assert sorted(drain(watched)) == sorted(expected)
+    assert watched.lost == 0
+
+
+def test_a_renamed_file_that_ends_without_a_newline_is_sent_whole_in_the_end(watched, tmp_path):
+    (tmp_path / "a.log").write_bytes(b"one\nhalf")
+    assert drain(watched) == [("a.log", b"one")]
+    (tmp_path / "a.log").rename(tmp_path / "a.log.1")
+    assert drain(watched) == []
+    [file] = watched.files
+    assert has_ended(file, 0.0) and not has_ended(file)
+    forget_ended(watched, 0.0)
+    assert watched.files == [file]  # not before all of it is read
+    assert drain(watched, is_final=True) == [("a.log", b"half")]
+    forget_ended(watched, 0.0)
+    assert watched.files == [] and watched.said == []
+
+
+def test_new_content_is_noticed_by_its_first_line_and_by_the_byte_before_the_offset(watched, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_bytes(b"same\nabc\n")
+    assert len(drain(watched)) == 2
+    for content in (b"same\nabcdefghi\n", b"else\nabc\nx\n"):
+        log.write_bytes(content)
+        assert drain(watched) == [("a.log", line) for line in content.splitlines()]
+    assert watched.truncated == 2 and len(watched.said) == 2
+
+
+def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
+    monkeypatch.setattr(ship_files, "_SCAN_BLOCKS", 2)
+    with (tmp_path / "a.log").open("ab", buffering=0) as log:
+        log.write(b"x" * 50_000)
+        look(watched)
+        [file] = watched.files
+        assert make_ready(watched, file)
+        reads = 0
+        while file.has_more:
+            assert file.read(LONGEST, False) is None
+            reads += 1
+        assert reads > 5
+        log.write(b"\nnext\n")
+        file.see(50_006)
+        block = file.read(LONGEST, False)
+        assert (block.lines, block.end, block.length) == ([b"x" * LONGEST], 50_001, 50_000)
+
+
+def test_more_files_than_may_be_followed_are_named(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(ship_files, "MOST_FILES", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.log").write_bytes(b"1\n")
+    assert len(drain(watched)) == 2
+    assert watched.said == [f"{path} is not followed: 2 files are already" for path in watched.refused]
+
+
+def test_a_state_keeps_names_of_every_kind(watched, tmp_path):
+    names = [b"a b.log", b"100%0A.log", b"two\nlines.log", b"\xff path=x.log"]
+    for name in names:
+        with open(os.path.join(os.fsencode(tmp_path), name), "wb") as log:
+            log.write(b"1\n")
+    drain(watched)
+    state = ShipState("ship-1", "app", 5, watched.files)
+    path = f"{tmp_path}/state"
+    save_state(path, state)
+    again = load_state(path)
+    assert again[:3] == state[:3]
+    rows = [
+        [(f.path, f.device, f.inode, f.offset, f.end, f.lines, f.first_line) for f in each.files]
+        for each in (state, again)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == len(names)
