@@ -17,8 +17,6 @@ import os
 import sys
 
 from kmq.broker.stage import Stage, main
-from kmq.config.intakes import TLS, UDP
-from kmq.ingress import intakes
 from kmq.ingress.loop import Loop, drain
 from kmq.ingress.ports import OWN_DESCRIPTORS
 from kmq.links.received import Handover
@@ -29,7 +27,10 @@ _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → ports → loop → drain."""
     settings = stage.settings
-    intakes.check_topics(settings)
+    if settings.intakes:
+        from kmq.ingress import intakes
+
+        intakes.check_topics(settings)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
     loop = Loop(stage, Handover(stage.raw, stage.open_received()))
@@ -46,6 +47,7 @@ def run(stage: Stage) -> None:
 def pass_on(stage: Stage) -> None:
     """While this broker does not lead its shard, pass what comes to the ports of the broker that does."""
     from kmq.broker import door  # only in a shard
+    from kmq.config.intakes import TLS, UDP
 
     settings = stage.settings
     os.makedirs(settings.pipes, exist_ok=True)

@@ -31,12 +31,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kmq.config.intakes import MOST as MOST_INTAKES
-from kmq.config.intakes import IntakePort
 from kmq.config.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.errors import BusyError, ConfigError
 from kmq.files import file_id
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+
+if TYPE_CHECKING:
+    from kmq.config.intakes import IntakePort
 
 
 # --- histogram -------------------------------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ class StatsPage:
             for word, value in enumerate(values):
                 self._intakes[at * _INTAKE + word] = value
 
-    def intakes(self, specs: Sequence[IntakePort]) -> list[dict[str, int | str]]:
+    def intakes(self, specs: "Sequence[IntakePort]") -> list[dict[str, int | str]]:
         """Return kind, topic and INTAKE_FIELDS of each entry of KMQ_INTAKES."""
         rows = (self._intakes[at * _INTAKE : (at + 1) * _INTAKE].tolist() for at in range(MOST_INTAKES))
         return [

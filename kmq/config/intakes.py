@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST = 16  # the stats page has room for the counters of so many
 TCP, TLS, UDP = "tcp", "tls", "udp"
-_ENTRY = re.compile(r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(:.*)?")
+_ENTRY = r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(:.*)?"
 
 
 class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic"))):
@@ -43,7 +43,7 @@ def parse_intakes(text: str) -> tuple[IntakePort, ...]:
 def _entry(text: str) -> IntakePort:
     from kmq.message import record  # only where there are intakes
 
-    match = _ENTRY.fullmatch(text)
+    match = re.fullmatch(_ENTRY, text)
     if not match or int(match[1]) > 65535:
         raise ValueError(f"{text!r}: expected <port>[/tls|/udp]=<topic>, with a port between 0 and 65535")
     number, kind, topic, hint = match.groups()

@@ -11,14 +11,13 @@ Time        At the end at most _HANDOVER_S and _REPLIES_S, less than DRAIN_S tog
 """
 
 import select
+import socket
 import time
 from collections.abc import Callable
 
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Incidents, Strangers
-from kmq.config.intakes import UDP
 from kmq.config.settings import DRAIN_S
-from kmq.ingress import intakes
 from kmq.ingress.limits import SWEEP_S, Gate
 from kmq.ingress.ports import Askers, Ports
 from kmq.ingress.producers import Producers
@@ -50,7 +49,7 @@ class Loop:
         for listener in self.ports.of_producers:
             self.producers.entrance.open(listener)
         for raw in self.ports.raw:
-            if raw.spec.kind == UDP:
+            if raw.sock.type == socket.SOCK_DGRAM:
                 self.producers.take_datagrams_of(raw)
         self._handlers: dict[int, Callable[[], None]] = {
             stage.raw: handover.flush,
@@ -130,6 +129,8 @@ class Loop:
         self._askers.sweep()
         self.gate.publish()
         if self.ports.raw:
+            from kmq.ingress import intakes  # only where there are some
+
             self.stage.page.publish_intakes([intakes.counts(raw) for raw in self.ports.raw])
         if self._tokens is not None:
             self._tokens.look()

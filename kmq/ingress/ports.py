@@ -24,11 +24,9 @@ from kmq import files
 from kmq.broker.ports import cannot_listen
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Strangers
-from kmq.config.intakes import TLS, UDP
 from kmq.errors import Stopped
 from kmq.files import replace_file, with_room
 from kmq.ingress.connection import Connection, ConnectionTable, Farewells, reset_on_close
-from kmq.ingress.intakes import RawPort, is_allowed
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from kmq.access.tokens import Tokens
     from kmq.broker.tls import Certificates
     from kmq.config.intakes import IntakePort
+    from kmq.ingress.intakes import RawPort
 
 
 _BACKLOG = 1024
@@ -53,7 +52,7 @@ class Listener:
         sock: socket.socket,
         failed: Callable[[OSError], None],
         context: "SSLContext | None",
-        raw: RawPort | None = None,
+        raw: "RawPort | None" = None,
     ) -> None:
         """`raw`: the intake whose port it is."""
         self.sock, self.raw = sock, raw
@@ -120,8 +119,11 @@ class Ports:
         self._write_port(name, listener.port)
         return listener
 
-    def _open_intake(self, at: int, spec: "IntakePort", context: "SSLContext | None") -> RawPort:
+    def _open_intake(self, at: int, spec: "IntakePort", context: "SSLContext | None") -> "RawPort":
         """Open the intake at this place of KMQ_INTAKES; its port is written to KMQ_PIPES/intake<at>.port."""
+        from kmq.config.intakes import TLS, UDP
+        from kmq.ingress.intakes import RawPort
+
         settings = self._stage.settings
         is_tls, is_udp = spec.kind == TLS, spec.kind == UDP
         host = settings.tls_host if is_tls else settings.host
@@ -313,8 +315,10 @@ class Entrance:
                 self._table.add(connection)
                 self._poll.register(connection.sock.fileno(), select.EPOLLIN)
 
-    def _is_welcome(self, raw: RawPort, peer: str) -> bool:
+    def _is_welcome(self, raw: "RawPort", peer: str) -> bool:
         """Return True if KMQ_INTAKES_FROM has the address of a peer; else count it as refused."""
+        from kmq.ingress.intakes import is_allowed
+
         if is_allowed(raw, self._networks, peer.rpartition(":")[0]):
             return True
         raw.refused += 1

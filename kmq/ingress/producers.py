@@ -35,10 +35,8 @@ from kmq.access.roles import LINES_IN
 from kmq.broker.stage import Stage
 from kmq.broker.stats import Row, Strangers
 from kmq.config.values import KIB, MIB
-from kmq.ingress import intakes
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
 from kmq.ingress.hello import MAX_BYTES, HelloRefused, parse
-from kmq.ingress.intakes import RawPort
 from kmq.ingress.limits import UNREAD, Deadlines, Gate, UnreadBudget, count_err, largest
 from kmq.ingress.ports import Entrance
 from kmq.links.fifo import AckReader, Sender
@@ -51,6 +49,7 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:
     from kmq.access.tokens import Tokens
     from kmq.config.intakes import Network
+    from kmq.ingress.intakes import RawPort
 
 
 # --- intake ----------------------------------------------------------------------------------------------------------
@@ -202,26 +201,32 @@ class Intake:
         else:
             self._bury(connection.raw, line, length, reason)
 
-    def _bury(self, raw: RawPort | None, line: bytes, length: int, reason: str) -> None:
+    def _bury(self, raw: "RawPort | None", line: bytes, length: int, reason: str) -> None:
         """Hand the dead.malformed over that keeps a line which is no message."""
         self.refused += 1
         if raw is None:
             self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)
             return
+        from kmq.ingress import intakes  # only where there are some
+
         raw.lines += 1
         raw.bytes += length + 1
         self.bytes += length + 1
         self.handover.put([intakes.letter(raw, reason, line, length)])
 
-    def _hand_over_raw(self, raw: RawPort, parts: list[Part]) -> None:
+    def _hand_over_raw(self, raw: "RawPort", parts: list[Part]) -> None:
         """Hand over whole lines that came to an intake. What arrived counts, and not what goes on: drain compares."""
+        from kmq.ingress import intakes
+
         before = raw.bytes
         for piece in intakes.wrapped(raw, parts, self.max_line + _PIECE_BYTES):
             self.handover.put(piece)
         self.bytes += raw.bytes - before
 
-    def take_datagrams(self, raw: RawPort, networks: "tuple[Network, ...]", refused: Callable[[str], None]) -> None:
+    def take_datagrams(self, raw: "RawPort", networks: "tuple[Network, ...]", refused: Callable[[str], None]) -> None:
         """Take the datagrams that wait at an intake, some at a time."""
+        from kmq.ingress import intakes
+
         taken, too_long = intakes.read_datagrams(raw, networks, refused)
         if taken:
             self._hand_over_raw(raw, [b"".join(taken)])
@@ -357,12 +362,12 @@ class Producers:
             self._strangers.refuse(connection.peer, "lines without a hello", "token")
         return False
 
-    def take_datagrams_of(self, raw: RawPort) -> None:
+    def take_datagrams_of(self, raw: "RawPort") -> None:
         """Read the datagrams of this intake from now on, as long as messages are accepted."""
         self._datagrams[raw.sock.fileno()] = raw
         self.poll.register(raw.sock, select.EPOLLIN)
 
-    def _take_datagrams(self, raw: RawPort) -> None:
+    def _take_datagrams(self, raw: "RawPort") -> None:
         def refused(peer: str) -> None:
             self._strangers.note("intake_refused", peer, f"{raw.spec}: not in KMQ_INTAKES_FROM")
 

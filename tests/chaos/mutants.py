@@ -246,6 +246,21 @@ MUTANTS = [
         [UNIT_INTAKE],
     ),
     Mutant(
+        "intakes: an empty line is stored as null",
+        [("kmq/ingress/intakes.py", " or text.rfind(raw.nothing) >= 0", "")],
+        ["tests/unit/test_raw_lines.py"],
+    ),
+    Mutant(
+        "intakes: a topic with a dot has no mark",
+        [("kmq/ingress/intakes.py", 'b".@|||" if b"." in topic else b"|||"', 'b"|||"')],
+        ["tests/unit/test_raw_lines.py"],
+    ),
+    Mutant(
+        "intakes: an address that is not listed may send",
+        [("kmq/ingress/intakes.py", "raw.known[address] = is_among(networks, address)", "raw.known[address] = True")],
+        ["tests/unit/test_raw_lines.py"],
+    ),
+    Mutant(
         "durability moves its cursor before the work",
         [
             (DURABILITY, "            self.framed.release(blocks[-1])\n", ""),

@@ -142,6 +142,15 @@ def test_one_large_receive_of_good_lines_is_taken_as_a_whole(shipper, monkeypatc
     assert [payload for _, _, payload in shipper.messages] == lines and shipper.raw.lines == 1000
 
 
+@pytest.mark.parametrize("data", [b"\n", b"\na\n", b"a\n\n", b"a\n\nb\n", b"a\n\n\n\nb\n"])
+def test_an_empty_line_is_an_empty_value_and_not_null(shipper, data):
+    shipper.send(data)
+    assert [payload for _, _, payload in shipper.messages] == data[:-1].split(b"\n")
+    assert [id for _, id, payload in shipper.messages if not payload] == [b";enc=b64"] * data[:-1].split(b"\n").count(
+        b""
+    )
+
+
 def test_no_declared_topic_changes_what_the_head_of_a_dotted_topic_means(ship):
     shipper = ship("app.web")
     shipper.send(b"one\ntwo\n")
