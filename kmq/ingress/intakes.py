@@ -18,10 +18,12 @@ Not covered Datagrams: the kernel drops those that ingress does not read in time
 """
 
 import os
+import re
 import socket
 import struct
 from binascii import b2a_base64
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kmq.config.intakes import UDP, IntakePort, is_among
 from kmq.config.settings import Settings
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from kmq.config.intakes import Network
 
 _WRAPPED_BYTES = 2 * MIB
+_HEAP_BYTES = MIB  # twice this much free memory is kept between two receives
 LEAST_BYTES = 16 * KIB  # of a receive: a TLS record fits (kmq/broker/tls.py)
 _SO_MEMINFO, _DROPS = 55, 8  # socket(7); which of the numbers says how many datagrams were dropped
 _MEMINFO = struct.Struct("9I")
@@ -49,13 +52,17 @@ class RawPort:
     """One intake: what goes before its lines, and what it has counted."""
 
     def __init__(self, spec: IntakePort, max_line: int, sock: socket.socket) -> None:
+        bytes(
+            _HEAP_BYTES
+        )  # so that the C library keeps what a receive frees, and need not fault it in again (stages/framer.py)
         topic = spec.topic.encode()
         self.spec, self.sock = spec, sock
         self.port: int = sock.getsockname()[1]
         self.head = topic + (b".@|||" if b"." in topic else b"|||")
         self.encoded = self.head[:-1] + b";enc=b64|"
         self.between = b"\n" + self.head
-        self.nothing = self.between + b"\n"  # an empty line, after another line
+        self.nothing, self.empty = self.between + b"\n", b"\n" + self.encoded + b"\n"  # an empty line
+        self.with_nul = re.compile(re.escape(self.between) + rb"([^\n\0]*+\0[^\n]*+)")
         self.max_message, self.max_line = max_line, max_line - len(self.head)
         self.receive_bytes = max(LEAST_BYTES, min(self.max_line, _WRAPPED_BYTES // (len(self.encoded) + 1)))
         self.lines = self.bytes = self.connections = self.refused = 0
@@ -79,36 +86,29 @@ def check_topics(settings: Settings) -> None:
 
 def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
     """Yield the messages of whole lines as pieces of at most `most` bytes, or one message; count the lines."""
-    lines = bytes(parts[0][:-1]) if len(parts) == 1 else b"".join(parts)[:-1]
-    raw.bytes += len(lines) + 1
-    text = lines.replace(b"\n", raw.between)
-    # Searched from the end: that is the faster way for a needle whose first byte is rare and whose last one is, too.
-    is_odd = 0 in lines or text.rfind(raw.nothing) >= 0 or lines[:1] in (b"", b"\n") or lines.endswith(b"\n")
-    if is_odd:
-        messages = [_message(raw, line) for line in lines.split(b"\n")]
-        raw.lines += len(messages)
-        rest = b"".join(messages)
-    else:
-        raw.lines += 1 + (len(text) - len(lines)) // len(raw.head)
-        if len(raw.head) + len(text) < most:
-            yield [raw.head, text, b"\n"]
-            return
-        rest = b"%b%b\n" % (raw.head, text)
-    done = 0
-    while done < len(rest):
-        end = len(rest) if len(rest) - done <= most else rest.rfind(b"\n", done, done + most) + 1
-        yield [rest[done:end]]
+    lines = b"".join((b"\n", *parts))  # with a newline before each line and after the last
+    text = lines[:-1].replace(b"\n", raw.between) + b"\n"
+    raw.bytes += len(lines) - 1
+    raw.lines += (len(text) - len(lines)) // len(raw.head)
+    if text.rfind(raw.nothing) >= 0:  # found sooner from the end: its first byte is rarer than its last ones
+        for _ in range(2):  # twice: of two that follow each other the newline between them belongs to one
+            text = text.replace(raw.nothing, raw.empty)
+    if 0 in lines:
+        text = raw.with_nul.sub(partial(_encoded, raw), text)
+    done = 1
+    while done < len(text):
+        end = len(text) if len(text) - done <= most else text.rfind(b"\n", done, done + most) + 1
+        yield [memoryview(text)[done:end]]
         done = end
 
 
-def _message(raw: RawPort, line: bytes) -> bytes:
-    """Return the message of one line, with its newline."""
-    if line and 0 not in line:
-        return b"%b%b\n" % (raw.head, line)
+def _encoded(raw: RawPort, match: "re.Match[bytes]") -> bytes:
+    """Return the message of a line with a NUL, between newlines that belong to others."""
+    line = match[1]
     payload = b2a_base64(line, newline=False)
     if len(raw.encoded) + len(payload) > raw.max_message:
-        return letter(raw, "too_long", line, len(line))
-    return b"%b%b\n" % (raw.encoded, payload)
+        return b"\n" + letter(raw, "too_long", line, len(line))[:-1]
+    return b"\n%b%b" % (raw.encoded, payload)
 
 
 def letter(raw: RawPort, reason: str, line: bytes, length: int) -> bytes:

@@ -247,7 +247,7 @@ MUTANTS = [
     ),
     Mutant(
         "intakes: an empty line is stored as null",
-        [("kmq/ingress/intakes.py", " or text.rfind(raw.nothing) >= 0", "")],
+        [("kmq/ingress/intakes.py", "for _ in range(2):", "for _ in range(1):")],
         ["tests/unit/test_raw_lines.py"],
     ),
     Mutant(

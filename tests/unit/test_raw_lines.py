@@ -135,11 +135,15 @@ def test_nasty_lines_arrive_byte_for_byte_however_they_are_cut(shipper, seed):
     assert all(payload for line in shipper.steps.lines for payload in [line.split(b"|", 3)[3]] if b"enc" not in line)
 
 
-def test_one_large_receive_of_good_lines_is_taken_as_a_whole(shipper, monkeypatch):
-    monkeypatch.setattr(intakes, "_message", lambda *_: pytest.fail("looked at a line by itself"))
+def test_one_large_receive_is_taken_as_a_whole_but_for_lines_with_a_nul(shipper, monkeypatch):
+    looked, encoded = [], intakes._encoded
+    monkeypatch.setattr(intakes, "_encoded", lambda raw, match: looked.append(match[1]) or encoded(raw, match))
     lines = [b"line %d with | and ; and !" % n for n in range(1000)]
+    lines[3] = lines[4] = lines[5] = b""
+    lines[7] = b"a\0b"
     shipper.send(b"".join(line + b"\n" for line in lines))
     assert [payload for _, _, payload in shipper.messages] == lines and shipper.raw.lines == 1000
+    assert looked == [b"a\0b"]
 
 
 @pytest.mark.parametrize("data", [b"\n", b"\na\n", b"a\n\n", b"a\n\nb\n", b"a\n\n\n\nb\n"])
