@@ -347,3 +347,45 @@ def test_what_hold_cannot_mean_is_an_error(options, says):
     given = {"kmq.bootstrap.servers": "a:1", "subscribe": "t", "onUnreachable": "hold"} | options
     with pytest.raises(ConfigError, match=says):
         ReadOptions({name: text for name, text in given.items() if text is not None})
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_soak_ten_brokers_three_killed_and_brought_back_and_one_replaced(spark, fleet, tmp_path):
+    """Orders go to every broker that is up, at any time; what each broker has is read once, and the replaced is named."""
+    ten = fleet(10)
+    killed, replaced = (2, 5, 8), 9
+    sent = [each for number in range(10) for each in ten.send(number)]
+    seen = []
+    where = ten.options(**{"kmq.patience": "1h"})
+    rows = spark.readStream.format("kmq").schema("id string").options(**where).load()
+    writer = rows.writeStream.foreachBatch(lambda batch, _: seen.extend(row.id for row in batch.collect()))
+    query = writer.option("checkpointLocation", f"{tmp_path}/c").trigger(processingTime="0 seconds").start()
+
+    def is_read(ids):
+        assert query.exception() is None, query.exception()
+        return {*ids} <= {*seen}
+
+    try:
+        wait(lambda: is_read(sent))
+        for number in (*killed, replaced):
+            ten.kill(number)
+            for other in sorted({*range(10)} - {*killed, replaced}):
+                sent.extend(ten.send(other))
+            wait(lambda: is_read(sent), lambda: f"{len(seen)} of {len(sent)}")
+        before, now = ten.replace(replaced)
+        fresh = ten.send(replaced)
+        for number in killed:
+            ten.up(number)
+            sent.extend(ten.send(number))
+            wait(lambda: is_read(sent), lambda: f"{len(seen)} of {len(sent)}")
+    finally:
+        query.stop()
+        listener.settle(spark, str(query.runId))
+    assert sorted(seen) == sorted(sent), "each once, and none of the fresh volume"
+    stopped = ten.brokers[0].kmq("pipeline", "status", f"{tmp_path}/c")
+    assert f"(id {now}) than this checkpoint ({before})" in stopped.stderr
+    done = ten.brokers[0].kmq("pipeline", "reset", f"{tmp_path}/c", "--forget", ten.names[replaced])
+    assert done.returncode == 0, done
+    rest = copy(spark, ten, tmp_path)
+    assert sorted({*rest} - {*sent}) == sorted(fresh), "a batch that was begun is read again"
