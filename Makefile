@@ -17,6 +17,9 @@ $(STAMP): pyproject.toml scripts/setup
 
 setup: $(STAMP)  ## make the environment in .venv
 
+dist: $(STAMP)  ## wheel and sdist in dist/, to install without a checkout
+	@scripts/dist
+
 demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), read them with a group, audit and archive them
 	@scripts/demo $(INPUT)
 
@@ -90,4 +93,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-consumers console-shots soak clean
+.PHONY: help setup dist demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-consumers console-shots soak clean

@@ -39,6 +39,7 @@ from kmq.client.connection import (
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Offsets, OnPlaces, Result, at_once
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import ConsumerCore
+from kmq.client.delivery import document
 from kmq.client.failures import NotAnswered, choose
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.producer import Producer
@@ -200,6 +201,9 @@ class Consumer(ConsumerCalls):
         if kind is None:
             self._given = None  # the block has handled what it was given
         self._end()
+
+
+document(Consumer, ConsumerOptions)
 
 
 # --- the socket, and the thread that keeps it alive while the application works --------------------------------------

@@ -30,6 +30,7 @@ from kmq.client.connection import (
 from kmq.client.consumer_calls import LEAVE_S, SLICE_S, ConsumerCalls, Mover, Result
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import ConsumerCore
+from kmq.client.delivery import document
 from kmq.client.failures import NotAnswered, Refused, choose
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
 from kmq.client.producer import Producer
@@ -149,6 +150,9 @@ class AsyncConsumer(ConsumerCalls):
         if kind is None:
             self._given = None  # the block has handled what it was given
         await self._close()
+
+
+document(AsyncConsumer, ConsumerOptions)
 
 
 # --- the connection, and the tasks that keep it and the member alive -------------------------------------------------

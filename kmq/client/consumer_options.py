@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypedDict
 
-from kmq.client.delivery import check_token
+from kmq.client.delivery import check_token, option
 from kmq.config.values import MIB
 from kmq.errors import ConfigError
 from kmq.message.record import NO_PARTITION, is_topic_name
@@ -35,20 +35,24 @@ class ConsumerOptions:
                 processed when the program dies. Without any commit messages come again, which is noticed.
     """
 
-    group_id: str = ""
-    member: str = ""
-    assignor: str = ASSIGNORS[0]
-    start: Start = "earliest"
-    session_s: float = 30.0  # after so long without a sign of life a member's partitions go to others
-    max_poll_interval_s: float = 300.0  # longest time between two polls: then the member leaves until the next one
-    auto_commit: bool = False
-    auto_commit_s: float = 5.0
-    max_poll_records: int = 500
-    fetch_max_bytes: int = MIB  # of one batch; two of them are in memory, one given out and one on its way
-    timeout_s: float = 60.0  # of every waiting call that gets no timeout of its own, except poll and iteration
-    token: str = ""  # bearer token
-    tls: ssl.SSLContext | None = None
-    server_hostname: str | None = None
+    group_id: str = option("", "the group to join; without one all partitions are read, and nothing is committed")
+    member: str = option("", "a name of your own keeps a program's partitions over a quick restart")
+    assignor: str = option(ASSIGNORS[0], f"how a group shares partitions: {', '.join(ASSIGNORS)}")
+    start: Start = option("earliest", "where nothing is committed: earliest, latest, an offset or a time")
+    session_s: float = option(30.0, "after so long without a sign of life a member's partitions go to others")
+    max_poll_interval_s: float = option(
+        300.0, "longest time between two polls: then the member leaves until the next one"
+    )
+    auto_commit: bool = option(
+        False, "commit what the application has come back for, every auto_commit_s and at the end"
+    )
+    auto_commit_s: float = option(5.0, "time between two such commits")
+    max_poll_records: int = option(500, "messages that one poll returns at most")
+    fetch_max_bytes: int = option(MIB, "of one batch; two of them are in memory, one given out and one on its way")
+    timeout_s: float = option(60.0, "of every waiting call that gets no timeout of its own, except poll and iteration")
+    token: str = option("", "bearer token")
+    tls: ssl.SSLContext | None = option(None, "a context for TLS; None: a plain connection")
+    server_hostname: str | None = option(None, "the name to expect in the certificate; None: the host")
 
     def __post_init__(self) -> None:
         for field in ("group_id", "member"):

@@ -3,9 +3,9 @@
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from kmq.client.failures import Refused
 from kmq.config.values import KIB, MIB
@@ -173,6 +173,30 @@ def in_parts(whole: Delivery, count: int, most: int) -> Iterator[tuple[Delivery,
 _NAME = re.compile(NAME_PATTERN)
 
 
+def option(default: object, meaning: str) -> Any:
+    """Declare an option of a client: `meaning` stands in help() and in docs/client-options.md."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
+def table_of(options: type) -> list[tuple[str, str, str]]:
+    """Return (name, default, meaning) of each option."""
+    return [(each.name, _shown(each.default), each.metadata["meaning"]) for each in fields(options)]
+
+
+def _shown(value: object) -> str:
+    return " ".join(sorted(value)) if isinstance(value, frozenset) else repr(value)
+
+
+def help_text(options: type) -> str:
+    """Return the options for the docstring of a client."""
+    return "".join(f"\n    {name}={default}\n        {meaning}" for name, default, meaning in table_of(options))
+
+
+def document(client: type, options: type) -> None:
+    """Add the options to the docstring of a client, for help()."""
+    client.__doc__ = f"{client.__doc__}\n\n    Options (docs/client-options.md):\n{help_text(options)}\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a producer.
@@ -193,29 +217,32 @@ class Options:
                         twice.
     """
 
-    producer: str = ""
-    window: str = ""
-    dedupe: bool = True
-    first_id: int | None = None
-    # How long to gather messages for a write. None: until the next reply, if one is awaited. 0: a write per message.
-    linger_ms: float | None = None
-    batch_bytes: int = 64 * KIB  # this many gathered bytes are written at once, whatever linger_ms says
-    max_in_flight: int = 100_000  # maximum number of messages without a reply, including those not yet written
-    max_in_flight_bytes: int = 32 * MIB
-    timeout_s: float = 60.0  # of every waiting call that gets no timeout of its own
-    delivery_timeout_s: float | None = None  # a message without a reply fails after it (NotAnswered); None: never
-    retry: frozenset[str] = RETRYABLE  # refusals to retry on a new connection; others fail the message
-    token: str = ""  # bearer token
-    tls: ssl.SSLContext | None = None
-    server_hostname: str | None = None
-    stall_s: float = 5.0  # how long without a reply until the producer reports a stall, and between reports
-    on_stall: Callable[[str], None] | None = None  # called with the report; None: logger kmq.producer warns
-    reserved: bool = False  # for KMQ's own programs: write to topics that begin with __, with the pod's local token
+    producer: str = option("", "a name of your own, under which ids are remembered over restarts of the program")
+    window: str = option("", "ids are any text; the broker remembers the last KMQ_DEDUPE_COUNT of them under this name")
+    dedupe: bool = option(True, "False: the broker remembers no ids, so a retry may be stored twice")
+    first_id: int | None = option(None, "with producer=: the first generated id; None: after the last that is stored")
+    linger_ms: float | None = option(
+        None, "how long to gather messages for a write; None: until the next reply, if one is awaited; 0: not at all"
+    )
+    batch_bytes: int = option(64 * KIB, "so many gathered bytes are written at once, whatever linger_ms says")
+    max_in_flight: int = option(100_000, "messages without a reply, unwritten ones included; send() waits at the limit")
+    max_in_flight_bytes: int = option(32 * MIB, "the same in bytes")
+    timeout_s: float = option(60.0, "of every waiting call that gets no timeout of its own; then NotAnswered")
+    delivery_timeout_s: float | None = option(None, "a message without a reply fails after it; None: never")
+    retry: frozenset[str] = option(RETRYABLE, "refusals to retry on a new connection; others fail the message")
+    token: str = option("", "bearer token")
+    tls: ssl.SSLContext | None = option(None, "a context for TLS; None: a plain connection")
+    server_hostname: str | None = option(None, "the name to expect in the certificate; None: the host")
+    stall_s: float = option(5.0, "how long without a reply until a stall is reported, and between reports")
+    on_stall: Callable[[str], None] | None = option(
+        None, "called with the report of a stall; None: a warning of the logger kmq.producer"
+    )
+    reserved: bool = option(False, "for programs of KMQ itself: write to topics that begin with __")
 
     def __post_init__(self) -> None:
-        for field in ("producer", "window"):
-            if getattr(self, field) and not _NAME.fullmatch(getattr(self, field)):
-                raise ConfigError(f"{field}={getattr(self, field)!r}: must be 1 to 64 of A-Z a-z 0-9 _ . : -")
+        for name in ("producer", "window"):
+            if getattr(self, name) and not _NAME.fullmatch(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1 to 64 of A-Z a-z 0-9 _ . : -")
         if bool(self.producer) + bool(self.window) + (not self.dedupe) > 1:
             raise ConfigError("producer=, window= and dedupe=False exclude each other")
         if self.first_id is not None and not self.producer:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from kmq.client.connection import Address, Channel, Greeted, address_of, backoff, dial, local_address, logger
-from kmq.client.delivery import Choices, Options, in_parts
+from kmq.client.delivery import Choices, Options, document, in_parts
 from kmq.client.delivery import Delivery as CoreDelivery
 from kmq.client.failures import NotAnswered, choose
 from kmq.client.producer_core import Overdue, ProducerCore, as_list
@@ -254,6 +254,9 @@ class Producer:
             self.close()
         else:
             self.abort()
+
+
+document(Producer, Options)
 
 
 # --- threads and the socket ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kmq.client.connection import (
     local_address,
     logger,
 )
-from kmq.client.delivery import Choices, Delivery, Options, in_parts
+from kmq.client.delivery import Choices, Delivery, Options, document, in_parts
 from kmq.client.failures import NotAnswered, Refused, choose
 from kmq.client.lines import no_connection
 from kmq.client.producer_core import Outgoing, Overdue, ProducerCore, as_list
@@ -219,6 +219,9 @@ class AsyncProducer:
 
     def _timeout(self, timeout: float | None, what: str) -> "_Timeout":
         return _Timeout(self.options.timeout_s if timeout is None else timeout, what, self.describe)
+
+
+document(AsyncProducer, Options)
 
 
 def _expect() -> "tuple[Delivery, asyncio.Future[int]]":

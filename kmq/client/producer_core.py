@@ -290,6 +290,8 @@ class Overdue:
         self._core = core
         self.report = options.on_stall or report
         self._stall_s = options.stall_s
+        self._repeats = options.on_stall is not None  # a log gets one line when a stall begins, and one when it ends
+        self._since = 0.0  # the begin of a stall that was reported
         self._look_at = self._reported = time.monotonic()
 
     def is_due(self, now: float) -> bool:
@@ -301,10 +303,16 @@ class Overdue:
         self._look_at = now + self.period_s
         core.window.expire(now, core.describe(now))
         oldest = core.window.oldest
-        if oldest is None or now - max(oldest, self._reported) < self._stall_s:
+        is_stalled = oldest is not None and now - oldest >= self._stall_s
+        if self._repeats:
+            if not is_stalled or now - self._reported < self._stall_s:
+                return ""
+            self._reported = now
+            return core.describe(now)
+        if is_stalled == bool(self._since):
             return ""
-        self._reported = now
-        return core.describe(now)
+        since, self._since = self._since, (oldest or now) if is_stalled else 0.0
+        return core.describe(now) if is_stalled else f"the broker replies again, after {now - since:.0f} s"
 
 
 # --- ids -------------------------------------------------------------------------------------------------------------

@@ -370,6 +370,19 @@ def test_a_stall_is_reported_also_when_no_caller_waits(up, connect):
     assert delivery.result() == 2
 
 
+def test_a_stall_is_logged_when_it_begins_and_when_it_ends_and_not_between(up, connect, caplog):
+    producer = connect(stall_s=0.1)
+    producer.send("t", b"x").result()
+    os.kill(up.pids()["durability"], signal.SIGSTOP)
+    delivery = producer.send("t", b"x")
+    up.wait(lambda: "does not answer" in caplog.text, "the begin")
+    os.kill(up.pids()["durability"], signal.SIGCONT)
+    assert delivery.result() == 2
+    up.wait(lambda: "replies again" in caplog.messages[-1], "the end")
+    assert [record.name for record in caplog.records] == ["kmq.producer"] * len(caplog.records)
+    assert ["replies again" in text for text in caplog.messages] == [False, True] * (len(caplog.messages) // 2)
+
+
 def test_a_broker_that_comes_up_later_gets_what_waits_for_it(broker, connect):
     (broker.pipes).mkdir()
     (broker.pipes / "ingress.port").write_text("1\n")

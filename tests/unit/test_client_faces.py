@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from pages import text
 
 import kmq
+from kmq.client.consumer_options import ConsumerOptions
+from kmq.client.delivery import Options, help_text, table_of
 from kmq.client.failures import refused_message
 
 
@@ -45,3 +48,17 @@ def test_a_refusal_says_what_it_means_and_nothing_of_the_payload():
     assert (error.code, error.reason, error.line[:9]) == ("too_long", "too_long", b"orders.u7")
     assert "secret" not in str(kmq.Refused("no_separator", b"my secret"))
     assert str(kmq.Refused("of_another_version")) == "refused by the broker: of_another_version"
+
+
+@pytest.mark.parametrize(
+    ("options", "heading", "clients"),
+    [
+        (Options, "## Producer, AsyncProducer", (kmq.Producer, kmq.AsyncProducer)),
+        (ConsumerOptions, "## Consumer, AsyncConsumer", (kmq.Consumer, kmq.AsyncConsumer)),
+    ],
+)
+def test_every_option_is_in_help_and_on_its_page(options, heading, clients):
+    rows = [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in table_of(options)]
+    shown = text("docs/client-options.md").partition(heading + "\n")[2].partition("\n## ")[0].splitlines()
+    assert [row for row in shown if row.startswith("| `")] == rows, "write:\n" + "\n".join(rows)
+    assert all(help_text(options) in client.__doc__ for client in clients)
