@@ -472,6 +472,9 @@ class ProducerDriver:
         """Attend to the socket while no caller does. The lock is released meanwhile."""
         core, turns = self.core, self._turns
         if not core.window.unanswered and not self._busy:
+            if self._overdue.is_said:  # its end is logged before this thread rests
+                self._look()
+                return
             self.resting = True
             self._work.wait()
             return

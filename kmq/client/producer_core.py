@@ -297,6 +297,11 @@ class Overdue:
     def is_due(self, now: float) -> bool:
         return now >= self._look_at
 
+    @property
+    def is_said(self) -> bool:
+        """Return True while the log has the begin of a stall and not its end."""
+        return self._since > 0
+
     def look(self) -> str:
         """Fail expired messages. Returns what to `report` without holding a lock, "" for nothing."""
         core, now = self._core, time.monotonic()

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
+from brokers import ROOT
 from certificates import Authority
 from chaos.loopfs import disk_of
 
@@ -233,3 +234,23 @@ def test_a_certificate_of_tomorrow_and_a_client_authority_that_expires_are_warne
     broker = started(**files(until=60, since=1), KMQ_TLS_CLIENT_CA=trusted)
     broker.wait(lambda: warned(broker) == [{"certificate_not_yet_valid", "certificate_expires"}] * 5, "both warnings")
     assert f"certificate_expires: KMQ_TLS_CLIENT_CA={trusted} expires in 2.0 days" in broker.kmq("status").stdout
+
+
+def numbers(value, path=""):
+    """The paths of all numbers in a document; an item of a list or a measured thing stands for all."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from numbers(inner, "latency.<what>" if path == "latency" else f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers(inner, f"{path}[]")
+    elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        yield path
+
+
+def test_every_number_of_the_status_is_on_its_page(started):
+    broker = started()
+    assert broker.kmq("produce", "t", "-m", "x", "--acks").returncode == 0
+    found = set(numbers(json.loads(broker.kmq("status", "--json").stdout))) - {"latency.<what>"}
+    page = (ROOT / "docs" / "status-json.md").read_text()
+    assert found == set(re.findall(r"(?m)^\| `(\S+)` \|", page))
