@@ -31,9 +31,9 @@ class Logs:
     def bytes_of(self, key, start, end):
         return self.size * (end - start)
 
-    def cuts(self, key, start, end, nbytes):
+    def cuts(self, spans, nbytes):
         step = max(1, nbytes // self.size)
-        return list(range(start + step, end, step))
+        return {span.key: list(range(span.start + step, span.end, step)) for span in spans}
 
     def batches(self, max_offsets=0, max_bytes=0):
         """The ends of each batch until all is read."""

@@ -380,13 +380,15 @@ def stream_of(names):
     return StreamReader(StructType([]), ReadOptions(options))
 
 
-def test_a_micro_batch_asks_each_broker_twice_and_all_of_them_at_once(tmp_path, monkeypatch):
+# More records are cut into tasks: two looks at the index of each of three partitions.
+@pytest.mark.parametrize(("records", "most"), [(30, 10), (4500, 40)])
+def test_a_micro_batch_asks_each_broker_twice_and_all_of_them_at_once(tmp_path, monkeypatch, records, most):
     with fleet(tmp_path, 5) as (made, names, asked):
         stream = stream_of(names)
         first = stream.latestOffset(stream.initialOffset(), ReadAllAvailable())
         stream.partitions({}, first)
         for each in made:
-            append(each, [b"t.k%d|0|%d|y" % (n, n) for n in range(100, 130)])
+            append(each, [b"t.k%d|0|%d|y" % (n, n) for n in range(100, 100 + records)])
         asked.clear()
         meeting, ask = threading.Barrier(5), PatientRemote._ask
 
@@ -397,7 +399,8 @@ def test_a_micro_batch_asks_each_broker_twice_and_all_of_them_at_once(tmp_path, 
         monkeypatch.setattr(PatientRemote, "_ask", together)
         second = stream.latestOffset(first, ReadAllAvailable())
         tasks = stream.partitions(first, second)
-        assert len(asked) <= 10 and sum(len(span) for task in tasks for span in task.spans) == 5 * 30
+        assert len(asked) <= most and sum(len(span) for task in tasks for span in task.spans) == 5 * records
+        assert any("/cuts" in target for _, target in asked) == (records > 30)
         assert all(len(second[name]["__last"]["t"]) == 3 for name in names)
 
 

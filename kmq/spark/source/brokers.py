@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
-AT_A_TIME = 16  # gateways that are asked side by side
+AT_A_TIME = 32  # gateways that are asked side by side
 
 
 LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be given

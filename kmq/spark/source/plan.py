@@ -61,7 +61,6 @@ from kmq.message import record
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]
 Bounds = dict[Key, tuple[int, int]]  # the first offset that exists, the next offset to be given
-Cuts = Callable[[Key, int, int, int], list[int]]  # key, start, end, bytes → where to cut
 Stamp = tuple[int, int]
 
 IDENTITY, FORMAT, LAST, CUTS, TASKS, FROM = "__id", "__format", "__last", "__cuts", "__tasks", "__from"
@@ -92,6 +91,9 @@ class OffsetSpan:
 
     def __len__(self) -> int:
         return max(0, self.end - self.start)
+
+
+Cuts = Callable[[Sequence[OffsetSpan], int], dict[Key, list[int]]]  # ranges, bytes → where to cut each
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -275,13 +277,9 @@ def cut(spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int
 def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> tuple[list[OffsetSpan], set[Key]]:
     """Return the ranges cut into about `tasks` shares of all their bytes, and which have at least LEAST_BYTES."""
     large = [span for span in spans if len(span) >= _FEW]
-    edges = {span.key: cuts(span.key, span.start, span.end, SPLIT_BYTES) for span in large}
+    edges = cuts(large, SPLIT_BYTES)
     coarse = sum(map(len, edges.values()))
-    fine = {
-        span.key: cuts(span.key, span.start, span.end, LEAST_BYTES)
-        for span in large
-        if coarse < tasks or not edges[span.key]
-    }
+    fine = cuts([span for span in large if coarse < tasks or not edges[span.key]], LEAST_BYTES)
     if coarse < tasks:  # less than SPLIT_BYTES per task: cut more finely
         edges = fine
         total = sum(map(len, edges.values())) + len(edges)  # in LEAST_BYTES
@@ -359,11 +357,9 @@ def evenly(span: OffsetSpan, count: int) -> list[OffsetSpan]:
 
 def cut_as_format_1(spans: Iterable[OffsetSpan], cuts: Cuts, min_partitions: int) -> list[OffsetSpan]:
     """Return the pieces of a repeated batch that a release before format 2 of offsets has planned."""
-    pieces = [
-        piece
-        for span in spans
-        for piece in cut_up(span, cuts(span.key, span.start, span.end, SPLIT_BYTES) if len(span) >= 10_000 else [])
-    ]
+    spans = list(spans)
+    found = cuts([span for span in spans if len(span) >= 10_000], SPLIT_BYTES)
+    pieces = [piece for span in spans for piece in cut_up(span, found.get(span.key, ()))]
     if len(pieces) >= min_partitions or not pieces:
         return pieces
     total = sum(map(len, pieces))
@@ -420,11 +416,13 @@ class Bytes:
         blocks = max(1, max_bytes // _MARKS // _BLOCK)
         self._places: dict[Key, list[int]] = {}
         self._mark: dict[Key, float] = {}  # bytes between two places
+        # Cut no more than a batch can take from a partition: a backlog of years would be cut up each time.
+        most = max_bytes // _LEAST_LINE + 1
+        near = [OffsetSpan(span.key, span.start, min(span.end, span.start + most)) for span in spans]
+        # A block ends with a whole line. With half a block added, a cut covers as many blocks as intended.
+        found = cuts(near, blocks * _BLOCK + _BLOCK // 2)
         for span in spans:
-            # Cut no more than a batch can take from this partition: a backlog of years would be cut up each time.
-            end = min(span.end, span.start + max_bytes // _LEAST_LINE + 1)
-            # A block ends with a whole line. With half a block added, a cut covers as many blocks as intended.
-            places = [span.start, *cuts(span.key, span.start, end, blocks * _BLOCK + _BLOCK // 2)]
+            places = [span.start, *found[span.key]]
             self._places[span.key], self._mark[span.key] = places, blocks * _BLOCK
             if len(places) > 1 and places[1] - places[0] < _FEW_LINES:  # a block of long lines is larger than _BLOCK
                 self._mark[span.key] = max(blocks * _BLOCK, times.bytes_of(span.key, places[0], places[1]))

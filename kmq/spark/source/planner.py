@@ -253,8 +253,16 @@ class QueryLogs:
 
     # --- where records are -------------------------------------------------------------------------------------------
 
-    def cuts(self, key: Key, start: int, end: int, nbytes: int) -> list[int]:
-        return self.brokers[key[0]].cuts(key[1], key[2], start, end, nbytes)
+    def cuts(self, spans: Sequence[OffsetSpan], nbytes: int) -> dict[Key, list[int]]:
+        """Return where to cut each range into ranges of about `nbytes`."""
+        of: dict[str, list[OffsetSpan]] = {}
+        for span in spans:
+            of.setdefault(span.key[0], []).append(span)
+
+        def ask(name: str) -> dict[Key, list[int]]:
+            return {span.key: self.brokers[name].cuts(*span.key[1:], span.start, span.end, nbytes) for span in of[name]}
+
+        return {key: at for found in self.each(ask, of).values() for key, at in found.items()}
 
     def offset_of_time(self, key: Key, micros: int) -> int:
         return self.brokers[key[0]].offset_of_time(key[1], key[2], micros)
