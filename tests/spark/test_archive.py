@@ -421,13 +421,13 @@ class Killed(BaseException):
 
 
 # Each with the call that matters: the one before tries whether it could, or clears the place.
-@pytest.mark.parametrize(("step", "call"), [("writer", 1), ("exchange", 2), ("rmtree", 2)])
+@pytest.mark.parametrize(("step", "call"), [("sync_directory", 1), ("exchange", 2), ("rmtree", 2)])
 def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, step, call):
     to = str(tmp_path / "t")
     (tmp_path / "t" / "topic=a").mkdir(parents=True)
     for n in range(10):
         pq.write_table(pa.table({"n": [n]}), f"{to}/topic=a/{n:010}-0000.parquet")
-    owner = {"writer": tables.base, "exchange": tables.stores, "rmtree": shutil}[step]
+    owner = {"sync_directory": tables.formats, "exchange": tables.stores, "rmtree": shutil}[step]
     real, calls = getattr(owner, step), []
 
     def dying(*args, **kwargs):
@@ -444,8 +444,43 @@ def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, st
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
     with tables.open_table(to, "parquet", ["topic"]) as table:
         assert not os.path.exists(table.merging)
-        assert table.merge(spark, all=True) == (10 if step == "writer" else 0)
+        assert table.merge(spark, all=True) == (10 if step == "sync_directory" else 0)
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
+
+
+def test_merged_files_keep_rows_columns_and_the_types_that_only_spark_knows(spark, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables.base, "MERGE_FILES", 3)
+    monkeypatch.setattr(tables.base, "TARGET_BYTES", 6_000)  # so that there are several files
+    to, made = f"{tmp_path}/t", f"{tmp_path}/made"
+    os.makedirs(f"{to}/topic=a")
+    by_spark = spark.range(0, 3000, 1, 3).selectExpr(
+        *("id n", "parse_json(concat('[', id, ']')) v", "map('k', string(id)) headers", "timestamp_micros(id) recv_ts"),
+        *(
+            "array(named_struct('x', id, 'y', cast(id as decimal(20,3)))) l",
+            "interval '3' day d",
+            "cast(id % 100 as tinyint) b",
+        ),
+    )
+    by_spark.write.parquet(made)
+    for number, path in enumerate(Path(made).glob("*.parquet")):
+        os.rename(path, f"{to}/topic=a/{number:010}-0000.parquet")
+    by_task = pa.table({"n": [7000], "headers": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string()))})
+    pq.write_table(by_task, f"{to}/topic=a/{9:010}-0000.parquet", store_schema=False)
+    largest = max(path.stat().st_size for path in Path(to).glob("topic=a/*"))
+    monkeypatch.setattr(tables.base, "TARGET_BYTES", 2 * largest + 2)  # so that there are two files
+    texts = ("n", "to_json(v) v", "headers", "recv_ts", "l", "d", "b")
+
+    def rows():
+        found = spark.read.option("mergeSchema", "true").parquet(to)
+        return found.schema, sorted(map(str, found.selectExpr(*texts).collect()))
+
+    before = rows()
+    with tables.open_table(to, "parquet", ["topic"]) as table:
+        assert table.merge(spark, all=True) == 4
+    left = sorted(Path(to).glob("topic=a/*"))
+    assert [path.name for path in left] == [f"{9:010}-0000+{n}.parquet" for n in (0, 1)]
+    assert rows() == before
+    assert len(before[1]) == 3001
 
 
 # --- with a broker ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Invariant   A row of the result always comes after its files are complete and sy
             one of the files, once.
 Crash       Nothing reads the files of an attempt without a row: of a task that failed, was killed, or ran twice. A task
             that outlives its driver finds its directory gone, because only the driver makes it.
-Memory      One block, and at most GROUP_BYTES of rows of a file.
+Memory      One block, and at most GROUP_BYTES of rows of a file (parquet_files.py).
 """
 
 import os
@@ -29,13 +29,11 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from kmq.files import sync_file
 from kmq.spark.pipelines import json_columns
 from kmq.spark.pipelines.json_columns import JsonColumns
 from kmq.spark.source import columns
@@ -43,15 +41,13 @@ from kmq.spark.source.batches import Blocks
 from kmq.spark.source.columns import Block, Numbers, Where
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.tables.parquet_files import ParquetFiles
 
 FORMAT = "kmq-archive"
 STAGING = "kmq.staging"  # the local property of Spark that names the directory for parts
 UNSURE = "_unsure"
 RESULT = "part string, rows bigint, unsure bigint"
 DIRECT = frozenset(("broker", "topic", "partition", "date", "hour"))  # columns of which a task makes directories
-GROUP_BYTES = 64 << 20  # of a row group, in Arrow's memory
-_LEVEL = 3  # of zstd, as Spark has it
-_RISING = ("offset", "seq", "recv_ts")  # columns of which differences are stored
 _HOUR_US, _DAY_US = 3_600_000_000, 86_400_000_000
 # What Spark writes as %XX in names of directories.
 _ESCAPED = frozenset([*map(chr, range(1, 32)), *"\"#%'*/:=?\\\x7f{[]^"])
@@ -99,7 +95,7 @@ def write_part(job: ArchiveJob, blocks: Blocks) -> Iterator[pa.RecordBatch]:
     layout = list(job.partition_by or ())
     dropped = [] if job.keeps_partitions else layout
     schema = pa.schema([field for field in _arrow(job.stored) if field.name not in dropped])
-    rows, unsure = _Files(schema), _Files(_arrow(job.read))
+    rows, unsure = ParquetFiles(schema), ParquetFiles(_arrow(job.read))
     for block, where in blocks:
         good, hours, are_sure = _rows(job, block, where, schema)
         edges = [0, *(np.flatnonzero(np.diff(hours)) + 1).tolist(), len(hours)]
@@ -188,75 +184,3 @@ def _named(block: Block, header: str, default: str | None) -> pa.Array:
 def escaped(text: str) -> str:
     """Return a value of a partition as Spark writes it in the name of a directory."""
     return "".join(f"%{ord(char):02X}" if char in _ESCAPED else char for char in text)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-class _Files:
-    """Parquet files of one schema, written one after the other."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._directory, self._number, self._count = "", 0, 0
-        self._writer: pq.ParquetWriter | None = None
-        self._group: list[pa.RecordBatch] = []
-        self._group_bytes = 0
-
-    def add(self, rows: pa.RecordBatch, directory: str) -> None:
-        """Add rows to the file in a directory; another directory ends the file."""
-        if directory != self._directory:
-            self._finish()
-            os.makedirs(directory, exist_ok=True)
-            self._directory = directory
-        self._group.append(rows)
-        self._group_bytes += rows.nbytes
-        if self._group_bytes >= GROUP_BYTES:
-            self._write()
-
-    def close(self) -> int:
-        """Finish the last file; return the number of all rows. Only then the files are complete and synced."""
-        self._finish()
-        return self._count
-
-    def _write(self) -> None:
-        rows = pa.Table.from_batches(self._group)
-        if self._writer is None:
-            path = f"{self._directory}/rows-{self._number:03}.parquet"
-            leaves = [leaf for field in self._schema for leaf in _leaves(field.name, field.type)]
-            self._writer = pq.ParquetWriter(
-                path,
-                self._schema,
-                compression="zstd",
-                compression_level=_LEVEL,
-                use_dictionary=[leaf for leaf in leaves if leaf not in _RISING],
-                column_encoding={leaf: "DELTA_BINARY_PACKED" for leaf in leaves if leaf in _RISING},
-                store_schema=False,  # Spark's files have none either
-            )
-            self._number += 1
-            self._path = path
-        self._writer.write_table(rows, row_group_size=len(rows))
-        self._count += len(rows)
-        self._group, self._group_bytes = [], 0
-
-    def _finish(self) -> None:
-        if self._group:
-            self._write()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            sync_file(self._path)
-
-
-def _leaves(path: str, kind: pa.DataType) -> Iterator[str]:
-    """Yield the paths of a column's leaves in a Parquet file."""
-    if pa.types.is_struct(kind):
-        for field in kind:
-            yield from _leaves(f"{path}.{field.name}", field.type)
-    elif pa.types.is_list(kind):
-        yield from _leaves(f"{path}.list.element", kind.value_type)
-    elif pa.types.is_map(kind):
-        yield f"{path}.key_value.key"
-        yield from _leaves(f"{path}.key_value.value", kind.item_type)
-    else:
-        yield path

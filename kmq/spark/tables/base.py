@@ -33,7 +33,7 @@ from kmq.spark.tables.stores import S3, TableDirectory, TableStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
 
@@ -483,7 +483,7 @@ class Table:
         """Write rows to a directory of the staged batch."""
         laid_out, names = self._laid_out(rows)
         with self.writing(rows.sparkSession):
-            writer(laid_out).partitionBy(*names).parquet(to)
+            laid_out.write.option("compression", "zstd").partitionBy(*names).parquet(to)
 
     def _laid_out(self, rows: "DataFrame") -> "tuple[DataFrame, list[str]]":
         """Return the rows as files have them, and the columns that name directories."""
@@ -542,8 +542,3 @@ class Table:
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         """Merge small files; return how many were replaced. `all`: also in directories that the last batch wrote to."""
         raise NotImplementedError
-
-
-def writer(rows: "DataFrame") -> "DataFrameWriter":
-    """Return Spark's writer for the files of a table; to be used where the confs are pinned."""
-    return rows.write.option("compression", "zstd")

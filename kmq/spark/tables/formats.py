@@ -26,13 +26,11 @@ import os
 import re
 import shutil
 import time
-from math import ceil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from kmq.errors import ConfigError, RetryError
-from kmq.files import replace_file, sync_directory, sync_file
-from kmq.spark.pinned import pinned
+from kmq.files import replace_file, sync_directory
 from kmq.spark.tables import base, stores
 from kmq.spark.tables.base import Offsets, Table, TableContent
 from kmq.spark.tables.stores import S3, TableDirectory, endpoint
@@ -221,16 +219,20 @@ class Parquet(Table):
     def _merge(self, spark: "SparkSession", directory: str, small: list[str], files: dict[str, int]) -> int:
         live, made = f"{self.path}/{directory}", f"{self.merging}/rows"
         shutil.rmtree(self.merging, ignore_errors=True)
-        # Without mergeSchema Spark takes the schema of one file, and a column that only later files have is lost.
-        rows = spark.read.option("mergeSchema", "true").parquet(*(f"{live}/{name}" for name in small))
-        few = rows.coalesce(ceil(sum(files[name] for name in small) / base.TARGET_BYTES))
-        with pinned(spark):
-            base.writer(few).parquet(made)
+        shares: list[list[str]] = []
+        nbytes = 0
+        for name in small:
+            if nbytes >= len(shares) * base.TARGET_BYTES:
+                shares.append([])
+            shares[-1].append(f"{live}/{name}")
+            nbytes += files[name]
+        tasks = [(share, f"{made}/{number}") for number, share in enumerate(shares)]
+        # By Python workers: the JVM takes several times the CPU to decode and encode the same rows.
+        spark.sparkContext.parallelize(tasks, len(tasks)).foreach(_merged)
         stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest file: no earlier merge used it
         new = f"{self.merging}/directory"
         os.mkdir(new)
         for number, name in enumerate(stores.parquet_files(made)):
-            sync_file(f"{made}/{name}")
             os.rename(f"{made}/{name}", f"{new}/{stem}+{number}.parquet")
         for name in files.keys() - set(small):
             os.link(f"{live}/{name}", f"{new}/{name}")
@@ -240,3 +242,11 @@ class Parquet(Table):
         sync_directory(self.merging)
         shutil.rmtree(self.merging)
         return len(small)
+
+
+def _merged(task: tuple[list[str], str]) -> None:
+    """Merge the files of a task into one."""
+    # Not at the top, because it imports pyspark and pyarrow.
+    from kmq.spark.tables import parquet_files
+
+    parquet_files.merge(*task)
