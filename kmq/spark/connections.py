@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
 
-from kmq.client.delivery import check_token
 from kmq.config.values import parse_duration
 from kmq.errors import ConfigError, RetryError
 
@@ -80,9 +79,12 @@ class Access:
 
         Raises ConfigError.
         """
-        check_token(options.get("kmq.token", ""), "kmq.token")
+        if token := options.get("kmq.token", ""):
+            from kmq.client.delivery import check_token  # here: most brokers require none
+
+            check_token(token, "kmq.token")
         return cls(
-            options.get("kmq.token", ""),
+            token,
             tls_of(options),
             duration(options, "kmq.timeout", TIMEOUT_S),
             duration(options, "kmq.patience", PATIENCE_S),

@@ -29,7 +29,7 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import TaskContext
+from pyspark import TaskContext, cloudpickle
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
@@ -67,7 +67,11 @@ class ArchiveJob(NamedTuple):
 
 
 def source_of(job: ArchiveJob, cores: int) -> type[DataSource]:
-    """Return the source for a job. A class made in a function is pickled by value, with its job."""
+    """Return the source for a job. A class made in a function is pickled by value, with its variables.
+
+    The job is pickled by itself, because the planner of a stream is a fresh process each time, and does not need it.
+    """
+    read, task = job.read, cloudpickle.dumps(partial(write_part, job))  # type: ignore[no-untyped-call]
 
     class ArchiveSource(DataSource):
         @classmethod
@@ -81,7 +85,7 @@ def source_of(job: ArchiveJob, cores: int) -> type[DataSource]:
             options = ReadOptions(self.options)
             options.check_stream()
             options.cores = cores
-            return StreamReader(job.read, options, partial(write_part, job))
+            return StreamReader(read, options, task)
 
     return ArchiveSource
 

@@ -4,6 +4,7 @@ Invariant   A task reads all records of its ranges, or raises DataLossError (fai
             are).
 """
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,7 @@ from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL
-from kmq.spark.source import batches, columns, ends, plan
-from kmq.spark.source.batches import Blocks
+from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.ends import EARLIEST, LATEST
 from kmq.spark.source.options import ReadOptions
@@ -34,26 +34,32 @@ from kmq.spark.source.planner import QueryLogs, Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from kmq.spark.source.batches import Blocks
+
 
 class TaskReader:
     """What a task does, the same for batches and streams: read its ranges of offsets as Arrow batches."""
 
-    def __init__(
-        self, schema: StructType, consume: "Callable[[Blocks], Iterator[pa.RecordBatch]] | None" = None
-    ) -> None:
+    def __init__(self, schema: StructType, consume: bytes = b"") -> None:
         """`consume`: see StreamReader."""
-        self._consume = consume
-        self._selection = columns.select((field.name, field.dataType.simpleString()) for field in schema.fields)
+        self._names, self._consume = schema.names, consume
+        if not consume:  # a reader that consumes reads columns that exist, and its planner needs no Arrow
+            from kmq.spark.source import columns
+
+            self._selection = columns.select((field.name, field.dataType.simpleString()) for field in schema.fields)
 
     def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
         if not isinstance(partition, Task):
             return  # Spark's placeholder if there is nothing to read
+        from kmq.spark.source import batches
+
         broker = open_broker(partition.broker, partition.is_path, partition.access, partition.data_id)
-        if self._consume is None:
-            yield from batches.read(broker, partition.spans, self._selection, partition.fail_on_data_loss)
+        spans, fails = partition.spans, partition.fail_on_data_loss
+        if not self._consume:
+            yield from batches.read(broker, spans, self._selection, fails)
             return
-        names, fails = self._selection.names, partition.fail_on_data_loss
-        yield from self._consume(batches.blocks(broker, partition.spans, names, fails))
+        consume: Callable[[Blocks], Iterator[pa.RecordBatch]] = pickle.loads(self._consume)
+        yield from consume(batches.blocks(broker, spans, self._names, fails))
 
 
 class BatchReader(TaskReader, DataSourceReader):

@@ -16,6 +16,7 @@ Retries     Every request only reads. It is repeated, with growing pauses, while
             the gateway in the middle of a read goes unnoticed. A Remote of one data id waits without a limit, and
             asks each new connection for that id: records of another directory are never taken for those planned.
 Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
+Start       The planner of each stream is a fresh process. What only some questions need is imported there.
 """
 
 import glob
@@ -34,17 +35,14 @@ from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
-from kmq.broker import stats
 from kmq.config.settings import SHM
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, segment_reader, topics
-from kmq.log.committed import readable_seq
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.log.segment import COMPACT
 from kmq.logfmt import Logger
-from kmq.repair import ledger
 from kmq.spark.connections import PLAIN, Access, ReplacedError, Tls, UnreachableError
 
 if TYPE_CHECKING:
@@ -184,6 +182,8 @@ class Directory(Broker):
 
     def _wal_bounds(self) -> tuple[int, int]:
         """Return the bounds of the durable WAL, without records that durability has written but not yet synced."""
+        from kmq.log.committed import readable_seq
+
         log = reader.wal(self.path)
         synced = self._synced_seq()
         last = synced or readable_seq(self.path)
@@ -198,6 +198,8 @@ class Directory(Broker):
         """Return the seq of the stage that owns a directory here; 0 without an owner or a visible page."""
         if not FileLock(f"{self.path}/{owns}/.owner").is_held():
             return 0
+        from kmq.broker import stats
+
         mine = f"data_id={identity.read(self.path, 'id')} "
         for path in glob.glob(f"{SHM}/*.stats"):
             page = stats.peek(os.path.basename(path).removesuffix(".stats"))
@@ -221,6 +223,8 @@ class Directory(Broker):
         return self._log(topic, partition).offset_of_seq(seq)
 
     def ledger(self) -> dict[str, Any]:
+        from kmq.repair import ledger
+
         return ledger.read(self.path, self._seq_of("router", "topics"))
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:

@@ -14,8 +14,8 @@ Hold        With onUnreachable=hold the offsets of a broker that is away stay as
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -33,15 +33,11 @@ from kmq.logfmt import Logger
 from kmq.spark.connections import ReplacedError, have_one_address
 from kmq.spark.source import plan
 from kmq.spark.source.batch_reader import TaskReader
-from kmq.spark.source.batches import Blocks
 from kmq.spark.source.ends import LATEST
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, StreamPosition
 from kmq.spark.source.planner import QueryLogs, begun, check_same_records
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -51,9 +47,12 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self,
         schema: StructType,
         options: ReadOptions,
-        consume: "Callable[[Blocks], Iterator[pa.RecordBatch]] | None" = None,
+        consume: bytes = b"",
     ) -> None:
-        """`consume`: what a task does with its records in place of returning them; it returns other rows."""
+        """`consume`: what a task does with its records in place of returning them; it returns other rows.
+
+        A function, pickled: takes batches.Blocks and yields Arrow batches. The planner does not load what it needs.
+        """
         super().__init__(schema, consume)
         self._options = options
         self._logs = QueryLogs(options)
