@@ -3,6 +3,7 @@
 import json
 import random
 from base64 import b64encode
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -97,5 +98,6 @@ def test_few_bad_payloads_do_not_send_the_others_to_the_judge(spark, tmp_path, m
     assert seen == [40]
     status = json.loads((tmp_path / "t/.kmq/checkpoint/kmq-status.json").read_text())
     assert status["rows"] == 1000 and status["rows_per_s"] > 4, "records, not tasks"
+    assert status["bytes"] == sum(log.stat().st_size for log in Path(data).glob("topics/orders/*/*.log"))
     table = pa.Table.from_pylist(read(str(tmp_path / "t"), "parquet"))
     assert sorted(table["n"].to_pylist()) == [n for n in range(1000) if n % 50 > 1]

@@ -335,9 +335,13 @@ def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
     said = {"sources": [source], "batchId": 3, "numInputRows": 12, "processedRowsPerSecond": 99.6, "batchDuration": 120}
     figures = checkpoint.batch_figures("stream", said)
     assert figures == {
-        **{"query": "stream", "batch": 3, "rows": 12, "rows_per_s": 100, "ms": 120},
+        **{"query": "stream", "batch": 3, "rows": 12, "bytes": None, "rows_per_s": 100, "ms": 120},
         **{"behind": 13, "late": None},
     }
+    assert streams.batch_line(figures) == "batch 3: 12 rows, 100/s, 13 behind"
+    said["observedMetrics"] = {checkpoint.RECORDS: {"rows": 5000, "bytes": 640_000}}
+    figures = checkpoint.batch_figures("stream", said)
+    assert streams.batch_line(figures) == "batch 3: 5,000 rows, 0.6 MB, 41,667/s, 13 behind"
     said["stateOperators"] = [{"numRowsDroppedByWatermark": 2}, {"numRowsDroppedByWatermark": 3}]
     assert checkpoint.batch_figures("stream", said)["late"] == 5
     source["latestOffset"] = None

@@ -379,7 +379,7 @@ class _Batches:
         spark.dataSource.register(source_of(job, spark.sparkContext.defaultParallelism))
         options = starting(where, self._asked["batch_bytes"])
         tasks = spark.readStream.format(FORMAT).options(**options).load()
-        return tasks.observe(RECORDS, F.sum(F.col("rows") + F.col("unsure")).alias("rows"))
+        return tasks.observe(RECORDS, F.sum(F.expr("rows + unsure")).alias("rows"), F.sum("bytes").alias("bytes"))
 
     def stage(self, batch: DataFrame, query: str) -> None:
         """Stage the good rows of a batch, and send its dead letters."""

@@ -1,7 +1,7 @@
 """What a task of the archive does: its range of records → Parquet files, in the Python worker. No record enters the JVM.
 
     spark.dataSource.register(source_of(job, cores))
-    spark.readStream.format(FORMAT).options(…).load()    # one row for each task: part, rows, unsure
+    spark.readStream.format(FORMAT).options(…).load()    # one row for each task: see RESULT
 
 A task reads its range in blocks, as format("kmq") does. Payloads become columns by pyarrow (json_columns.py). Records
 whose payloads are not surely good are written as they are; the driver gives them to the judge (payloads.py).
@@ -46,7 +46,7 @@ from kmq.spark.tables.parquet_files import ParquetFiles
 FORMAT = "kmq-archive"
 STAGING = "kmq.staging"  # the local property of Spark that names the directory for parts
 UNSURE = "_unsure"
-RESULT = "part string, rows bigint, unsure bigint"
+RESULT = "part string, rows bigint, unsure bigint, bytes bigint"  # bytes: of the lines read
 DIRECT = frozenset(("broker", "topic", "partition", "date", "hour"))  # columns of which a task makes directories
 _HOUR_US, _DAY_US = 3_600_000_000, 86_400_000_000
 # What Spark writes as %XX in names of directories.
@@ -100,15 +100,17 @@ def write_part(job: ArchiveJob, blocks: Blocks) -> Iterator[pa.RecordBatch]:
     dropped = [] if job.keeps_partitions else layout
     schema = pa.schema([field for field in _arrow(job.stored) if field.name not in dropped])
     rows, unsure = ParquetFiles(schema), ParquetFiles(_arrow(job.read))
+    nbytes = 0
     for block, where in blocks:
+        nbytes += len(block.lines)
         good, hours, are_sure = _rows(job, block, where, schema)
         edges = [0, *(np.flatnonzero(np.diff(hours)) + 1).tolist(), len(hours)]
         for low, high in pairwise(edges) if len(hours) else ():
             rows.add(good.slice(low, high - low), "/".join([root, *_directories(layout, where, int(hours[low]))]))
         if not are_sure.all():
             unsure.add(_batch(block, where, job.read).filter(pa.array(~are_sure)), f"{root}/{UNSURE}")
-    counts = [pa.array([files.close()], pa.int64()) for files in (rows, unsure)]
-    yield pa.RecordBatch.from_arrays([pa.array([part]), *counts], names=["part", "rows", "unsure"])
+    counts = [pa.array([count], pa.int64()) for count in (rows.close(), unsure.close(), nbytes)]
+    yield pa.RecordBatch.from_arrays([pa.array([part]), *counts], names=["part", "rows", "unsure", "bytes"])
 
 
 def _arrow(schema: StructType) -> pa.Schema:

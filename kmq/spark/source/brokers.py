@@ -48,10 +48,8 @@ from kmq.spark.connections import PLAIN, Access, ReplacedError, Tls, Unreachable
 if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
 
-
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
 AT_A_TIME = 32  # gateways that are asked side by side
-
 
 LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be given
 

@@ -109,24 +109,26 @@ def behind(latest: Any, end: Any) -> int | None:
     return sum(max(0, stop - reached.get(key, 0)) for key, stop in positions(latest).items())
 
 
-RECORDS = "kmq.records"  # an observation `rows` of the stream: the number of records, where a row is not a record
+RECORDS = "kmq.records"  # an observation of the stream where a row is not a record: `rows` (records) and their `bytes`
 
 
 def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a batch: query, batch, rows, rows_per_s, ms, behind, late.
+    """Return the figures of a batch: query, batch, rows, bytes, rows_per_s, ms, behind, late.
 
-    `behind`: records that are not read yet; None: unknown. `late`: rows that were dropped; None: no rows.
+    `bytes`: of the stored lines; `behind`: records that are not read yet; None: unknown. `late`: rows that were
+    dropped; None: no rows.
     """
     gaps = [behind(source.get("latestOffset"), source.get("endOffset")) for source in progress.get("sources", ())]
     known = [gap for gap in gaps if gap is not None]
-    rows, rate = progress["numInputRows"], progress.get("processedRowsPerSecond") or 0
+    rows, nbytes, rate = progress["numInputRows"], None, progress.get("processedRowsPerSecond") or 0
     if (observed := progress.get("observedMetrics", {}).get(RECORDS)) is not None:
-        rows = observed["rows"] or 0
+        rows, nbytes = observed["rows"] or 0, observed["bytes"] or 0
         rate = 1000 * rows / max(1, progress["batchDuration"])
     return {
         "query": query,
         "batch": progress["batchId"],
         "rows": rows,
+        "bytes": nbytes,
         "rows_per_s": round(rate),
         "ms": progress["batchDuration"],
         "behind": sum(known) if known else None,

@@ -217,7 +217,7 @@ class StatusListener(StreamingQueryListener):
             self._warn(figures["query"], progress, missing)
         query.status["late"] += missing
         query.status |= {
-            **{name: figures[name] for name in ("batch", "rows", "rows_per_s", "ms", "behind")},
+            **{name: figures[name] for name in ("batch", "rows", "bytes", "rows_per_s", "ms", "behind")},
             **{"batch_at": _now(), "watermark": progress.get("eventTime", {}).get("watermark")},
             "sources": [
                 {"end": source.get("endOffset"), "latest": source.get("latestOffset")} for source in progress["sources"]

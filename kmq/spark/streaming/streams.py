@@ -263,10 +263,7 @@ class Progress:
 
     def _show(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
         parts = [f"{done}/{total} tasks"] if total else []
-        for s in streams:
-            behind = f", {s['behind']:,} behind" if s["behind"] is not None else ""
-            dropped = f", {s['late']:,} late: dropped" if s["late"] else ""
-            parts.append(f"batch {s['batch']}: {s['rows']:,} rows, {s['rows_per_s']:,}/s{behind}{dropped}")
+        parts += map(batch_line, streams)
         self._bars.update(self._bar, description=self._what, completed=done, total=total or None, done="; ".join(parts))
 
     def _log_figures(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
@@ -274,6 +271,16 @@ class Progress:
             self._log.info("progress", what=self._what, tasks_done=done, tasks=total)
         for figures in streams:
             self._log.info("batch", **{name: value for name, value in figures.items() if value is not None})
+
+
+def batch_line(figures: dict[str, Any]) -> str:
+    """Return the figures of a batch (checkpoint.batch_figures) as a terminal shows them."""
+    parts = [f"batch {figures['batch']}: {figures['rows']:,} rows"]
+    parts += [f"{figures['bytes'] / 1e6:,.1f} MB"] if figures["bytes"] is not None else []
+    parts += [f"{figures['rows_per_s']:,}/s"]
+    parts += [f"{figures['behind']:,} behind"] if figures["behind"] is not None else []
+    parts += [f"{figures['late']:,} late: dropped"] if figures["late"] else []
+    return ", ".join(parts)
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
