@@ -119,7 +119,7 @@ def rows(
         logs, archive, topic, {key: seam[key] for key in seam if key in bounds}, identities, not enrich_with
     )
     found = [_from_files(spark, archive.table, columns).where(F.col("topic") == topic).select(*columns.names)]
-    # Looked up after `before`: retention may have moved on, and the first record of the day that is left is no earlier one.
+    # Looked up after `before`: retention may have moved on, and the day's first record that is left is not its first.
     firsts = {key: first for key, (first, _) in logs.bounds().items() if key in before}
     for start, end in ((firsts, {key: before[key] for key in firsts}), (seam, _ends(bounds))):
         if spans := plan.ranges(start, end, bounds, False):
