@@ -33,19 +33,19 @@ class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic"))):
 
 
 def parse_intakes(text: str) -> tuple[IntakePort, ...]:
-    """Return the entries of KMQ_INTAKES. Raises ValueError that names the entry."""
-    found = tuple(map(_entry, re.split(r"[\s,]+", text.strip(" ,"))))
+    """Return the entries of KMQ_INTAKES. Raises ValueError that names the entry: by its number if it could be a secret."""
+    found = tuple(_entry(part, at) for at, part in enumerate(re.split(r"[\s,]+", text.strip(" ,")), start=1))
     if len(found) > MOST:
         raise ValueError(f"{len(found)} intakes: must be at most {MOST}")
     return found
 
 
-def _entry(text: str) -> IntakePort:
+def _entry(text: str, at: int) -> IntakePort:
     from kmq.message import record  # only where there are intakes
 
     match = re.fullmatch(_ENTRY, text)
     if not match or int(match[1]) > 65535:
-        raise ValueError(f"{text!r}: expected <port>[/tls|/udp]=<topic>, with a port between 0 and 65535")
+        raise ValueError(f"entry {at}: expected <port>[/tls|/udp]=<topic>, with a port between 0 and 65535")
     number, kind, topic, hint = match.groups()
     if hint:
         raise ValueError(
@@ -59,10 +59,16 @@ def _entry(text: str) -> IntakePort:
 
 
 def parse_sources(text: str) -> "tuple[Network, ...]":
-    """Return the networks of KMQ_INTAKES_FROM. Raises ValueError that names the address."""
+    """Return the networks of KMQ_INTAKES_FROM. Raises ValueError that names the entry by its number."""
     import ipaddress  # only where there are sources
 
-    return tuple(ipaddress.ip_network(part) for part in re.split(r"[\s,]+", text.strip(" ,")))
+    found: list[Network] = []
+    for at, part in enumerate(re.split(r"[\s,]+", text.strip(" ,")), start=1):
+        try:
+            found.append(ipaddress.ip_network(part))
+        except ValueError:
+            raise ValueError(f"entry {at}: expected an address or a network, like 10.0.0.7 or 10.1.0.0/16") from None
+    return tuple(found)
 
 
 def is_among(networks: "tuple[Network, ...]", address: str) -> bool:
