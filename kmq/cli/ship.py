@@ -165,7 +165,7 @@ def _judge(work: Shipment, was_interrupted: bool) -> None:
         say(f"{unsent[0].path} ends without a newline; {left:,} bytes of {len(unsent):,} files wait for theirs")
     if work.watched.refused:
         raise KmqError(f"not all was sent: {len(work.watched.refused)} that the patterns match could not be read")
-    if not work.watched.files:
+    if all(file.gone_at is not None for file in work.watched.files):
         raise KmqError(f"no file matches {' '.join(work.watched.patterns)}")
 
 
@@ -468,7 +468,8 @@ def _totals(work: Shipment) -> str:
         "bytes lost": watched.lost,
     }
     counts = "".join(f", {count:,} {what}" for what, count in odd.items() if count)
-    return f"{len(watched.files):,} files, sent {work.lines:,} lines, {work.bytes:,} bytes{counts}"
+    count = sum(file.gone_at is None for file in watched.files)
+    return f"{count:,} files, sent {work.lines:,} lines, {work.bytes:,} bytes{counts}"
 
 
 def _behind(work: Shipment) -> str:

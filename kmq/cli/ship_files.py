@@ -4,10 +4,12 @@ Identity    Device and inode, and a fingerprint of the first line (at most its f
             again. The name may change: a file that was renamed is read to its end before a new one of its old name.
 Truncated   A file that is shorter than its offset, whose first line is another one, or that has no newline before the
             offset, has new content, and is read from its start. So is a file that got the inode of a deleted one.
+Away        A file that no pattern leads to, but that is in its place, or whose directory is missing or empty, as before a
+            volume is mounted, is not read and not forgotten: it goes on at its offset.
 Invariant   `offset` always follows a newline, or is 0. A block ends with a newline: half a line waits for its end.
 Memory      One block at a time, of at most _BLOCK bytes or one longest line. Of a line that is too long, its first bytes.
             At most MOST_OPEN descriptors: files that are read to their end are closed, and opened again when they grow.
-            At most MOST_FILES files.
+            At most MOST_FILES files, with those that are only known because they may come back.
 Not covered New content with the same first line that has grown past the offset between two looks, and has a newline there.
             A file that was renamed so that no pattern fits, was idle for LINGER_S, and is renamed back: it is sent again.
             Lines that are unread when their file is deleted, or that copytruncate cuts off.
@@ -240,11 +242,23 @@ def has_ended(file: LogFile, linger_s: float = LINGER_S) -> bool:
 
 
 def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
-    """Forget files that no pattern leads to, once they are read to their end, or are found nowhere."""
+    """Forget files that no pattern leads to, once they are read to their end, or are found nowhere.
+
+    Those that may come back are known as long as there is room for them: sent again from the start they would be doubled.
+    """
     kept = []
     for file in watched.files:
-        is_found = file.gone_at is None or file.lines or make_ready(watched, file)
-        if is_found and (file.size != file.offset or not has_ended(file, linger_s)):
+        is_left_out = file.gone_at is not None and not file.lines and _is_in_place(file)
+        is_found = file.gone_at is None or file.lines or is_left_out or make_ready(watched, file)
+        if is_found and not is_left_out and (file.size != file.offset or not has_ended(file, linger_s)):
+            kept.append(file)
+            continue
+        if (is_left_out or _is_away(file)) and len(watched.files) < MOST_FILES:
+            if file.size != file.offset and not is_left_out:
+                what = f"is away with its directory; when it is back, it goes on at byte {file.offset:,}"
+                watched.report(f"{file.path} {what}")
+            file.close()
+            file.size = file.offset  # nothing to read
             kept.append(file)
             continue
         if not is_found and file.size != file.offset:
@@ -252,6 +266,26 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
             watched.report(f"{file.path} is gone; what came after byte {file.offset:,}, if anything, is not sent")
         file.close()
     watched.files[:] = kept
+
+
+def _is_in_place(file: LogFile) -> bool:
+    """Return True if a file is where it was, or that cannot be told."""
+    try:
+        found = os.stat(file.path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return (found.st_dev, found.st_ino) == (file.device, file.inode)
+
+
+def _is_away(file: LogFile) -> bool:
+    """Return True if the directory of a file cannot be read, or is empty, as if a volume were not mounted yet."""
+    try:
+        with os.scandir(os.path.dirname(file.path)) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return True
 
 
 def make_ready(watched: FollowedFiles, file: LogFile) -> bool:

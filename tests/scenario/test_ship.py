@@ -330,6 +330,34 @@ def test_a_file_deleted_while_ship_is_down_is_named(ship):
     assert done.returncode == 0 and "a.log is gone; what came after byte 2, if anything, is not sent" in done.stderr
 
 
+def test_files_whose_directory_was_away_go_on_where_they_were(ship):
+    (ship.logs / "a.log").write_bytes(b"1\n")
+    assert ship.once().returncode == 0
+    ship.logs.rename(ship.root / "away")
+    for make in (lambda: None, ship.logs.mkdir):  # not there, and then as the place of a volume that is not mounted
+        make()
+        done = ship.once()
+        assert done.returncode == 1 and "no file matches" in done.stderr
+        assert "a.log is away with its directory; when it is back, it goes on at byte 2" in done.stderr
+    ship.logs.rmdir()
+    (ship.root / "away").rename(ship.logs)
+    with (ship.logs / "a.log").open("ab") as log:
+        log.write(b"2\n")
+    assert ship.once().returncode == 0
+    assert ship.stored() == [b"1", b"2"]
+
+
+def test_what_no_pattern_names_any_more_is_not_read_and_goes_on_when_one_does(ship):
+    for name in ("a.log", "b.log"):
+        (ship.logs / name).write_bytes(b"%b 1\n" % name.encode())
+    assert ship.once().returncode == 0
+    with (ship.logs / "b.log").open("ab") as log:
+        log.write(b"b.log 2\n")
+    assert ship.once(pattern="a.log").stdout == "1 files, sent 0 lines, 0 bytes\n"
+    assert ship.once().returncode == 0
+    assert sorted(ship.stored()) == [b"a.log 1", b"b.log 1", b"b.log 2"]
+
+
 # --- the state -------------------------------------------------------------------------------------------------------
 
 
