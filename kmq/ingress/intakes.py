@@ -12,7 +12,8 @@ from any producer. A datagram is one or more lines, the last of which may lack i
 Invariant   What a line says never names a topic: the head does, and ends before the line. A topic with a dot in its name
             has a mark (`app.web.@`), so that no other declared topic changes what the head means.
             Where KMQ_INTAKES_FROM is set, nothing is taken from an address that it does not have. Nobody is answered.
-Memory      A receive is so small that its messages take at most _WRAPPED_BYTES, if it is nothing but newlines.
+Memory      A receive is so small that its messages take at most _WRAPPED_BYTES, if it is nothing but newlines. So is what
+            a turn takes of the datagrams, but for the last of them.
 Not covered Datagrams: the kernel drops those that ingress does not read in time, and all while messages are refused. They
             are counted. The address of a datagram is what its sender says it is.
 """
@@ -138,7 +139,7 @@ def read_datagrams(
     """Return the whole lines of the datagrams that wait, some at a time, and the lines among them that are too long."""
     taken: list[bytes] = []
     too_long: list[bytes] = []
-    nbytes = 0
+    nbytes, most = 0, min(_TURN_BYTES, raw.receive_bytes)
     for _ in range(_TURN_DATAGRAMS):
         try:
             data, address = raw.sock.recvfrom(_DATAGRAM)
@@ -158,7 +159,7 @@ def read_datagrams(
         if text:
             taken.append(text)
         nbytes += len(text)
-        if nbytes > _TURN_BYTES:
+        if nbytes > most:
             break
     return taken, too_long
 

@@ -196,6 +196,24 @@ def test_a_flood_of_newlines_takes_little_memory_and_loses_none(ship):
     assert [payload for _, _, payload in shipper.messages] == [b""] * 30_000
 
 
+def test_a_flood_of_newlines_in_datagrams_takes_little_memory_and_loses_none():
+    with socket.socket(type=socket.SOCK_DGRAM) as ours, socket.socket(type=socket.SOCK_DGRAM) as theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        ours.bind(("127.0.0.1", 0))
+        ours.setblocking(False)
+        raw = RawPort(IntakePort(0, "udp", "t" * 200), 1 << 20, ours)
+        theirs.connect(ours.getsockname())
+        sent = taken = 0
+        while sent < 200_000:  # what one turn brings and what the next, sent while there is room
+            sent += theirs.send(b"\n" * 10_000)
+            if sent % 100_000 == 0:
+                while lines := b"".join(intakes.read_datagrams(raw, (), lambda _: None)[0]):
+                    made = sum(len(part) for piece in intakes.wrapped(raw, [lines], 1 << 21) for part in piece)
+                    assert made <= 6 << 20
+                    taken += len(lines)
+        assert taken == sent - intakes.dropped(raw) * 10_000
+
+
 def test_datagrams_are_lines_and_a_missing_newline_is_added():
     with socket.socket(type=socket.SOCK_DGRAM) as ours, socket.socket(type=socket.SOCK_DGRAM) as theirs:
         ours.bind(("127.0.0.1", 0))
