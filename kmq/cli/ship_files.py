@@ -120,7 +120,7 @@ class LogFile:
         cut = data.rfind(b"\n")
         if cut < 0:
             if len(data) == room:
-                return self._read_long(data[:longest])
+                return self._read_long(data[:longest], is_final)
             if is_final and data:
                 return FileBlock([data], self.offset + len(data))
             self._seen = self.offset + len(data)
@@ -130,7 +130,7 @@ class LogFile:
             cut -= len(lines.pop()) + 1
         return FileBlock(lines, self.offset + cut + 1)
 
-    def _read_long(self, start: bytes) -> FileBlock | None:
+    def _read_long(self, start: bytes, is_final: bool) -> FileBlock | None:
         """Look for the end of a line that is longer than a block."""
         at = max(self._scanned, self.offset + len(start))
         for _ in range(_SCAN_BLOCKS):
@@ -140,6 +140,8 @@ class LogFile:
                 return FileBlock([start], at + found + 1, at + found - self.offset)
             at = self._scanned = at + len(data)
             if len(data) < _BLOCK:
+                if is_final:
+                    return FileBlock([start], at, at - self.offset)
                 self._seen = at
                 break
         return None

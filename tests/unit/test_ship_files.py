@@ -109,6 +109,19 @@ def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatc
         assert (block.lines, block.end, block.length) == ([b"x" * LONGEST], 50_001, 50_000)
 
 
+def test_a_long_line_without_a_newline_at_the_end_of_a_renamed_file_is_sent_and_the_file_let_go(
+    watched, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
+    (tmp_path / "a.log").write_bytes(b"one\n" + b"x" * 50_000)
+    assert drain(watched) == [("a.log", b"one")]
+    (tmp_path / "a.log").rename(tmp_path / "a.log.1")
+    assert drain(watched) == []
+    assert drain(watched, is_final=True) == [("a.log", b"x" * LONGEST)]
+    forget_ended(watched, 0.0)
+    assert watched.files == [] and watched.said == []
+
+
 def test_more_files_than_may_be_followed_are_named(watched, tmp_path, monkeypatch):
     monkeypatch.setattr(ship_files, "MOST_FILES", 2)
     for name in "abc":
