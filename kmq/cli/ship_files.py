@@ -6,7 +6,8 @@ Truncated   A file that is shorter than its offset, whose first line is another 
             offset, has new content, and is read from its start. So is a file that got the inode of a deleted one.
 Away        A file that no pattern leads to, but that is in its place, or whose directory is missing or empty, as before a
             volume is mounted, is not read and not forgotten: it goes on at its offset.
-Invariant   `offset` always follows a newline, or is 0. A block ends with a newline: half a line waits for its end.
+Invariant   `offset` always follows a newline, or is 0, but where a renamed file has ended without one. Half a line waits for
+            its newline, in a renamed file for LINGER_S.
 Memory      One block at a time, of at most _BLOCK bytes or one longest line. Of a line that is too long, its first bytes.
             At most MOST_OPEN descriptors: files that are read to their end are closed, and opened again when they grow.
             At most MOST_FILES files, with those that are only known because they may come back.
@@ -99,7 +100,8 @@ class LogFile:
         self.see(os.fstat(self.fd).st_size)
         if self.size < self.offset:
             return True
-        if 0 < self.offset < self.size and os.pread(self.fd, 1, self.offset - 1) != b"\n":
+        # A renamed file may have been read to an end without a newline.
+        if self.gone_at is None and 0 < self.offset < self.size and os.pread(self.fd, 1, self.offset - 1) != b"\n":
             return True
         return self.first_line is not None and self.first_line != _fingerprint(self.fd)
 

@@ -76,6 +76,9 @@ def test_a_renamed_file_that_ends_without_a_newline_is_sent_whole_in_the_end(wat
     forget_ended(watched, 0.0)
     assert watched.files == [file]  # not before all of it is read
     assert drain(watched, is_final=True) == [("a.log", b"half")]
+    with (tmp_path / "a.log.1").open("ab") as file:
+        file.write(b" and more\n")  # of a writer that was only slow
+    assert drain(watched) == [("a.log", b" and more")]
     forget_ended(watched, 0.0)
     assert watched.files == [] and watched.said == []
 
