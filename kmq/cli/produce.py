@@ -148,9 +148,12 @@ def _routing_key(given: str, fields: MessageOptions) -> bytes:
 
 def _headers(given: list[str]) -> bytes:
     """Return the headers as the field of a line has them. Raises ConfigError."""
-    pairs = [(name, os.fsencode(value)) for name, equals, value in (each.partition("=") for each in given) if equals]
-    if len(pairs) < len(given) or not all(name for name, _ in pairs):
-        raise ConfigError(f"--header {next(each for each in given if '=' not in each[1:])!r}: must be <name>=<value>")
+    pairs = []
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--header {each!r}: must be <name>=<value>")
+        pairs.append((name, os.fsencode(value)))
     return format_headers(pairs)
 
 

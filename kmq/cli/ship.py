@@ -268,6 +268,8 @@ def _open(work: Shipment) -> "Producer | None":
                 {"producer": work.name, "stall_s": STALL_S, "on_stall": lambda _: work.patience.stalled()}
             )
         except ConfigError:  # the settings are good; what is missing is a file that the broker makes at its start
+            if elsewhere() is not None:  # it has no files here
+                raise
             work.patience.stalled()
             work.stop.wait(_TICK_S)
     return None

@@ -111,6 +111,8 @@ def test_a_lookup_that_finds_nothing_says_so(far):
         (("produce", "t", "--tombstone"), CONFIG, "--tombstone needs --key"),
         (("produce", "t", "--key", "k", "--tombstone", "-m", "x"), CONFIG, "exclude each other"),
         (("produce", "t", "--header", "x", "-m", "x"), CONFIG, "--header 'x': must be <name>=<value>"),
+        (("produce", "t", "--header", "=x=y", "-m", "x"), CONFIG, "--header '=x=y': must be <name>=<value>"),
+        (("--host", "a", "--token", "t t", "ship", "x", "--topic", "t", "--once"), CONFIG, "token: must be"),
         (("produce", "--raw", "--key", "x"), CONFIG, "not for --raw"),
         (("produce", "t/x", "--key", "x", "-m", "x"), CONFIG, "the argument is the topic"),
     ],
