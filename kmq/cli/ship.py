@@ -334,10 +334,10 @@ def _plan(work: Shipment) -> bytes:
     """Return the lines of the next round, as they are sent; b"" if there are none. Their files say what they are of."""
     watched, parts, size, count = work.watched, [], 0, 0
     longest = work.max_line - len(work.topic) - _FIELDS
-    first = {file.path for file in watched.files if file.gone_at is not None and file.has_more}
+    first = {file.was for file in watched.files if file.has_more and file.path not in watched.refused}
     for file in watched.files:
         is_final = not work.is_once and file.unread > 0 and has_ended(file)
-        waits = file.gone_at is None and file.path in first  # for the file that had its name before
+        waits = not file.was and file.path in first  # for the file that had its name before
         if waits or not (file.has_more or is_final):
             continue
         try:

@@ -61,6 +61,7 @@ class LogFile:
     size: int = 0  # at the last look
     fd: int = -1
     gone_at: float | None = None  # since when no pattern leads to it
+    was: str = ""  # its name before it was renamed: a new file of that name is read after this one
     grown_at: float = 0.0
     _seen: int = -1  # size with which there was no whole line after `offset`
     _scanned: int = 0  # up to here there is no newline after `offset`
@@ -202,10 +203,14 @@ def look(watched: FollowedFiles) -> list[LogFile]:
     for file in watched.files:
         here = found.pop((file.device, file.inode), None)
         if here is not None:
+            if here[0] != file.path:
+                file.was = file.path
+            elif file.gone_at is not None:
+                file.was = ""
             file.path, file.gone_at = here[0], None
             file.see(here[1])
         elif file.gone_at is None:
-            file.gone_at = now
+            file.gone_at, file.was = now, file.path
     new = []
     for (device, inode), (path, size) in found.items():
         if len(watched.files) >= MOST_FILES:

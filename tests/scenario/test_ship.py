@@ -321,6 +321,19 @@ def test_a_file_renamed_while_ship_is_down_is_read_to_its_end_first(ship):
     assert list(ship.rows()) == ["a.log"]
 
 
+def test_a_renamed_file_is_read_to_its_end_first_also_if_a_pattern_has_both_names(ship):
+    log = ship.logs / "a.log"
+    log.write_bytes(b"0\n")
+    assert ship.once(pattern="a.log*").returncode == 0
+    lines = [b"%d %b" % (number, b"x" * 1000) for number in range(3000)]  # more than one block
+    with log.open("ab") as file:
+        file.write(b"\n".join([*lines, b""]))
+    log.rename(ship.logs / "a.log.1")
+    log.write_bytes(b"new\n")
+    assert ship.once(pattern="a.log*").returncode == 0
+    assert ship.stored() == [b"0", *lines, b"new"]
+
+
 def test_a_file_deleted_while_ship_is_down_is_named(ship):
     (ship.logs / "a.log").write_bytes(b"1\n")
     (ship.logs / "b.log").write_bytes(b"2\n")
