@@ -290,6 +290,8 @@ def _is_in_place(file: LogFile) -> bool:
 
 def _is_away(file: LogFile) -> bool:
     """Return True if the directory of a file cannot be read, or is empty, as if a volume were not mounted yet."""
+    if file.fd >= 0 and not os.fstat(file.fd).st_nlink:
+        return False  # deleted: a new file may get its inode
     try:
         with os.scandir(os.path.dirname(file.path)) as entries:
             return next(entries, None) is None

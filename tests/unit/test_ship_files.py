@@ -83,6 +83,23 @@ def test_a_renamed_file_that_ends_without_a_newline_is_sent_whole_in_the_end(wat
     assert watched.files == [] and watched.said == []
 
 
+def test_a_deleted_file_is_forgotten_and_one_whose_directory_is_away_is_not(watched, tmp_path):
+    watched.patterns[:] = [f"{tmp_path}/*/*.log"]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.log").write_bytes(b"1\n")
+    assert len(drain(watched)) == 2
+    (tmp_path / "a" / "a.log").unlink()
+    (tmp_path / "b").rename(tmp_path.parent / f"{tmp_path.name}-away")
+    assert drain(watched) == []
+    forget_ended(watched, 0.0)
+    assert [os.path.basename(file.path) for file in watched.files] == ["b.log"]
+    (tmp_path.parent / f"{tmp_path.name}-away").rename(tmp_path / "b")
+    with (tmp_path / "b" / "b.log").open("ab") as log:
+        log.write(b"2\n")
+    assert drain(watched) == [("b.log", b"2")]
+
+
 def test_new_content_is_noticed_by_its_first_line_and_by_the_byte_before_the_offset(watched, tmp_path):
     log = tmp_path / "a.log"
     log.write_bytes(b"same\nabc\n")
