@@ -119,7 +119,9 @@ class LogFile:
         if self.first_line is None:
             self.first_line = _fingerprint(self.fd)
         room = max(_BLOCK, longest + 1)
-        data = os.pread(self.fd, room, self.offset)
+        data = os.pread(self.fd, _BLOCK, self.offset)
+        if b"\n" not in data and len(data) == _BLOCK < room:
+            data = os.pread(self.fd, room, self.offset)
         cut = data.rfind(b"\n")
         if cut < 0:
             if len(data) == room:

@@ -142,6 +142,23 @@ def test_a_long_line_without_a_newline_at_the_end_of_a_renamed_file_is_sent_and_
     assert watched.files == [] and watched.said == []
 
 
+def test_a_block_is_larger_than_others_only_for_one_line_that_is(watched, tmp_path):
+    """As with a KMQ_MAX_LINE of many MiB, which is no reason to hold so much of short lines."""
+    block = ship_files._BLOCK
+    lines = [*[b"x" * 1000] * 3000, b"y" * 3 * block, b"z"]
+    (tmp_path / "a.log").write_bytes(b"\n".join([*lines, b""]))
+    look(watched)
+    [file] = watched.files
+    assert make_ready(watched, file)
+    found = []
+    while file.has_more:
+        part = file.read(8 * block, False)
+        assert part.end - file.offset <= block or part.lines[0] == lines[-2]
+        found += part.lines
+        file.offset = part.end
+    assert found == lines
+
+
 def test_more_files_than_may_be_followed_are_named(watched, tmp_path, monkeypatch):
     monkeypatch.setattr(ship_files, "MOST_FILES", 2)
     for name in "abc":
