@@ -99,7 +99,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/listener.py covers the rest.
             self._group.commit({key: at for key, at in before.items() if key[0] in identities})
         known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # of brokers that are away
-        self._begin_late(position, read, identities, bounds)
+        is_late = self._begin_late(position, read, identities, bounds)
         bounds |= known
         if self._compared != identities or self._there(bounds) != before:
             check_same_records(self._logs, read, bounds)
@@ -109,10 +109,11 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._latest = plan.to_json(self._ends, read.identities)
         begins = begun(self._logs, read, bounds)
         spans = plan.wanted(begins, self._there(bounds))  # a partition that ends before its read offset is held back
-        if not spans and read.offsets == before:
-            return start
-        if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
-            return start
+        if not is_late:  # else where a broker begins is kept now: a later plan would let it begin later
+            if not spans and read.offsets == before:
+                return start
+            if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
+                return start
         position = self._batch(read, before, begins, spans, bounds, limit)
         table = position.to_json()
         self._planned = table, read.identities, bounds
@@ -120,13 +121,14 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def _begin_late(
         self, position: StreamPosition, read: StreamPosition, identities: dict[str, str], bounds: Bounds
-    ) -> None:
-        """Let brokers begin that were away when the stream began."""
+    ) -> bool:
+        """Let brokers begin that were away when the stream began. Return True if there are any."""
         missing = [broker for broker, identity in position.identities.items() if not identity]
         late = {name for name in identities if any(have_one_address(name, broker) for broker in missing)}
         if late:
             read.offsets |= self._logs.starting(bounds, LATEST, late)
             self._logs.check_complete({key: edges for key, edges in bounds.items() if key[0] in late})
+        return bool(late)
 
     def _check_begins(self, read: StreamPosition, bounds: Bounds) -> None:
         """Raise ConfigError if the stream is to begin beyond the end of a log.
