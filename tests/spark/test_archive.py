@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -446,6 +447,28 @@ def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, st
         assert not os.path.exists(table.merging)
         assert table.merge(spark, all=True) == (10 if step == "sync_directory" else 0)
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
+
+
+def test_merged_files_that_are_still_small_are_merged_again_under_names_that_no_reader_has_listed(
+    spark, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tables.base, "MERGE_FILES", 3)
+    to = str(tmp_path / "t")
+    (tmp_path / "t" / "topic=a").mkdir(parents=True)
+    for n in range(16):  # the first four do not shrink when they are merged, the others do
+        text = random.Random(n).randbytes(600) if n < 4 else b""
+        pq.write_table(pa.table({"n": [n], "text": [text]}), f"{to}/topic=a/{n:010}-0000.parquet")
+    sizes = [path.stat().st_size for path in Path(to).glob("topic=a/*")]
+    monkeypatch.setattr(tables.base, "TARGET_BYTES", 2 * max(sizes) + 2)  # so that all of them are small
+    seen = {path.name for path in Path(to).glob("topic=a/*")}
+    with tables.open_table(to, "parquet", ["topic"]) as table:
+        while table.merge(spark, all=True):
+            left = {path.name for path in Path(to).glob("topic=a/*")}
+            kept = {f"{15:010}-0000+0.parquet"} if len(seen) > 16 else set()
+            assert left & seen == kept, (left, seen)
+            seen |= left
+    assert len(seen) > 16 + 4
+    assert sorted(row["n"] for row in read(to, "parquet")) == list(range(16))
 
 
 def test_merged_files_keep_rows_columns_and_the_types_that_only_spark_knows(spark, tmp_path, monkeypatch):

@@ -229,10 +229,12 @@ class Parquet(Table):
         tasks = [(share, f"{made}/{number}") for number, share in enumerate(shares)]
         # By Python workers: the JVM takes several times the CPU to decode and encode the same rows.
         spark.sparkContext.parallelize(tasks, len(tasks)).foreach(_merged)
-        stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest file: no earlier merge used it
+        # Named after the newest file, with numbers that no earlier merge used: a reader may have listed its files.
+        stem = max(small).removesuffix(".parquet").split("+")[0]
+        used = [int(name.removesuffix(".parquet").split("+")[1]) for name in files if name.startswith(f"{stem}+")]
         new = f"{self.merging}/directory"
         os.mkdir(new)
-        for number, name in enumerate(stores.parquet_files(made)):
+        for number, name in enumerate(stores.parquet_files(made), max(used, default=-1) + 1):
             os.rename(f"{made}/{name}", f"{new}/{stem}+{number}.parquet")
         for name in files.keys() - set(small):
             os.link(f"{live}/{name}", f"{new}/{name}")
