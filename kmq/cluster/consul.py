@@ -334,6 +334,11 @@ class _Url(NamedTuple):
             parts.scheme, parts.hostname or "", port, name.encode("idna").decode(), quote(parts.path, "/%"), login
         )
 
+    @property
+    def shown(self) -> str:
+        """Return the URL without its login."""
+        return f"{self.scheme}://{self.name}{self.prefix}"
+
 
 class _Connection(asyncio.Protocol):
     """One connection to Consul, with one request at a time. Not reused once a request has failed or was cancelled."""
@@ -423,12 +428,16 @@ class Transport:
     """Carries steps out, in an event loop."""
 
     def __init__(self, address: ConsulAddress) -> None:
-        self._address, self._at = address, 0
+        self._at = 0
         self._urls = [_Url.of(url) for url in address.urls]
         try:
             self._tls = ssl.create_default_context(cafile=address.ca or None)
         except OSError as error:
             raise ConfigError(f"KMQ_CONSUL_CA={address.ca}: {error}") from None
+        if not re.fullmatch("[!-~]*", address.token):  # h11's own error would show it
+            raise ConfigError(
+                "KMQ_CONSUL_TOKEN: must be printable ASCII without blanks; leave out the line break at its end, if any"
+            )
         self._token = [(b"X-Consul-Token", address.token.encode())] if address.token else []
         self._idle: list[tuple[int, _Connection]] = []  # connections without a request, and to which address
 
@@ -466,7 +475,7 @@ class Transport:
                     self._at = (at + 1) % len(self._urls)
                 left -= 1
                 if not left or (was_sent and asked.method != "GET"):
-                    raise Unanswered(f"Consul at {self._address.urls[at]}: {_reason(error)}") from error
+                    raise Unanswered(f"Consul at {self._urls[at].shown}: {_reason(error)}") from error
 
     async def _connect(self, at: int) -> _Connection:
         """Return a connection to this address: one that is idle, or a new one. Raises OSError."""

@@ -218,6 +218,23 @@ def test_token_login_and_prefix_are_sent_and_parameters_are_escaped():
     assert f"Authorization: Basic {base64.b64encode(b'me:p@ss').decode()}" in headers
 
 
+def test_no_error_shows_token_or_login():
+    for token in ("secret\n", " secret", "sécret"):
+        with pytest.raises(ConfigError, match="KMQ_CONSUL_TOKEN: must be printable ASCII") as told:
+            Transport(ConsulAddress.of("127.0.0.1:8500", token=token))
+        assert "cret" not in str(told.value)
+
+    async def scene():
+        async with Server(b"") as server:
+            transport = Transport(ConsulAddress.of(f"http://me:secret@{server.address}/consul"))
+            with pytest.raises(Unanswered, match=f"^Consul at http://{server.address}/consul: ") as told:
+                await transport.ask(PUT)
+            await transport.close()
+            return str(told.value)
+
+    assert "secret" not in asyncio.run(scene())
+
+
 def test_over_tls_the_authority_of_the_setting_counts(tmp_path):
     authority = Authority(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
