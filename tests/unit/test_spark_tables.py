@@ -13,7 +13,7 @@ from pyiceberg.utils.config import Config
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import ownership
-from kmq.spark.tables import base, iceberg, open_table, stores
+from kmq.spark.tables import base, iceberg, open_table, parquet_files, stores
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -222,3 +222,47 @@ def test_how_to_install_iceberg_is_said_where_it_is_not(tmp_path, monkeypatch, m
     monkeypatch.setattr(iceberg, "find_spec", lambda name: name != module)
     with pytest.raises(ConfigError, match=r"--format iceberg needs pyiceberg: pip install .*\[iceberg\]'"):
         open_table(str(tmp_path / "t"), "iceberg", [])
+
+
+class Speculating:
+    """Spark with speculation: when a task has ended, another attempt of it is killed in the middle."""
+
+    def __init__(self, monkeypatch):
+        self.sparkContext, self._monkeypatch = self, monkeypatch
+
+    def parallelize(self, shares, count):
+        self._shares = shares
+        return self
+
+    def flatMap(self, task):
+        self._found = [each for share in self._shares for each in self._twice(task, share)]
+        return self
+
+    def collect(self):
+        return self._found
+
+    def _twice(self, task, share):
+        found, real, added = task(share), parquet_files.ParquetFiles.add, []
+
+        def dying(files, *rows):
+            if added:
+                raise Killed
+            added.append(real(files, *rows))
+
+        with self._monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(parquet_files.ParquetFiles, "add", dying)
+            task(share)
+        assert added, "it had begun its file"
+        return found
+
+
+def test_a_merge_takes_no_file_of_an_attempt_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_files, "GROUP_BYTES", 1)
+    path = str(tmp_path / "t")
+    with open_table(path, "parquet", ["topic"]) as table:
+        for batch in range(base.MERGE_FILES):
+            add(table, batch, [2 * batch, 2 * batch + 1])  # of two topics
+        assert table.merge(Speculating(monkeypatch), all=True) == 2 * base.MERGE_FILES
+        assert not os.path.exists(table.merging)
+    assert read(path, "parquet") == expected(range(2 * base.MERGE_FILES))
+    assert len(list((tmp_path / "t").glob("topic=*/*.parquet"))) == 2

@@ -26,8 +26,10 @@ import os
 import re
 import shutil
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+from uuid import uuid4
 
 from kmq.errors import ConfigError, RetryError
 from kmq.files import replace_file, sync_directory
@@ -226,29 +228,33 @@ class Parquet(Table):
                 shares.append([])
             shares[-1].append(f"{live}/{name}")
             nbytes += files[name]
-        tasks = [(share, f"{made}/{number}") for number, share in enumerate(shares)]
         # By Python workers: the JVM takes several times the CPU to decode and encode the same rows.
-        spark.sparkContext.parallelize(tasks, len(tasks)).foreach(_merged)
+        written = spark.sparkContext.parallelize(shares, len(shares)).flatMap(partial(_merged, made)).collect()
         # Named after the newest file, with numbers that no earlier merge used: a reader may have listed its files.
         stem = max(small).removesuffix(".parquet").split("+")[0]
         used = [int(name.removesuffix(".parquet").split("+")[1]) for name in files if name.startswith(f"{stem}+")]
         new = f"{self.merging}/directory"
-        os.mkdir(new)
-        for number, name in enumerate(stores.parquet_files(made), max(used, default=-1) + 1):
-            os.rename(f"{made}/{name}", f"{new}/{stem}+{number}.parquet")
+        os.makedirs(new)
+        for number, path in enumerate(written, max(used, default=-1) + 1):
+            os.rename(path, f"{new}/{stem}+{number}.parquet")
         for name in files.keys() - set(small):
             os.link(f"{live}/{name}", f"{new}/{name}")
         sync_directory(new)
         stores.exchange(new, live)
         sync_directory(os.path.dirname(live))
         sync_directory(self.merging)
-        shutil.rmtree(self.merging)
+        shutil.rmtree(self.merging, ignore_errors=True)  # an attempt that is being killed may still write there
         return len(small)
 
 
-def _merged(task: tuple[list[str], str]) -> None:
-    """Merge the files of a task into one."""
+def _merged(directory: str, sources: list[str]) -> list[str]:
+    """Merge the files of a task into one, below a directory; return its path. None has a row: no file.
+
+    Each attempt has a directory of its own: Spark may run a task twice at a time, and kill one of the two.
+    """
     # Not at the top, because it imports pyspark and pyarrow.
     from kmq.spark.tables import parquet_files
 
-    parquet_files.merge(*task)
+    to = f"{directory}/{uuid4().hex}"
+    parquet_files.merge(sources, to)
+    return [f"{to}/{name}" for name in stores.parquet_files(to)]
