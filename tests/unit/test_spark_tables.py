@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable
@@ -266,3 +267,18 @@ def test_a_merge_takes_no_file_of_an_attempt_that_was_killed(tmp_path, monkeypat
         assert not os.path.exists(table.merging)
     assert read(path, "parquet") == expected(range(2 * base.MERGE_FILES))
     assert len(list((tmp_path / "t").glob("topic=*/*.parquet"))) == 2
+
+
+def test_a_merge_holds_few_large_rows_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_files, "GROUP_BYTES", 1 << 20)
+    source, held = str(tmp_path / "large.parquet"), []
+    pq.write_table(pa.table({"value": [os.urandom(100_000) for _ in range(100)]}), source)
+    real = parquet_files.ParquetFiles.add
+
+    def watched(files, rows, directory):
+        held.append(rows.nbytes)
+        real(files, rows, directory)
+
+    monkeypatch.setattr(parquet_files.ParquetFiles, "add", watched)
+    parquet_files.merge([source], str(tmp_path / "merged"))
+    assert max(held) <= 1 << 20 and sum(held) > 100 * 100_000, held

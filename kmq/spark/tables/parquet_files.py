@@ -25,7 +25,7 @@ GROUP_BYTES = 64 << 20  # of a row group, in Arrow's memory
 _LEVEL = 3  # of zstd, as Spark has it
 _RISING = ("offset", "seq", "recv_ts")  # columns of which differences are stored
 _SPARK = b"org.apache.spark.sql.parquet.row.metadata"  # Spark's note of the columns, in the files that it writes
-_ROWS = 16_384  # of a batch of a file that is merged
+_ROWS = 16_384  # of a batch of a file that is merged, at most
 
 
 class ParquetFiles:
@@ -110,7 +110,10 @@ def merge(sources: Sequence[str], directory: str) -> None:
     files = ParquetFiles(schema, notes)
     for source in sources:
         with pq.ParquetFile(source) as file:
-            for rows in file.iter_batches(_ROWS, use_threads=False):
+            about = file.metadata
+            nbytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+            count = max(1, min(_ROWS, about.num_rows * GROUP_BYTES // (nbytes + 1)))  # of a batch
+            for rows in file.iter_batches(count, use_threads=False):
                 columns = dict(zip(rows.schema.names, rows.columns, strict=True))
                 made = [
                     columns[field.name].cast(field.type) if field.name in columns else pa.nulls(len(rows), field.type)
