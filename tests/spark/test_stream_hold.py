@@ -5,6 +5,8 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -228,6 +230,41 @@ def test_a_broker_that_begins_late_begins_at_once_although_a_batch_waits_for_mor
     found = read.next()
     sent = two.send(1)
     assert found + read.next() == few + sent
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """A service that has taken a broker's address, such as the page of a proxy."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_service_at_the_address_of_a_broker_that_is_away_is_an_error_and_no_silence(fleet, tmp_path):
+    two = fleet(2)
+    first = two.send(0) + two.send(1)
+    read = Reading(two.stream())
+    assert sorted(read.next()) == sorted(first)
+    two.kill(1)
+    sent = two.send(0)
+    assert read.next() == sent
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (tmp_path / "http.port").write_text(str(server.server_port))
+        two.fronts[1].broker = SimpleNamespace(pipes=tmp_path)
+        try:
+            two.brokers[1].wait(lambda: read.stream._logs._back, "an answer")
+            with pytest.raises(ConfigError, match=f"broker {two.names[1]}: .*this is no gateway of KMQ"):
+                read.next()
+        finally:
+            two.fronts[1].broker = None
+            two.fronts[1].cut()
+            server.shutdown()
 
 
 def test_a_stream_starts_while_no_broker_answers(fleet):

@@ -183,14 +183,10 @@ class Directory(Broker):
         from kmq.log.committed import readable_seq
 
         log = reader.wal(self.path)
-        synced = self._synced_seq()
+        synced = self._seq_of("durability", "append")
         last = synced or readable_seq(self.path)
         end = log.end_offset() if last is None else last + 1
         return min(log.first_offset, end), end
-
-    def _synced_seq(self) -> int:
-        """Return the synced seq from the stats page of the broker that writes here; 0 without a visible page."""
-        return self._seq_of("durability", "append")
 
     def _seq_of(self, stage: str, owns: str) -> int:
         """Return the seq of the stage that owns a directory here; 0 without an owner or a visible page."""
@@ -399,7 +395,11 @@ class Remote(Broker):
     def _get_now(self, target: str) -> Any:
         """Return the JSON of the response. Raises one of _AGAIN if a repeated request may have one."""
         with self._connected() as connection:
-            return json.loads(self._ask(connection, target).read())
+            body = self._ask(connection, target).read()
+        try:
+            return json.loads(body)
+        except ValueError:  # another service has this address
+            raise self._refusal(target, 200, body) from None
 
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
