@@ -16,7 +16,8 @@ Warned      The table keeps what compaction takes from the log.
 Retention   of the table, by day: if it has no directory of days before one, records of these days come from the log, as
             far as it has them.
 Not covered Other rows that somebody deleted from the table, and records that a reset of the archive's checkpoint has
-            skipped, or has archived twice.
+            skipped, or has archived twice. Records from before an archive with startingOffsets=latest, of a broker that
+            was away when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
 """
 
 import json
