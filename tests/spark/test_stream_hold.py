@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -52,6 +53,8 @@ class Fleet:
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
+        for path in Path("/dev/shm").glob(f"{self.brokers[number].instance}.*"):
+            path.unlink()  # else a broker that was alive a moment ago would wait for its own volume
         self.fronts[number].cut()
 
     def replace(self, number):
