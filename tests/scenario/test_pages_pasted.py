@@ -11,14 +11,19 @@ ELSEWHERE = ["docs/spark.md", "docs/spark-reading.md", "docs/spark-tables.md", "
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1},
+    "docs/installing.md": {"tests/unit/test_installing_page.py reads it": 2},
+    "docs/ship-logs.md": {"a file of the shipper": 4},
     "docs/kubernetes.md": {
         "needs a cluster": 4,
         "tests/unit/test_alerts.py renders it": 1,
-        "tests/unit/test_kubernetes_page.py renders it": 2,
+        "tests/unit/test_kubernetes_page.py renders it": 3,
     },
     "docs/replication-kubernetes.md": {"needs a cluster": 1},
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
-    "docs/spark-writing.md": {"needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1},
+    "docs/spark-writing.md": {
+        "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
+        "needs two brokers; tests/spark/test_stream_hold.py runs it": 1,
+    },
     "docs/spark-tables.md": {
         "needs an object store and a catalog; tests/contract/test_spark_table_s3.py writes to a store": 1,
         "needs an object store; tests/contract/test_spark_table_s3.py writes to one": 1,
