@@ -26,6 +26,7 @@ from kmq.broker import stats, topic_rates
 from kmq.broker.door import advertised
 from kmq.broker.overview import VerdictChanges
 from kmq.broker.stats import ADMISSIONS, STATES, Incidents, StatsPage, Strangers
+from kmq.config.intakes import parse_intakes
 from kmq.config.settings import STAGES, load
 from kmq.errors import ConfigError
 from kmq.files import replace_file
@@ -562,6 +563,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     ingress = broker.page.rows["ingress"]
     ingress.certificate_until = ingress.disk_size = ingress.inodes_total = ingress.quota_limit = 1
     broker.page.rows["agent"].pid = broker.page.rows["replica"].pid = broker.page.rows["replica"].hw = 1
+    broker.settings.intakes = parse_intakes("5140=app")
     data = broker.settings.data
     for directory in ("t/0", ".compacted"):
         os.makedirs(f"{data}/topics/{directory}")
