@@ -157,12 +157,13 @@ def test_over_tls_and_by_certificate_where_tokens_are_needed(raw, authority, tmp
             secure.setblocking(False)
             with contextlib.suppress(ssl.SSLWantReadError):
                 secure.unwrap()
+                return b""  # the broker has ended it already
             secure.settimeout(60)
             with contextlib.suppress(ssl.SSLZeroReturnError):
                 return secure.read(1)
         return b""
 
-    with pytest.raises(OSError):  # TLS 1.3 refuses a certificate only after the handshake of the client
+    with contextlib.suppress(OSError):  # TLS 1.3 refuses a certificate only after the handshake of the client
         send(b"from a stranger\n")
     broker.wait(lambda: "event=tls_failed" in broker.log(), "a log line")
     context.load_cert_chain(*authority.issue("client"))
@@ -173,7 +174,10 @@ def test_over_tls_and_by_certificate_where_tokens_are_needed(raw, authority, tmp
 
 def test_an_address_that_is_not_listed_is_closed_and_counted(raw):
     broker = raw("0=app 0/udp=net", KMQ_INTAKES_FROM="10.0.0.0/8")
-    with socket.create_connection(("127.0.0.1", port_of(broker)), timeout=60) as sock, contextlib.suppress(OSError):
+    with (
+        contextlib.suppress(ConnectionError),  # reset, if need be before the call that connects has returned
+        socket.create_connection(("127.0.0.1", port_of(broker)), timeout=60) as sock,
+    ):
         assert sock.recv(1) == b""
     with socket.socket(type=socket.SOCK_DGRAM) as sock:
         sock.sendto(b"hello\n", ("127.0.0.1", port_of(broker, 2)))
