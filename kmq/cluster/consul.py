@@ -440,6 +440,7 @@ class Transport:
             )
         self._token = [(b"X-Consul-Token", address.token.encode())] if address.token else []
         self._idle: list[tuple[int, _Connection]] = []  # connections without a request, and to which address
+        self._has_closed = False
 
     async def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out these steps and return their result. Raises Stopped between two steps once `stop` is set."""
@@ -506,13 +507,15 @@ class Transport:
         except BaseException:  # also cancelled: an answer may come yet
             connection.abort()
             raise
-        if connection.is_usable:
+        if connection.is_usable and not self._has_closed:
             self._idle.append((at, connection))
         else:
             connection.abort()
         return found
 
     async def close(self) -> None:
+        """Keep no connection from now on: an iteration that was left gives its place back after this."""
+        self._has_closed = True
         for _, connection in self._idle:
             connection.abort()
         self._idle.clear()

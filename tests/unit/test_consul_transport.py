@@ -175,6 +175,19 @@ def test_what_comes_while_nobody_asks_is_no_answer_to_the_next_request(more):
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
+def test_a_transport_that_was_closed_keeps_no_connection():
+    """An iteration that its reader has left gives its place back after the queue has closed."""
+
+    async def scene():
+        async with Server(EMPTY) as server:
+            transport = Transport(ConsulAddress((f"http://{server.address}",)))
+            await transport.close()
+            assert (await transport.ask(GET)).status == 200
+            await asyncio.wait_for(server.ended.wait(), PATIENCE_S)
+
+    asyncio.run(scene())
+
+
 def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch):
     server = Server(EMPTY, EMPTY, EMPTY)
 
