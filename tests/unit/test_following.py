@@ -284,23 +284,31 @@ def test_who_is_told_that_it_went_back_takes_another_id(tmp_path):
     follower(tmp_path, scene)
 
 
+async def receive_none(link, data, lineage):
+    """All files of the bootstrap are there already."""
+    return 0
+
+
+def put_half(data):
+    """Put one file of a bootstrap in place, with which the WAL is a damaged one. Return its path."""
+    later = f"{data}/append/{100:020}.log"
+    with open(later, "wb") as file:
+        file.write(stored([b"t|||x"], 100)[0])
+    return later
+
+
 def test_a_directory_that_is_being_replaced_is_asked_for_no_end(tmp_path, monkeypatch):
     """Its files come one by one: half of them are a damaged WAL, of which the process would end for good."""
 
     async def scene(shard, b, leader):
         seen = []
 
-        async def receive(link, data, lineage):
-            return 0
-
         def settle(data):
-            later = f"{data}/append/{100:020}.log"
-            with open(later, "wb") as file:
-                file.write(stored([b"t|||x"], 100)[0])
+            later = put_half(data)
             seen.append(b.roles.position())
             os.unlink(later)
 
-        monkeypatch.setattr(follow, "receive_files", receive)
+        monkeypatch.setattr(follow, "receive_files", receive_none)
         monkeypatch.setattr(follow, "settle", settle)
         before = b.roles.position()
         peer, _ = await leader.accept()
@@ -315,19 +323,14 @@ def test_a_directory_that_is_being_replaced_is_asked_for_no_end(tmp_path, monkey
 def test_who_compares_hears_of_a_bootstrap_in_its_middle_or_since_and_not_of_damage(tmp_path, monkeypatch, is_late):
     begun, go_on, real = threading.Event(), threading.Event(), follow.settle
 
-    async def receive(link, data, lineage):
-        return 0
-
     def settle(data):
-        later = f"{data}/append/{100:020}.log"
-        with open(later, "wb") as file:
-            file.write(stored([b"t|||x"], 100)[0])
+        later = put_half(data)
         begun.set()
         go_on.wait(PATIENCE_S)
         os.unlink(later)
         return real(data)
 
-    monkeypatch.setattr(follow, "receive_files", receive)
+    monkeypatch.setattr(follow, "receive_files", receive_none)
     monkeypatch.setattr(follow, "settle", settle)
 
     async def scene(shard, b, leader):
