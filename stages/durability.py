@@ -184,8 +184,9 @@ class Durability:
 
     def _commit(self) -> None:
         """Sync what is due under KMQ_FSYNC although nothing new came."""
-        with self._syncing():
-            self.wal.commit()
+        if self.wal.synced_seq < self.wal.last_seq:
+            with self._syncing():
+                self.wal.commit()
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:

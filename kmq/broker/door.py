@@ -21,6 +21,7 @@ Not covered Rights by address: the leader sees this broker as the peer (docs/sec
 import contextlib
 import errno
 import json
+import os
 import select
 import socket
 import struct
@@ -411,10 +412,15 @@ class FollowerDoors:
 
 def addresses(pipes: str, host: str) -> dict[str, str]:
     """Return the addresses of the ports of this broker by name, as others reach them under `host`."""
+    try:
+        written = set(os.listdir(pipes))  # most of PORTS are not: one look is cheaper than many misses
+    except OSError:
+        return {}
     found = {}
     for name, file in PORTS.items():
-        with contextlib.suppress(OSError, ValueError), open(f"{pipes}/{file}.port", "rb") as text:
-            found[name] = f"[{host}]:{int(text.read())}" if ":" in host else f"{host}:{int(text.read())}"
+        if f"{file}.port" in written:
+            with contextlib.suppress(OSError, ValueError), open(f"{pipes}/{file}.port", "rb") as text:
+                found[name] = f"[{host}]:{int(text.read())}" if ":" in host else f"{host}:{int(text.read())}"
     return found
 
 

@@ -24,7 +24,7 @@ from kmq.errors import BusyError, Stopped
 FIRST_WAIT_S = 0.5  # after the first failure; each further one doubles it
 LONGEST_WAIT_S = 30.0  # between two attempts to process an item
 LONGEST_LOST_S = 5.0  # between two attempts to reach Consul
-_LOOK_S = 0.2  # so long a stop, or a lost session, may go unnoticed while nothing comes
+_LOOK_S = 0.5  # so long a stop, or a lost session, may go unnoticed while nothing comes
 
 
 class Condition(NamedTuple):

@@ -36,7 +36,7 @@ from kmq.links.ownership import FileLock, describe
 from kmq.links.role import LEADING, RolePage
 from kmq.logfmt import Logger
 
-_BEAT_S = 0.25
+_BEAT_S = 0.5
 _REPORT_S = 0.5  # between two looks whether something else has to be said
 _FINDINGS_S = 5.0  # between two comparisons of what is here with what the fleet says
 _AGAIN_S = 5.0  # after Consul has refused us

@@ -47,7 +47,7 @@ from kmq.gateway.ports import Doors, DoorServers, follower_doors, grpc_server, l
 from kmq.links.role import FOLLOWING, LEADING, STARTING, RolePage
 from kmq.logfmt import Logger
 
-_CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
+_CHECK_S = 0.5  # between two checks of the broker; also the heartbeat
 _REPORT_S = 1.0  # between two log lines of one event
 _SERVICES = (PODBUS.service, KMQ.service)
 
@@ -140,7 +140,7 @@ class Gateway:
 
     def _leads_or_ends(self) -> bool:
         """Return True once this broker leads, or a signal has come; else write a heartbeat."""
-        self.role = RolePage.find(self.settings.instance, self.page.data_id)
+        self.role = RolePage.find(self.settings.instance, self.page.data_id, self.role)
         role = self.role.read() if self.role is not None else None
         if role is not None and role.role == LEADING:
             self.generation, self.groups.epoch = role.generation, role.epoch

@@ -70,8 +70,13 @@ class RolePage:
         self._words = memoryview(self._mm).cast("Q")
 
     @classmethod
-    def find(cls, instance: str, data_id: str) -> "RolePage | None":
-        """Return the page of this data directory; None while `replica` has not made it."""
+    def find(cls, instance: str, data_id: str, known: "RolePage | None" = None) -> "RolePage | None":
+        """Return the page of this data directory; None while `replica` has not made it.
+
+        `known`: what was found before. It is given again while it is in place: mapping it anew costs more than the look.
+        """
+        if known is not None and known.is_in_place() and known._text(_DATA_ID) == data_id:
+            return known
         path = _path(instance)
         try:
             fd = _open(path, 0)

@@ -311,6 +311,8 @@ class Queues:
         """Do the periodic work: index lines, declarations, sealing, retention, checkpoints; call once a second."""
         self.logs.note_open_blocks()
         self.logs.check_names()
+        if self.context.are_recorded and self.context.lacks_room():
+            self.changes.set_early()
         self.adopt_declarations()
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:

@@ -93,8 +93,6 @@ class TopicChanges:
     def carry_out(self) -> None:
         """Carry out requests that need no record, and put declarations that have none in force from the next seq on."""
         data = self._context.data
-        if self._context.are_recorded and self._context.lacks_room():
-            self.set_early()
         mtime = os.stat(f"{data}/topics").st_mtime_ns
         if mtime == self._read_mtime:
             return

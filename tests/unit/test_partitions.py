@@ -128,11 +128,14 @@ def test_a_position_is_an_offset(log):
 
 
 def test_an_empty_partition_begins_where_a_deleted_one_ended(data):
-    log = Partitions(data).open("empty", 1)
-    assert (log.start(), log.end(), log.batch(0, 100)) == (0, 0, None)
+    partitions = Partitions(data)
+    log = partitions.open("empty", 1)
+    assert (log.start(), log.end(), log.batch(0, 100)) == (0, 0, None) and partitions.bounds("empty", 1) == (0, 0)
     shutil.rmtree(f"{data}/topics/empty/1")
     deletions.write(data, [deletions.Deletion("empty", 1, 5, "1.000000", [3, 9])], lambda _, action: action())
-    assert (log.start(), log.end()) == (9, 9)
+    assert (log.start(), log.end()) == partitions.bounds("empty", 1) == (9, 9)
+    with pytest.raises(RequestRefused, match="so there is no 7"):
+        partitions.bounds("empty", 7)
 
 
 def test_a_deleted_topic_is_another_when_it_comes_back(data):

@@ -15,7 +15,7 @@ from kmq.broker.stats import StatsPage
 from kmq.config.settings import load
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingObserver, RingWriter
-from kmq.links.role import STARTING
+from kmq.links.role import STARTING, RolePage, remove
 from kmq.log import identity, wal
 from kmq.log.committed import decode_epoch, encode_epoch, write_committed
 from kmq.replica.stages import Stages
@@ -90,3 +90,17 @@ def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_b
     finally:
         framer.kill()
         framer.wait()
+
+
+def test_a_role_page_is_mapped_again_only_once_another_has_its_name(stages):
+    made = stages()
+    instance, data_id = made.settings.instance, made.data_id
+    page = RolePage.find(instance, data_id)
+    assert page is not None and RolePage.find(instance, data_id, page) is page
+    assert RolePage.find(instance, "another", page) is None
+    remove(instance)
+    assert RolePage.find(instance, data_id, page) is None
+    again = stages().page
+    found = RolePage.find(instance, data_id, page)
+    again.take(STARTING, 7, 0, 0)
+    assert found is not None and found.read().epoch == 7

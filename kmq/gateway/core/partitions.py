@@ -470,15 +470,19 @@ class Partitions:
 
     def open(self, topic: str, number: int) -> Partition:
         """Return a partition. Raises RequestRefused if it does not exist."""
-        count = self.count(topic)
-        if number >= count:
-            raise RequestRefused("unknown_partition", f"topic {topic} has {count} partitions, so there is no {number}")
+        self._check(topic, number)
         return Partition(self, topic, number)
 
     def bounds(self, topic: str, number: int) -> tuple[int, int]:
-        """Return (first offset, end offset), cached until a file changes."""
-        self.count(topic)
-        return self._bounds.of(topic, number)
+        """Return (first offset, end offset), cached until a file changes. Refuses what `open` refuses."""
+        self._check(topic, number)
+        found = self._bounds.of(topic, number)
+        return found if found[1] else (self.empty_at(Partition(self, topic, number)),) * 2
+
+    def _check(self, topic: str, number: int) -> None:
+        count = self.count(topic)
+        if number >= count:
+            raise RequestRefused("unknown_partition", f"topic {topic} has {count} partitions, so there is no {number}")
 
     def empty_at(self, partition: Partition) -> int:
         """Return where a partition without segments begins."""

@@ -12,7 +12,8 @@ Not covered A group that has never committed in a partition cannot stall there: 
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from kmq.broker.stats import Row
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
-from kmq.gateway.core.partitions import Partition, Partitions
+from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.protocol import GroupView
@@ -66,7 +67,7 @@ class GroupAdmin:
         committed = {place: row.offset for place, row in self._groups.committed(group).items()}
         places = {TopicPartition(*place) for place in committed}
         places |= {place for member in view.members for place in member.partitions}
-        rows = await self._fetching.run(self._lags, sorted(places), committed)
+        rows = await self._fetching.run(self._lags, sorted(places), committed, self._partitions.bounds)
 
         def nacked(row: PartitionLag) -> int:
             nacks = self._groups.store.nacks(group, row.topic, row.partition)
@@ -88,10 +89,11 @@ class GroupAdmin:
             room -= len(asked[name])
 
         def look() -> list[tuple[str, str, int, int, float]]:
+            bounds = cache(self._partitions.bounds)  # many groups read the same partitions
             return [
                 (name, row.topic, row.partition, row.lag, row.lag_s)
                 for name, committed in asked.items()
-                for row in self._lags([TopicPartition(*place) for place in sorted(committed)], committed)
+                for row in self._lags([TopicPartition(*place) for place in sorted(committed)], committed, bounds)
             ]
 
         return await self._fetching.run(look)
@@ -102,29 +104,34 @@ class GroupAdmin:
             raise RequestRefused("unknown_group", f"group {group!r}: does not exist")
         return view
 
-    def _lags(self, places: list[TopicPartition], committed: Mapping[tuple[str, int], int]) -> list[PartitionLag]:
+    def _lags(
+        self,
+        places: list[TopicPartition],
+        committed: Mapping[tuple[str, int], int],
+        bounds: Callable[[str, int], tuple[int, int]],
+    ) -> list[PartitionLag]:
         rows = []
         for place in places:
             try:
-                partition = self._partitions.open(*place)
-                start, end = partition.start(), partition.end()
-            except (RequestRefused, DamageError):  # deleted a moment ago; or one damaged log would hide all others
-                continue
+                start, end = bounds(*place)
+            except (RequestRefused, DamageError, FileNotFoundError):
+                continue  # deleted a moment ago; or one damaged log would hide all others
             offset = committed.get(place)
             first = max(start, start if offset is None else offset)
-            lag_s = self._age_of(partition, first) if first < end else 0.0
+            lag_s = self._age_of(place, first) if first < end else 0.0
             rows.append(PartitionLag(place.topic, place.partition, offset, end, max(0, end - first), lag_s))
         return rows
 
-    def _age_of(self, partition: Partition, offset: int) -> float:
+    def _age_of(self, partition: TopicPartition, offset: int) -> float:
         """Return how long ago a record was received. A group that stands still costs no further read."""
         try:
-            place = partition.topic, partition.number, self._partitions.from_seq(partition.topic)
-        except RequestRefused:  # deleted a moment ago
+            place = *partition, self._partitions.from_seq(partition.topic)
+            at, received = self._received.get(place, (-1, 0.0))
+            if at != offset:
+                received = self._partitions.open(*partition).received_at(offset) or 0.0
+        except (RequestRefused, DamageError):  # deleted a moment ago; damage is told elsewhere
             return 0.0
-        at, received = self._received.get(place, (-1, 0.0))
         if at != offset:
-            received = _received(partition, offset)
             if len(self._received) > 2 * MOST_LAGS:
                 self._received.clear()
             if received:
@@ -179,14 +186,6 @@ class GroupAdmin:
         self._groups.coordinator.check_empty(group)
         await self._groups.store.delete(group)
         self._groups.forgotten(group)
-
-
-def _received(partition: Partition, offset: int) -> float:
-    """Return when the record at `offset`, or the next one that is left, was received, in unix seconds; 0.0: unknown."""
-    try:
-        return partition.received_at(offset) or 0.0
-    except (RequestRefused, DamageError):
-        return 0.0
 
 
 # --- stalled groups --------------------------------------------------------------------------------------------------
