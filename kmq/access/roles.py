@@ -32,7 +32,7 @@ _ACTS = {
         *(GET_ACK, GET_STATUS, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"),
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         *("listTopics", "topics", "describeTopic", "listGroups", "describeGroup", "overview", "history", "events"),
-        "cluster",
+        *("overviewTopics", "cluster"),
         *("groupHistory", "session", "broker", "topicFiles", "logFiles", "console", "consoleFile", "pages", "docs"),
         *("openapi", "health", "readiness", "metrics"),
     ),

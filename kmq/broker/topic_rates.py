@@ -46,8 +46,10 @@ class TopicVisit(NamedTuple):
     rate: float | None = None
 
 
-def _row(name: str, visit: TopicVisit) -> dict[str, Any]:
-    """Return what JSON shows."""
+def _row(name: str, visit: TopicVisit | None) -> dict[str, Any]:
+    """Return what JSON shows. Without a visit each number is null."""
+    if visit is None:
+        return {"topic": name, "rate": None, "bytes_rate": None, "records": None, "bytes": None, "partitions": None}
     rate = visit.rate
     return {
         "topic": name,
@@ -105,6 +107,22 @@ class TopicRates:
         visited = [(name, visit) for name in names if (visit := self._topics.get(name)) is not None]
         visited.sort(key=lambda pair: (-(pair[1].rate or 0), -pair[1].records, pair[0]))
         return [_row(name, visit) for name, visit in visited[:most]]
+
+    def table(self, budget_s: float) -> dict[str, dict[str, Any]]:
+        """Return the rows of all topics by name. Topics that had no visit yet get it now, for `budget_s`."""
+        self._list()
+        self.visit([name for name, visit in self._topics.items() if visit is None], budget_s)
+        return {name: _row(name, visit) for name, visit in self._topics.items()}
+
+    def visit(self, names: Iterable[str], budget_s: float) -> dict[str, dict[str, Any]]:
+        """Visit these topics for `budget_s`, and return the rows of all of them by name."""
+        began = time.monotonic()
+        names = [*names]
+        for name in names:
+            if time.monotonic() - began > budget_s:
+                break
+            self._visit(name, began)
+        return {name: _row(name, self._topics.get(name)) for name in names}
 
     def _list(self) -> None:
         try:

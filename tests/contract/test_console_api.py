@@ -4,7 +4,7 @@ import http.client
 import re
 import time
 from base64 import b64encode
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import sha256
 
 import pytest
@@ -106,6 +106,29 @@ def test_rates_topics_and_groups_follow_what_is_sent(broker, api):
     assert found[-1]["rates"]["router"]["messages"] > 0 and found[-1]["topics_total"] >= 1
 
 
+def test_the_table_of_topics_is_sorted_by_any_column_and_cut_into_pages(broker, api):
+    sizes = {"tabled-a": 1, "tabled-b": 3, "tabled-C": 2}
+    limits = {"tabled-a": -1, "tabled-b": 3_600_000, "tabled-C": 7_200_000}
+    for name, count in sizes.items():
+        assert api.post("/api/admin/topics", {"name": name, "retentionMs": limits[name]}).status == 201
+        api.post(f"/api/topics/{name}/produce?format=text", {"messages": [{"value": "x"}] * count})
+
+    def names(query):
+        found = api.get(f"/api/overview/topics?contains=TABLED&{query}").value
+        return [row["topic"] for row in found["topics"]]
+
+    by_records = ["tabled-b", "tabled-C", "tabled-a"]
+    broker.wait(lambda: names("sort=records") == by_records, "the records of three topics")
+    assert names("sort=records&order=asc") == by_records[::-1]
+    assert names("sort=topic&order=asc") == ["tabled-C", "tabled-a", "tabled-b"]
+    assert names("sort=retentionMs") == ["tabled-a", "tabled-C", "tabled-b"], "no limit is more than any limit"
+    assert names("sort=records&first=1&limit=1") == ["tabled-C"] and names("first=3") == []
+    found = api.get("/api/overview/topics?contains=tabled-b").value
+    assert found["found"] == 1 and found["total"] >= 3
+    assert (found["topics"][0]["records"], found["topics"][0]["cleanupPolicy"]) == (3, "delete")
+    assert api.get("/api/overview/topics?sort=colour").refusal == (422, "bad_field", "sort")
+
+
 def test_the_lag_of_a_group_is_shown_and_kept(broker, api):
     api.post("/api/topics/lagging/produce?format=text", {"messages": [{"value": "x"}] * 10})
     offsets = {"group": "slow", "offsets": [{"partition": 0, "offset": 3}]}
@@ -119,6 +142,13 @@ def test_the_lag_of_a_group_is_shown_and_kept(broker, api):
     assert api.get("/api/groups/none/history").refusal == (404, "unknown_group", "")
 
 
+def answers(broker):
+    """True if the gateway listens. The state on the page may be what the killed one has left."""
+    with suppress(OSError):
+        return broker.get("/healthz")[0] == 200
+    return False
+
+
 def test_a_lag_that_the_gateway_does_not_know_yet_is_no_0(new_broker):
     broker = new_broker()
     broker.env["KMQ_HTTP_PORT"] = str(free_port())
@@ -130,6 +160,7 @@ def test_a_lag_that_the_gateway_does_not_know_yet_is_no_0(new_broker):
         pid = broker.pids()["gateway"]
     broker.kill("gateway")
     broker.wait(lambda: broker.status()["gateway"]["state"] == "ready" and broker.pids()["gateway"] != pid, "a gateway")
+    broker.wait(lambda: answers(broker), "a gateway that listens")
     with closing(Api(int(broker.env["KMQ_HTTP_PORT"]))) as api:
 
         def lags():

@@ -238,3 +238,39 @@ def test_dead_letters_are_grouped_by_reason_with_their_payload(tab, broker):
     assert counts == [[group["reason"], str(group["count"])] for group in document["groups"]] and len(counts) == 2
     page.locator(".reason summary").first.click()
     assert "bill 0" in text(page, ".reason .messages") and page.locator(".reason b:has-text('timeout')").count() == 0
+
+
+# --- topics ---
+
+_TABLE = """() => {
+  const text = (selector) => [...document.querySelectorAll(selector)].map((element) => element.textContent);
+  return { names: text("tbody th"), sorted: text("[aria-sort] button"), order: document.querySelector("[aria-sort]")?.ariaSort,
+           place: text(".pages [role=status]").join(), focus: document.activeElement.textContent };
+}"""
+
+
+def test_topics_are_sorted_by_any_column_and_turned_by_keyboard(tab, broker):
+    broker.send_lines([b"many%03d|0||x" % n for n in range(120)] + [b"many007|0||x"] * 3)
+    query = "/api/overview/topics?contains=many&sort=records&limit=1"
+
+    def is_there():
+        found = json.loads(broker.get(query)[1])
+        return found["found"] == 120 and found["topics"][0]["records"] == 4
+
+    broker.wait(is_there, "120 topics, of which one has 4 records")
+    page = tab.open("#/topics")
+    page.fill("#filter", "many")
+    page.get_by_role("button", name="Topic", exact=True).press("Enter")
+    tab.wait(f"() => ({_TABLE})().names[0] === 'many000'")
+    page.get_by_role("button", name="Next").press("Enter")
+    tab.wait(f"() => ({_TABLE})().names[0] === 'many100'")
+    found = page.evaluate(_TABLE)
+    assert found["names"] == [f"many{n}" for n in range(100, 120)] and found["place"] == "101 to 120 of 120"
+    assert (found["sorted"], found["order"], found["focus"]) == (["Topic"], "ascending", "Next")
+    page.get_by_role("button", name="Records").press("Enter")
+    tab.wait(f"() => ({_TABLE})().names[0] === 'many007'")
+    as_of = page.evaluate("document.getElementById('main').dataset.asOf")
+    tab.wait("(old) => document.getElementById('main').dataset.asOf !== old", as_of)
+    found = page.evaluate(_TABLE)
+    assert len(found["names"]) == 100 and found["place"] == "1 to 100 of 120"
+    assert (found["order"], found["focus"]) == ("descending", "Records"), "the focus stays over a refresh"

@@ -26,6 +26,7 @@ from kmq.broker.overview import Overview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.topics import OPTIONS, UNLIMITED
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition
 from kmq.log.damage import DamageError
@@ -244,13 +245,15 @@ def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) ->
 _LOOK_S, _BUDGET_S = 1.0, 0.005  # how often it looks, and for how long at topics
 _YOUNG_S = 0.2  # a document of this age is given again, so many callers cost no more than a few
 _TOPICS = 20
+TABLE_OPTIONS = ("retentionMs", "cleanupPolicy")  # that the table of topics shows
+_TABLE_S = 0.5  # for topics that nobody has visited since the gateway began: 2,000 of them take about so long
 
 
 class ConsoleOverview:
     """The document, the history and the events of one gateway."""
 
     def __init__(self, core: Core, groups: Groups) -> None:
-        self._settings = core.settings
+        self._settings, self._topics = core.settings, core.topics
         self._broker = Overview(core.settings)
         self.events, self.history = self._broker.events, History()
         self.groups = GroupLags(groups, core.partitions)
@@ -276,6 +279,11 @@ class ConsoleOverview:
     async def document(self) -> dict[str, Any]:
         """Return the document, ready for JSON."""
         made: dict[str, Any] = await self._run(self._document)
+        return made
+
+    async def topics(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a page of the table of topics, ready for JSON. `wanted`: the query of GET /api/overview/topics."""
+        made: dict[str, Any] = await self._run(self._topics_page, wanted)
         return made
 
     async def _run(self, work: Any, *arguments: Any) -> Any:
@@ -316,3 +324,31 @@ class ConsoleOverview:
         made["groups_total"] = None if self.groups.names is None else len(self.groups.names)
         self._made = time.monotonic(), made
         return made
+
+    def _topics_page(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        table = self._broker.topics.table(_TABLE_S)
+        part, column = wanted["contains"].lower(), wanted["sort"]
+        names = [name for name in table if part in name.lower()]
+        if column in OPTIONS:
+            values = {state.name: state.options[column] for state in self._topics.states(names)}
+        else:
+            values = {name: table[name][column] for name in names}
+        names = _ordered(values, wanted["order"] == "desc")
+        shown = names[wanted["first"] : wanted["first"] + wanted["limit"]]
+        rows = self._broker.topics.visit(shown, _BUDGET_S * 10)
+        options = {state.name: state.options for state in self._topics.states(shown)}
+        return {
+            "as_of": round(time.time(), 3),
+            "total": len(table),
+            "found": len(names),
+            "topics": [rows[name] | {option: options[name][option] for option in TABLE_OPTIONS} for name in shown],
+        }
+
+
+def _ordered(values: Mapping[str, Any], is_descending: bool) -> list[str]:
+    """Return the names in the order of their values, then of the names; those without a value come last."""
+    known = sorted(name for name, value in values.items() if value is not None)
+    unknown = sorted(values.keys() - set(known))
+    # no limit is more than any limit
+    known.sort(key=lambda name: math.inf if values[name] == UNLIMITED else values[name], reverse=is_descending)
+    return known + unknown

@@ -12,7 +12,7 @@ Options     Typed clients name them as HTTP does; the Kafka protocol writes rete
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kmq.broker.admission import TOPIC_INODES, spare_inodes
@@ -119,8 +119,13 @@ class TopicAdmin:
 
     async def all(self, internal: bool = False) -> list[TopicState]:
         """Return all topics in order, without their sizes."""
-        names = await self.names(internal)
-        return await asyncio.to_thread(lambda: [self._state(name) for name in names])
+        return await asyncio.to_thread(self.states, await self.names(internal))
+
+    def states(self, names: Iterable[str]) -> list[TopicState]:
+        """Return these topics, in this order. Reads a file for each: call it in a thread."""
+        # Requests stand in the directory of all topics. To list it for each topic would cost 4 s for 2,000 topics.
+        waiting = topic_changes.waiting(self._data)
+        return [self._state(name, waiting) for name in names]
 
     async def describe(self, name: str) -> TopicState:
         """Return one topic."""
@@ -139,9 +144,9 @@ class TopicAdmin:
         """Return True if there is a topic of this name; reads one directory entry."""
         return record.is_topic_name(name) and os.path.isdir(f"{self._data}/topics/{name}")
 
-    def _state(self, name: str) -> TopicState:
+    def _state(self, name: str, waiting: Sequence[TopicRequest] | None = None) -> TopicState:
         declared = topics.read(self._data, name)
-        own = topic_changes.limits_to_be(self._data, name, dict(declared.limits))
+        own = topic_changes.limits_to_be(self._data, name, dict(declared.limits), waiting)
         self._in_force.changed()
         limits = Limits.of(self._in_force.settings).with_changes(own)
         return TopicState(name, declared.partitions, declared.from_seq, values_of(limits), declared.partitioner)

@@ -53,6 +53,7 @@ class Console:
         self.following = self.reading = 0
         self.handlers = {
             "overview": self.overview,
+            "overviewTopics": self.overview_topics,
             "history": self.history,
             "events": self.events,
             "groupHistory": self.group_history,
@@ -72,6 +73,9 @@ class Console:
 
     async def overview(self, call: Call) -> web.Response:
         return web.json_response(await self._overview.document())
+
+    async def overview_topics(self, call: Call) -> web.Response:
+        return web.json_response(await self._overview.topics(call.query))
 
     async def history(self, call: Call) -> web.Response:
         text = await asyncio.to_thread(lambda: json.dumps(self._overview.history.document()))

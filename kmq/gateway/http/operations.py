@@ -29,7 +29,7 @@ from kmq.gateway.http.request import (
     ref,
     text,
 )
-from kmq.gateway.http.schema import check
+from kmq.gateway.http.schema import TABLE_COLUMNS, check
 
 
 def _op(
@@ -68,6 +68,19 @@ CONSOLE = (
         "overview",
         "Show the broker: state, rates, topics, groups, events",
         Reply("as it is now", ref("Overview")),
+    ),
+    _op(
+        "GET /api/overview/topics",
+        "overviewTopics",
+        "Show topics as a table: rates, records, size",
+        Reply("a page of the table", ref("TopicTable")),
+        query=(
+            Parameter("contains", text("only topics with this in their name, in any case"), ""),
+            Parameter("sort", text("the column (default: rate)", enum=TABLE_COLUMNS), "rate"),
+            Parameter("order", text("asc, or desc (default)", enum=["asc", "desc"]), "desc"),
+            Parameter("first", number("leave out so many"), 0),
+            Parameter("limit", number("at most so many", least=1, most=500), 100),
+        ),
     ),
     _op("GET /api/history", "history", "Show an hour of the broker", Reply("series", ref("History"))),
     _op(

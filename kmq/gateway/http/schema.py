@@ -52,6 +52,7 @@ _SERIES: dict[str, Schema] = {
 }
 _SHOWN_ENCODING = text("text, or base64 if it is not UTF-8", enum=["text", "base64"])
 _DAMAGE = {"anyOf": [ref("Damage"), {"type": "null", "description": "null"}]}
+TABLE_COLUMNS = ["topic", "partitions", "rate", "bytes_rate", "records", "bytes", "retentionMs", "cleanupPolicy"]
 _ROLES = ["none", "produce", "consume", "admin"]
 
 CONSOLE_SCHEMAS: dict[str, Schema] = {
@@ -90,6 +91,22 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         records=number("from the first to the end offsets"),
         bytes=number("on disk"),
         partitions=number("how many"),
+    ),
+    "TopicTable": record(
+        as_of=AS_OF,
+        total=number("topics that there are"),
+        found=number("topics that have `contains` in their name"),
+        topics=array(ref("TopicRow"), description="those of this page, in the order of the column"),
+    ),
+    "TopicRow": record(
+        topic=text("a topic"),
+        rate=or_null(decimal("messages in a second; null: not measured yet")),
+        bytes_rate=or_null(decimal("bytes in a second, by the mean size of its records; null: not measured yet")),
+        records=or_null(number("from the first to the end offsets; null: not looked at yet")),
+        bytes=or_null(number("on disk; null: not looked at yet")),
+        partitions=or_null(number("how many; null: not looked at yet")),
+        retentionMs=number("age in ms at which messages are deleted; -1: no limit", least=-1),
+        cleanupPolicy=text("delete or compact"),
     ),
     "GroupLag": record(
         group=text("a group"),

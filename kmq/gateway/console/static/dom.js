@@ -96,10 +96,10 @@ function morphChildren(old, fresh) {
   }
 }
 
-/** Return a table: `heads` are [text, class] pairs, `rows` are elements; a caption names it for screen readers. */
+/** Return a table: `heads` are [text, class, attributes], `rows` elements; a caption names it for screen readers. */
 export function table(caption, heads, rows, empty) {
   if (!rows.length) return h("p", { class: "empty" }, empty ?? "None.");
-  const head = heads.map(([text, kind]) => h("th", { scope: "col", class: kind }, text));
+  const head = heads.map(([text, kind, more]) => h("th", { scope: "col", class: kind, ...more }, text));
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },

@@ -1,12 +1,15 @@
-// Topics: all of them, with the rates of the busiest.
+// Topics: a table of all of them, sorted by any column, a page at a time.
 //
-// Invariant: rates, records and bytes come from one /api/overview document; names and options from the list of topics.
+// Invariant: what one screen shows comes from one /api/overview/topics document, which the gateway sorts and cuts: a
+// page costs the same at 20 topics and at 20,000.
 
 import { get, path } from "./api.js";
-import { ROWS, h, show, shown, table } from "./dom.js";
-import { bytes, duration, number, visible } from "./text.js";
+import { h, show, shown, table } from "./dom.js";
+import { bytes, count, duration, number, visible } from "./text.js";
 
-const HEADS = [["Topic"], ["Partitions", "n wide"], ["msg/s", "n"], ["Bytes/s", "n wide"], ["Records", "n"], ["On disk", "n"], ["Kept for", "n wide"], ["Cleanup", "wide"]];
+const COLUMNS = { topic: ["Topic"], partitions: ["Partitions", "n wide"], rate: ["msg/s", "n"], bytes_rate: ["Bytes/s", "n wide"],
+  records: ["Records", "n"], bytes: ["On disk", "n"], retentionMs: ["Kept for", "n wide"], cleanupPolicy: ["Cleanup", "wide"] };
+const PAGE = 100;
 
 /** Return an option as people say it. */
 export function option(name, value) {
@@ -17,45 +20,53 @@ export function option(name, value) {
   return visible(value);
 }
 
-function row(topic, live) {
-  const name = topic.name;
+function row(topic) {
+  const name = topic.topic;
   return h("tr", { "data-key": name, "data-topic": name },
     h("th", { scope: "row" }, h("a", { href: `#/topics/${encodeURIComponent(name)}` }, visible(name))),
-    h("td", { class: "n wide" }, number(topic.partitions)),
-    shown("td", "rate", live?.rate, number(Math.round(live?.rate ?? 0)), { class: "n" }),
-    shown("td", "bytes_rate", live?.bytes_rate, `${bytes(live?.bytes_rate)}/s`, { class: "n wide" }),
-    shown("td", "records", live?.records, null, { class: "n" }),
-    shown("td", "bytes", live?.bytes, bytes(live?.bytes), { class: "n" }),
+    shown("td", "partitions", topic.partitions, null, { class: "n wide" }),
+    shown("td", "rate", topic.rate, number(Math.round(topic.rate)), { class: "n" }),
+    shown("td", "bytes_rate", topic.bytes_rate, `${bytes(topic.bytes_rate)}/s`, { class: "n wide" }),
+    shown("td", "records", topic.records, null, { class: "n" }),
+    shown("td", "bytes", topic.bytes, bytes(topic.bytes), { class: "n" }),
     h("td", { class: "n wide" }, option("retentionMs", topic.retentionMs)),
     h("td", { class: "wide" }, visible(topic.cleanupPolicy ?? "–")));
 }
 
 /** Open the page. */
 export function open(main, _rest, app, signal) {
-  let doc = null;
-  let all = [];
-  const draw = () => {
-    const wanted = filter.value.trim().toLowerCase();
-    const live = new Map((doc?.topics ?? []).map((topic) => [topic.topic, topic]));
-    const found = all.filter((topic) => topic.name.toLowerCase().includes(wanted));
-    found.sort((a, b) => (live.get(b.name)?.rate ?? -1) - (live.get(a.name)?.rate ?? -1) || (a.name < b.name ? -1 : 1));
-    const limit = Math.min(ROWS, 200);
-    show(view, h("p", { class: "quiet" }, `${number(Math.min(limit, found.length))} of `,
-      shown("span", "topics_total", doc?.topics_total ?? all.length), " topics", (doc?.topics_total ?? 0) > live.size ? `; rates of the ${live.size} busiest` : "", "."),
-    table("Topics", HEADS, found.slice(0, limit).map((topic) => row(topic, live.get(topic.name))), wanted ? "No topic has that in its name." : "No topics yet: a first message makes one."));
+  const wanted = { contains: "", sort: "rate", order: "desc", first: 0, limit: PAGE };
+  let watching = new AbortController();
+  const load = (changes) => {
+    Object.assign(wanted, changes);
+    watching.abort();
+    watching = new AbortController();
+    const asked = { ...wanted };
+    app.watch((stop) => get(path("overview", "topics"), asked, stop), draw, 2000, AbortSignal.any([signal, watching.signal]));
   };
-  const box = h("p", { class: "filter" }, h("label", { for: "filter" }, "Name contains"), " ", h("input", { id: "filter", type: "search", autocomplete: "off", oninput: draw }));
-  const inner = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
-  main.append(h("h1", null, "Topics"), box, inner);
-  const filter = box.querySelector("input");
-  const view = inner;
-  app.watch(async (stop) => {
-    const [overview, topics] = await Promise.all([get(path("overview"), null, stop), get(path("admin", "topics"), null, stop)]);
-    return { ...overview, all: topics };
-  }, (found) => {
-    doc = found;
-    all = found.all;
+  const sort = (column) => {
+    const isSame = wanted.sort === column;
+    const first = column === "topic" || column === "cleanupPolicy" ? "asc" : "desc"; // of numbers people look for the largest
+    load({ sort: column, order: isSame ? (wanted.order === "asc" ? "desc" : "asc") : first, first: 0 });
+  };
+  const heads = () => Object.entries(COLUMNS).map(([column, [title, kind]]) => [
+    h("button", { type: "button", onclick: () => sort(column) }, title), kind,
+    { "aria-sort": wanted.sort === column ? (wanted.order === "asc" ? "ascending" : "descending") : null }]);
+  const turn = (title, can, first) => h("button", // not disabled, because that would take the focus away
+    { type: "button", "aria-disabled": can ? null : "true", onclick: () => can && load({ first: Math.max(0, first) }) }, title);
+  const draw = (found) => {
     main.dataset.asOf = String(found.as_of);
-    draw();
-  }, 2000, signal);
+    const end = wanted.first + found.topics.length;
+    const said = wanted.contains ? `${count(found.found, "topic")} of ${number(found.total)}` : count(found.total, "topic");
+    show(view, h("p", { class: "quiet" }, shown("span", "topics_total", found.total, said), "."),
+      table("Topics", heads(), found.topics.map(row), wanted.contains ? "No topic has that in its name." : "No topics yet: a first message makes one."),
+      found.found > PAGE || wanted.first ? h("p", { class: "pages" },
+        turn("Back", wanted.first > 0, wanted.first - PAGE),
+        h("span", { role: "status" }, found.topics.length ? `${number(wanted.first + 1)} to ${number(end)} of ${number(found.found)}` : "none here"),
+        turn("Next", end < found.found, wanted.first + PAGE)) : null);
+  };
+  const search = h("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => load({ contains: search.value.trim(), first: 0 }) });
+  const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
+  main.append(h("h1", null, "Topics"), h("p", { class: "filter" }, h("label", { for: "filter" }, "Name contains"), " ", search), view);
+  load({});
 }
