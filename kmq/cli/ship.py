@@ -88,6 +88,7 @@ class Shipment:
     is_once: bool
     stop: threading.Event
     patience: Patience
+    clock: Callable[[], float] = time.monotonic
     ends_at: float = math.inf
     max_line: int = MIB
     lines: int = 0
@@ -132,19 +133,27 @@ def ship(
     stop = threading.Event()
     was_interrupted = stop_on_signals(stop)
     watched = FollowedFiles(patterns, {path, f"{path}.lock", f"{path}.new"}, say)
-    with _locked(path):
-        work = Shipment(
-            *(path, "", topic, 1, watched, once, stop, Patience(lambda: _obstacle(settings))),
-        )
-        _begin(work, from_start or once)
-        try:
-            _run(work)
-        finally:
-            for file in watched.files:
-                file.close()
-            print(_totals(work), flush=True)
+    work = Shipment(path, "", topic, 1, watched, once, stop, Patience(lambda: _obstacle(settings)))
+    run(work, from_start or once)
     if once:
         _judge(work, was_interrupted())
+
+
+def run(work: Shipment, from_start: bool) -> None:
+    """Send until the end of --once, or until told to stop; print the totals."""
+    with _locked(work.path):
+        _begin(work, from_start)
+        try:
+            with _connected(work) as producer:
+                if producer is not None:
+                    _settle(work, producer.last_id)
+                    with _progress(work.clock) as show:
+                        _follow(work, producer, show)
+                    _save(work)
+        finally:
+            for file in work.watched.files:
+                file.close()
+            print(_totals(work), flush=True)
 
 
 def _obstacle(settings: Settings) -> str:
@@ -245,56 +254,38 @@ def _settle(work: Shipment, last_id: int) -> None:
 # --- sending ---------------------------------------------------------------------------------------------------------
 
 
-def _run(work: Shipment) -> None:
-    """Send until the end of --once, or until told to stop."""
-    producer = _open(work)
-    if producer is None:
-        return
-    try:
-        if _connect(work, producer):
-            _settle(work, producer.last_id)
-            with _progress() as show:
-                _follow(work, producer, show)
-            _save(work)
-    finally:
-        producer.abort()
-
-
-def _open(work: Shipment) -> "Producer | None":
-    """Return a producer, as soon as the broker has a port. None: told to stop."""
-    while not work.stop.is_set():
-        try:
-            return open_producer(
-                {"producer": work.name, "stall_s": STALL_S, "on_stall": lambda _: work.patience.stalled()}
-            )
-        except ConfigError:  # the settings are good; what is missing is a file that the broker makes at its start
-            if elsewhere() is not None:  # it has no files here
-                raise
-            work.patience.stalled()
-            work.stop.wait(_TICK_S)
-    return None
-
-
-def _connect(work: Shipment, producer: "Producer") -> bool:
-    """Wait for the broker. Returns False if told to stop."""
+@contextmanager
+def _connected(work: Shipment) -> "Iterator[Producer | None]":
+    """Yield a producer as soon as the broker answers it. None: told to stop."""
     from kmq.client.failures import NotAnswered
 
-    while not work.stop.is_set():
-        try:
-            work.max_line = producer.connect(_TICK_S)
-        except NotAnswered:
-            work.patience.stalled()
-        else:
-            work.patience.moved()
-            return True
-    return False
+    with contextlib.ExitStack() as stack:
+        producer: Producer | None = None
+        while not work.stop.is_set():
+            try:
+                if producer is None:
+                    producer = open_producer(
+                        {"producer": work.name, "stall_s": STALL_S, "on_stall": lambda _: work.patience.stalled()}
+                    )
+                    stack.callback(producer.abort)
+                work.max_line = producer.connect(_TICK_S)
+                work.patience.moved()
+                break
+            except NotAnswered:
+                work.patience.stalled()
+            except ConfigError:  # the settings are good; what is missing is a file that the broker makes at its start
+                if producer is not None or elsewhere() is not None:  # it has no files here
+                    raise
+                work.patience.stalled()
+                work.stop.wait(_TICK_S)
+        yield None if work.stop.is_set() else producer
 
 
 def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -> None:
     """Send what is there and what comes. Told to stop, send what is there by then, for at most _GRACE_S."""
     watched, look_at, is_saved, is_fresh = work.watched, 0.0, True, False
-    before = time.monotonic(), 0
-    while (began := time.monotonic()) < work.ends_at:
+    before = work.clock(), 0
+    while (began := work.clock()) < work.ends_at:
         if work.stop.is_set() and work.ends_at == math.inf:
             _end_soon(work)
             look_at = 0.0
@@ -303,7 +294,7 @@ def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -
             count = len(watched.files)
             forget_ended(watched, 0.0 if work.is_once else LINGER_S)
             is_saved, is_fresh = is_saved and len(watched.files) == count, True
-            look_at = began + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
+            look_at = began + max(_LOOK_S, _LOOK_SHARE * (work.clock() - began))
         if began - before[0] >= 1:
             show(f"{_totals(work)}, {(work.lines - before[1]) / (began - before[0]):,.0f} lines/s{_behind(work)}")
             before = began, work.lines
@@ -317,7 +308,7 @@ def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -
             _save(work)
             is_saved = True
         if not work.is_once and not work.stop.is_set():
-            work.stop.wait(max(0.0, look_at - time.monotonic()))
+            work.stop.wait(max(0.0, look_at - work.clock()))
         elif is_fresh and not any(file.has_more and file.path not in watched.refused for file in watched.files):
             return
         else:
@@ -327,7 +318,7 @@ def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -
 def _end_soon(work: Shipment) -> None:
     """Note when the end is due. An application that ended before its sidecar has written its last lines just now."""
     if work.ends_at == math.inf:
-        work.ends_at = time.monotonic() + (0.0 if work.is_once else _GRACE_S)
+        work.ends_at = work.clock() + (0.0 if work.is_once else _GRACE_S)
 
 
 def _plan(work: Shipment) -> bytes:
@@ -407,7 +398,7 @@ def _send(work: Shipment, producer: "Producer", lines: bytes) -> bool:
         except NotAnswered:
             if work.stop.is_set():
                 _end_soon(work)
-            if time.monotonic() >= work.ends_at:
+            if work.clock() >= work.ends_at:
                 return False
         except Refused as refused:
             kind = ConfigError if refused.code == "unknown_topic" else KmqError
@@ -444,18 +435,18 @@ def _refusal(work: Shipment, places: Iterable[int], refused: Exception) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress(clock: Callable[[], float]) -> Iterator[Callable[[str], None]]:
     """Yield what shows a text: on a terminal in place of the last one, elsewhere a line a minute."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("", refresh_per_second=1) as status:
             yield status.update
         return
-    said_at = [time.monotonic()]
+    said_at = [clock()]
 
     def report(text: str) -> None:
-        if time.monotonic() - said_at[0] >= _REPORT_S:
-            said_at[0] = time.monotonic()
+        if clock() - said_at[0] >= _REPORT_S:
+            said_at[0] = clock()
             say(text)
 
     yield report

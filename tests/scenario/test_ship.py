@@ -7,10 +7,17 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from base64 import b64decode
 
+import psutil
 import pytest
+
+from kmq.access import tokens
+from kmq.cli.ship import Shipment, run
+from kmq.cli.ship_files import FollowedFiles
+from kmq.client.lines import Patience
 
 CORRUPT, BUSY, CONFIG, KILLED = 65, 69, 78, -9
 SEEDS = (1, 2, 3)
@@ -239,6 +246,123 @@ def test_it_waits_for_a_broker_that_is_down_and_says_so(new_broker, tmp_path):
         ship.wait_sent("a.log")
         assert ship.end() == 0
         assert ship.stored() == [b"one"]
+
+
+class Clock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self):
+        self.now, self.asked = 1000.0, 0
+
+    def __call__(self):
+        self.asked += 1
+        return self.now
+
+
+@pytest.fixture
+def running(ship, monkeypatch):
+    """A ship that runs in this process, from the start of the files, by a Clock; ended by the test."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name in ship.broker.env:
+        if name.startswith("KMQ_"):
+            monkeypatch.setenv(name, ship.broker.env[name])
+    watched, stop = FollowedFiles([f"{ship.logs}/*.log"], set(), print), threading.Event()
+    work = Shipment(*(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str)), clock=Clock())
+    thread = threading.Thread(target=run, args=(work, True))
+
+    def end(then=stop.set):
+        then()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    thread.start()
+    yield work, end
+    work.ends_at = 0.0
+    end()
+
+
+def append(ship, data, name="a.log"):
+    with (ship.logs / name).open("ab") as log:
+        log.write(data)
+
+
+def test_where_no_terminal_is_it_reports_once_a_minute(ship, running, capsys):
+    work, end = running
+    said = ""
+
+    def has_said(count):
+        nonlocal said
+        said += capsys.readouterr().err
+        return said.count("bytes behind") >= count
+
+    for number, step in enumerate([0.25, 59.0, 1.0, 59.0], 1):
+        append(ship, b"%d\n" % number)
+        work.clock.now += step
+        ship.broker.wait(
+            lambda sent=number: work.lines == sent, "the line sent"
+        )  # what there is to say was said before
+        if number == 2:
+            assert not has_said(1)
+    assert has_said(1) and said.count("bytes behind") == 1
+    assert re.search(r"kmq: 1 files, sent 2 lines, 4 bytes, 1 lines/s, 2 bytes behind", said), said
+    work.clock.now += 1.0
+    ship.broker.wait(lambda: has_said(2), "the second report")
+    end()
+    assert "1 files, sent 4 lines, 8 bytes\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_back", [True, False], ids=["in time", "too late"])
+def test_told_to_stop_it_sends_for_five_seconds_more(ship, running, is_back):
+    work, end = running
+    append(ship, b"one\n")
+    work.clock.now += 0.25
+    ship.broker.wait(lambda: work.lines == 1, "the first line sent")
+    durability = psutil.Process(ship.broker.pids()["durability"])
+    durability.suspend()
+    try:
+        append(ship, b"two\n")
+        work.clock.now += 0.25
+        ship.broker.wait(lambda: "offset=4 end=8 lines=1" in ship.state.read_text(), "a plan")
+        work.stop.set()
+        ship.broker.wait(lambda: work.ends_at < 1e9, "its end noted")
+        work.clock.now = work.ends_at - 0.125
+        asked = work.clock.asked
+        ship.broker.wait(lambda: work.clock.asked > asked + 2, "two looks at the clock")
+        assert work.ends_at == work.clock.now + 0.125 and work.lines == 1
+        end(durability.resume if is_back else lambda: setattr(work.clock, "now", work.ends_at))
+    finally:
+        durability.resume()
+    assert work.lines == (2 if is_back else 1)
+    assert ship.once().returncode == 0
+    assert ship.stored() == [b"one", b"two"]
+
+
+def test_over_tls_with_a_token_each_line_is_stored_once_and_a_wrong_token_sends_nothing(
+    new_broker, authority, tmp_path
+):
+    broker, holders = new_broker(), tmp_path / "tokens"
+    cert, key = map(str, authority.issue("server"))
+    (tmp_path / "good").write_text(tokens.new(str(holders), "shipper"))
+    (tmp_path / "wrong").write_text("kmq_" + "x" * 40)
+    broker.gateway = False
+    broker.env |= {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_PORT": "0", "KMQ_TLS_CERT": cert, "KMQ_TLS_KEY": key}
+    broker.up(KMQ_TOKENS=holders)
+    port = (broker.pipes / "tls.port").read_text().strip()
+    for ship in shipping(broker, tmp_path, "app"):
+
+        def once(token, ship=ship):
+            where = ["--url", "https://localhost", "--token", f"@{tmp_path / token}"]
+            command = ship.command("--once")[1:]
+            return broker.run("kmq", *where, *command, KMQ_TLS_PORT=port, SSL_CERT_FILE=authority.path)
+
+        append(ship, b"one\n")
+        done = once("wrong")
+        assert done.returncode == CONFIG and "unauthorized" in done.stderr and "x" * 40 not in done.stderr, done.stderr
+        for line in (b"two\n", b"three\n"):
+            append(ship, line)
+            done = once("good")
+            assert done.returncode == 0, done.stderr
+        assert ship.stored() == [b"one", b"two", b"three"]
 
 
 # --- odd files and lines ---------------------------------------------------------------------------------------------
