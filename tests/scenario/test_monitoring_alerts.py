@@ -6,6 +6,7 @@ it plays the series of this broker, with one fault in them.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import yaml
 from brokers import Broker
 from consuls import free_ports
 from grpc_client import Client
+from pages import text
 from prometheuses import Prometheus
 from promtools import program
 from staged_series import FAULTS, HOURS, Recorded
@@ -166,6 +168,31 @@ def test_nothing_fires_while_nothing_is_wrong(watched, recorded):
     assert len(found) == len(alerting.rules())
     assert {rule["name"]: rule.get("lastError") for rule in found if rule["health"] != "ok"} == {}
     assert set(watched.prometheus.alerts()) - OF_THE_MACHINE == set()
+
+
+def test_the_scaler_of_keda_gets_nothing_for_a_group_that_does_not_exist_and_then_its_lag(watched, recorded):
+    """The query and the remedy of docs/monitoring.md: no series is not 0, and one command begins the group."""
+    page = text("docs/monitoring.md")
+    (scaler,) = [b for b in re.findall(r"(?ms)^```text\n(.*?)^```", page) if "kind: ScaledObject" in b]
+    (trigger,) = yaml.safe_load(scaler)["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    (begin,) = re.findall(r"`kmq (consume mails [^`]*)`", page)
+
+    def lag():
+        return [each["value"][1] for each in watched.prometheus.query(query)]
+
+    broker, prometheus = watched.broker, watched.prometheus
+    assert broker.get("/api/groups/mailers")[0] == 404
+    assert lag() == [] and trigger["metadata"]["ignoreNullValues"] == "false"
+    assert broker.kmq("topics", "create", "mails").returncode == 0
+    assert broker.kmq("produce", "mails", text="one\ntwo\n").returncode == 0
+    prometheus.wait(lambda: prometheus.query('sum(kmq_end_offset{topic="mails"}) == 2'), "the messages are seen")
+    assert lag() == [], "messages of a topic that nobody reads in a group are no lag"
+    done = broker.kmq(*begin.split())
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["one", "two"]), done.stderr
+    prometheus.wait(lambda: lag() == ["0"], "a group that has read all")
+    assert broker.kmq("produce", "mails", text="three\n").returncode == 0
+    prometheus.wait(lambda: lag() == ["1"], "its lag")
 
 
 def test_a_stopped_stage_fires(watched, recorded):
