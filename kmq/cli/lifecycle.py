@@ -58,8 +58,20 @@ def up(
         bool,
         typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
     ] = True,
+    listen_addr: Annotated[
+        str,
+        typer.Option(
+            "--listen-addr",
+            help="With --foreground: \\[host]:port for gRPC, over KMQ_HOST and KMQ_GRPC_PORT. Without a host KMQ_HOST stays.",
+        ),
+    ] = "",
+    data_dir: Annotated[
+        str, typer.Option("--data-dir", help="With --foreground: directory of the messages, over KMQ_DATA.")
+    ] = "",
 ) -> None:
     """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
+    if listen_addr or data_dir:
+        _override(foreground, listen_addr, data_dir)
     settings = load()
     with_gateway = with_gateway and gateway.is_installed()
     if settings.in_cluster:
@@ -75,6 +87,26 @@ def up(
     _refuse_shared_data(settings)
     startup = Startup(settings, with_gateway)
     _print_started(settings, startup, startup.wait())
+
+
+def _override(foreground: bool, listen_addr: str, data_dir: str) -> None:
+    """Put what the command line says over the environment. Raises ConfigError that names the option."""
+    if not foreground:
+        raise ConfigError(
+            "--listen-addr and --data-dir are for --foreground, because later commands would look elsewhere;"
+            " set KMQ_HOST, KMQ_GRPC_PORT and KMQ_DATA"
+        )
+    if listen_addr:
+        host, colon, port = listen_addr.rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > 65_535:
+            raise ConfigError(
+                f"--listen-addr={listen_addr}: must be [host]:port with a port up to 65535, such as :8080"
+            )
+        os.environ["KMQ_GRPC_PORT"] = port
+        if host:
+            os.environ["KMQ_HOST"] = host.removeprefix("[").removesuffix("]")
+    if data_dir:
+        os.environ["KMQ_DATA"] = data_dir
 
 
 def _check_cluster(settings: Settings) -> None:

@@ -45,7 +45,8 @@ def render(overlay: str | Path) -> list[Document]:
 
 def pods_of(documents: list[Document]) -> list[Document]:
     """Every pod that their controllers would make, as a Pod; one of a StatefulSet has the name that it gets there."""
-    return [pod for document in documents if document["kind"] in _CONTROLLERS for pod in _replicas(document)]
+    alone = [document for document in documents if document["kind"] == "Pod"]
+    return [*alone, *(pod for each in documents if each["kind"] in _CONTROLLERS for pod in _replicas(each))]
 
 
 def _replicas(controller: Document) -> Iterator[Document]:
