@@ -63,8 +63,8 @@ def workloads(documents: list[Document]) -> list[Document]:
 
 
 def pods(documents: list[Document]) -> list[Document]:
-    """Every pod template."""
-    return [workload["spec"]["template"] for workload in workloads(documents)]
+    """Every pod template, and pods without a controller."""
+    return [*(workload["spec"]["template"] for workload in workloads(documents)), *of_kind(documents, "Pod")]
 
 
 def containers(pod: Document) -> list[Document]:
@@ -425,7 +425,7 @@ def the_drain_is_waited_for(documents: list[Document]) -> Iterator[str]:
     """All at once in a pod of our own; one after the other as sidecars, after the application."""
     for pod, _ in brokers(documents):
         grace_s = pod["spec"].get("terminationGracePeriodSeconds")
-        if pod["spec"].get("initContainers"):
+        if any(c.get("restartPolicy") == "Always" for c in pod["spec"].get("initContainers", [])):
             if (grace_s or 0) < GRACE_S + DRAIN_S * len(STAGES):
                 yield f"{grace_s} s are not enough for the stages one after the other"
         elif grace_s != GRACE_S and REPLICA not in processes(pod):
@@ -506,6 +506,32 @@ def a_shard_survives_its_upgrade(documents: list[Document]) -> Iterator[str]:
             yield f"{budgets} pods may be evicted at once"
 
 
+def labels_are_the_recommended_ones(documents: list[Document]) -> Iterator[str]:
+    """Every object of ours says what it is, of which broker, and that it is of KMQ; of others' workloads nothing is asked."""
+    wanted = {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of")}
+    for document in documents:
+        metadata = document["metadata"]
+        missing = wanted - metadata.get("labels", {}).keys()
+        if "kmq" in metadata["name"] and missing:
+            yield f"{document['kind']} {metadata['name']} lacks {', '.join(sorted(missing))}"
+
+
+def brokers_are_spread(documents: list[Document]) -> Iterator[str]:
+    """Over zones and nodes, each broker's pods among themselves, and none waits for a balance."""
+    for pod, workload in brokers(documents):
+        spread = pod["spec"].get("topologySpreadConstraints", [])
+        if not is_beside(pod) and {each["topologyKey"] for each in spread} != {
+            "topology.kubernetes.io/zone",
+            "kubernetes.io/hostname",
+        }:
+            yield "the brokers may all be in one zone or on one node"
+        for each in spread:
+            if each["whenUnsatisfiable"] != "ScheduleAnyway":
+                yield "a broker waits for a node of its own"
+            if each["labelSelector"]["matchLabels"] != workload["spec"]["selector"]["matchLabels"]:
+                yield "pods of another broker count too"
+
+
 CHECKS: tuple[Check, ...] = (
     settings_are_good,
     ports_are_those_of_the_settings,
@@ -525,6 +551,8 @@ CHECKS: tuple[Check, ...] = (
     pods_keep_to_themselves,
     addresses_in_arguments_are_ports,
     a_shard_survives_its_upgrade,
+    labels_are_the_recommended_ones,
+    brokers_are_spread,
 )
 
 

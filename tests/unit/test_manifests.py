@@ -46,7 +46,7 @@ BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for 
 BESIDE += ["Deployment+ship", "StatefulSet+ship", "StatefulSet+ship+sidecar"]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
 SHARDS = ["base+shard", "base+monitoring+tokens+shard", "base+tls+shard", "base+monitoring+tls+client-ca+tokens+shard"]
-BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS]
+BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS, *SHARDS, "base+tls+tokens+repair"]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
 SINCE = dict.fromkeys(
@@ -542,6 +542,23 @@ BREAKS = {
         (SHARD, container("replica", lambda c: c.pop("env")), "not reached by its pod's name"),
         (SHARD, of("PodDisruptionBudget", lambda spec: spec.update(maxUnavailable=2)), "may be evicted"),
     ],
+    agreement.labels_are_the_recommended_ones: [
+        ("base", lambda documents: documents[0]["metadata"]["labels"].pop("app.kubernetes.io/part-of"), "part-of"),
+        ("overlays/fleet", lambda documents: documents[-1]["metadata"].pop("labels"), "lacks app.kubernetes.io/comp"),
+    ],
+    agreement.brokers_are_spread: [
+        ("base", pod(lambda spec: spec.pop("topologySpreadConstraints")), "may all be in one zone"),
+        (
+            SHARD,
+            pod(lambda spec: spec["topologySpreadConstraints"][0].update(whenUnsatisfiable="DoNotSchedule")),
+            "waits for a node",
+        ),
+        (
+            "base",
+            pod(lambda spec: spec["topologySpreadConstraints"][1]["labelSelector"]["matchLabels"].popitem()),
+            "of another broker",
+        ),
+    ],
     agreement.addresses_in_arguments_are_ports: [
         (SIDECAR, of("ConfigMap", lambda data: data.update(KMQ_GRPC_PORT="8081")), "consumer: nobody listens on 8080"),
     ],
@@ -604,6 +621,15 @@ def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
     version = __version__
     assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
+
+
+@pytest.mark.parametrize("kind", ["DaemonSet", "Job", "CronJob", "Pod"])
+@pytest.mark.parametrize("component", ["sidecar", "ship"])
+def test_a_component_that_cannot_go_into_a_workload_says_so(tmp_path, component, kind):
+    workload = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "shop", "labels": {f"kmq-{component}": "true"}}}
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump(workload | {"spec": {}}))
+    with pytest.raises(AssertionError, match=f"kmq-{component} goes into a Deployment or a StatefulSet"):
+        kustomize(overlay(tmp_path, [component], of="workload.yaml"))
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
