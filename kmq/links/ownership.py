@@ -18,7 +18,6 @@ Not covered flock across nodes on a network file system that does not support it
 
 import fcntl
 import os
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence,
 
 def describe(stage: str, data: str, instance: str = "") -> str:
     """Return the text that names this process in the locks it holds. `instance`: its broker, where one matters."""
-    who = f"pid={os.getpid()} host={socket.gethostname()} stage={stage} pod={_pod()}"
+    who = f"pid={os.getpid()} host={os.uname().nodename} stage={stage} pod={_pod()}"
     broker = f" instance={instance}" if instance else ""
     return f"{who}{broker} data={os.path.abspath(data)}"  # at the end: a path may hold spaces
 
