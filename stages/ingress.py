@@ -22,11 +22,13 @@ from kmq.ingress.ports import OWN_DESCRIPTORS
 from kmq.links.received import Handover
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
+_HEAP_BYTES = 1 << 20  # twice this much free memory is kept between two receives, as the framer does (stages/framer.py)
 
 
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → ports → loop → drain."""
     settings = stage.settings
+    bytes(_HEAP_BYTES)
     if settings.intakes:
         from kmq.ingress import intakes
 

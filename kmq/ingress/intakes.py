@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kmq.config.intakes import Network
 
 _WRAPPED_BYTES = 2 * MIB
-_HEAP_BYTES = MIB  # twice this much free memory is kept between two receives
 LEAST_BYTES = 16 * KIB  # of a receive: a TLS record fits (kmq/broker/tls.py)
 _SO_MEMINFO, _DROPS = 55, 8  # socket(7); which of the numbers says how many datagrams were dropped
 _MEMINFO = struct.Struct("9I")
@@ -53,9 +52,6 @@ class RawPort:
     """One intake: what goes before its lines, and what it has counted."""
 
     def __init__(self, spec: IntakePort, max_line: int, sock: socket.socket) -> None:
-        bytes(
-            _HEAP_BYTES
-        )  # so that the C library keeps what a receive frees, and need not fault it in again (stages/framer.py)
         topic = spec.topic.encode()
         self.spec, self.sock = spec, sock
         self.port: int = sock.getsockname()[1]

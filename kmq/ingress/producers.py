@@ -188,7 +188,7 @@ class Intake:
             return first
         partial = connection.partial
         self._forget_partial(connection)
-        count = self._buffer.count(b"\n", 0, end) if connection.sender is not None else 0
+        count = record.count_lines(self._buffer[:end]) if connection.sender is not None else 0
         self._pass_on(connection, [partial, self._view[:end]], count)
         return end
 
@@ -240,7 +240,7 @@ class Intake:
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
                 self._pass_line(connection, line, len(line), "too_long" if len(line) > most else "")
             return
-        count = self._buffer.count(b"\n", start, end) if connection.sender is not None else 0
+        count = record.count_lines(self._buffer[start:end]) if connection.sender is not None else 0
         self._pass_on(connection, [self._view[start:end]], count)
 
     def _pass_on(self, connection: Connection, parts: list[Part], count: int) -> None:
