@@ -1,8 +1,9 @@
 """KMQ_INTAKES: ports to which each raw line is a message of one topic.
 
-    5140=app 5142/udp=net 6514/tls=audit
+    5140=app 5141=audit:json 5142/udp=net 6514/tls=audit
 
 Between two entries stand blanks or commas. A port without a kind takes lines over TCP, `/tls` over TLS, `/udp` datagrams.
+`:json` takes lines that are one JSON value each.
 The ports themselves are opened by ingress (kmq/ingress/ports.py).
 """
 
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
 
 MOST = 16  # the stats page has room for the counters of so many
 TCP, TLS, UDP = "tcp", "tls", "udp"
-_ENTRY = r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(:.*)?"
+_ENTRY = r"(\d{1,5})(?:/(tcp|tls|udp))?=([^:]*)(?::(.*))?"
 
 
-class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic"))):
-    """One entry."""
+class IntakePort(namedtuple("IntakePort", ("number", "kind", "topic", "is_json"), defaults=(False,))):
+    """One entry. `is_json`: what is no JSON value becomes a dead letter."""
 
     __slots__ = ()
     number: int
     kind: str
     topic: str
+    is_json: bool
 
     def __str__(self) -> str:
-        return f"{self.number}={self.topic}" if self.kind == TCP else f"{self.number}/{self.kind}={self.topic}"
+        kind = "" if self.kind == TCP else f"/{self.kind}"
+        return f"{self.number}{kind}={self.topic}{':json' * self.is_json}"
 
 
 def parse_intakes(text: str) -> tuple[IntakePort, ...]:
@@ -45,17 +48,14 @@ def _entry(text: str, at: int) -> IntakePort:
 
     match = re.fullmatch(_ENTRY, text)
     if not match or int(match[1]) > 65535:
-        raise ValueError(f"entry {at}: expected <port>[/tls|/udp]=<topic>, with a port between 0 and 65535")
-    number, kind, topic, hint = match.groups()
-    if hint:
-        raise ValueError(
-            f"{text!r}: a topic has no content type in KMQ, so write {text.removesuffix(hint)}; lines of JSON are stored"
-            " as they are, and given back as JSON by format=json"
-        )
+        raise ValueError(f"entry {at}: expected <port>[/tls|/udp]=<topic>[:json], with a port between 0 and 65535")
+    number, kind, topic, form = match.groups()
+    if form not in (None, "json"):
+        raise ValueError(f"{text!r}: :{form} is not known; write :json, or without it take lines of every kind")
     if not record.is_topic(topic):
         reason = "is reserved" if record.is_topic_name(topic) else "is no topic name"
         raise ValueError(f"{text!r}: {topic!r} {reason}; name another topic")
-    return IntakePort(int(number), kind or TCP, topic)
+    return IntakePort(int(number), kind or TCP, topic, form == "json")
 
 
 def parse_sources(text: str) -> "tuple[Network, ...]":

@@ -187,7 +187,8 @@ class Settings:
         "KMQ_INTAKES",
         "",
         intakes_of.parse_intakes,
-        "ports to which each raw line is a message of one topic: 5140=app 5142/udp=net 6514/tls=audit; 0: any free port",
+        "ports to which each raw line is a message of one topic: 5140=app 5141=audit:json 5142/udp=net 6514/tls=audit; 0: any"
+        " free port",
     )
     intakes_from: "tuple[Network, ...]" = _setting(
         "KMQ_INTAKES_FROM",

@@ -5,6 +5,7 @@
                                                         payload would be null
     over KMQ_MAX_LINE         dead.malformed with reason=too_long, its length, the topic, and its first bytes; the
     no newline at the end     rest is skipped. With reason=no_newline: it may have been cut. The limit is of the message
+    no JSON value             dead.malformed with reason=not_json and the whole line, where the entry ends with `:json`
 
 The head comes before all lines of a receive at once, here, so that the framer and everything after it see messages as
 from any producer. A datagram is one or more lines, the last of which may lack its newline.
@@ -13,7 +14,8 @@ Invariant   What a line says never names a topic: the head does, and ends before
             has a mark (`app.web.@`), so that no other declared topic changes what the head means.
             Where KMQ_INTAKES_FROM is set, nothing is taken from an address that it does not have. Nobody is answered.
 Memory      A receive is so small that its messages take at most _WRAPPED_BYTES, if it is nothing but newlines. So is what
-            a turn takes of the datagrams, but for the last of them.
+            a turn takes of the datagrams, but for the last of them. A line of JSON is checked by parsing it, alone, which
+            takes up to some 30 times its bytes for a moment.
 Not covered Datagrams: the kernel drops those that ingress does not read in time, and all while messages are refused. They
             are counted. The address of a datagram is what its sender says it is.
 """
@@ -35,6 +37,8 @@ from kmq.message import record
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 
 if TYPE_CHECKING:
+    from json import JSONDecoder
+
     from kmq.config.intakes import Network
 
 _WRAPPED_BYTES = 2 * MIB
@@ -61,7 +65,9 @@ class RawPort:
         self.nothing, self.empty = self.between + b"\n", b"\n" + self.encoded + b"\n"  # an empty line
         self.with_nul = re.compile(re.escape(self.between) + rb"([^\n\0]*+\0[^\n]*+)")
         self.max_message, self.max_line = max_line, max_line - len(self.head)
-        self.receive_bytes = max(LEAST_BYTES, min(self.max_line, _WRAPPED_BYTES // (len(self.encoded) + 1)))
+        self.json = _json_decoder() if spec.is_json else None
+        longest = letter(self, "not_json", b"", 0) if self.json else self.encoded + b"\n"  # of an empty line
+        self.receive_bytes = max(LEAST_BYTES, min(self.max_line, _WRAPPED_BYTES // len(longest)))
         self.lines = self.bytes = self.connections = self.refused = 0
         self.known: dict[str, bool] = {}  # address → whether it may send
 
@@ -97,6 +103,35 @@ def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Par
         end = len(text) if len(text) - done <= most else text.rfind(b"\n", done, done + most) + 1
         yield [memoryview(text)[done:end]]
         done = end
+
+
+def _json_decoder() -> "JSONDecoder":
+    """Return what refuses NaN and its like too. It makes no whole numbers, which are slow and limited in length."""
+    from json import JSONDecoder  # only where there is such an intake
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    return JSONDecoder(parse_int=float, parse_constant=refuse)
+
+
+def split_json(decoder: "JSONDecoder", parts: Sequence[Part]) -> tuple[Sequence[Part], list[bytes]]:
+    """Return the whole lines that are one JSON value each, and the lines that are none."""
+    lines, decode, wrong = b"".join(parts)[:-1].split(b"\n"), decoder.raw_decode, []
+    for at, line in enumerate(lines):
+        try:
+            text = line.decode().strip(" \t\r")
+            if decode(text)[1] == len(text):
+                continue
+        except (ValueError, RecursionError):
+            pass
+        wrong.append(at)
+    if not wrong:
+        return parts, []
+    letters = [lines[at] for at in wrong]
+    for at in reversed(wrong):
+        del lines[at]
+    return [line + b"\n" for line in lines], letters
 
 
 def _encoded(raw: RawPort, match: "re.Match[bytes]") -> bytes:

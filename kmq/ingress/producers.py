@@ -28,7 +28,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kmq.access.local_token import LocalToken
 from kmq.access.roles import LINES_IN
@@ -214,10 +214,14 @@ class Intake:
         self.bytes += length + 1
         self.handover.put([intakes.letter(raw, reason, line, length)])
 
-    def _hand_over_raw(self, raw: "RawPort", parts: list[Part]) -> None:
+    def _hand_over_raw(self, raw: "RawPort", parts: Sequence[Part]) -> None:
         """Hand over whole lines that came to an intake. What arrived counts, and not what goes on: drain compares."""
         from kmq.ingress import intakes
 
+        if raw.json is not None:
+            parts, wrong = intakes.split_json(raw.json, parts)
+            for line in wrong:
+                self._bury(raw, line, len(line), "not_json")
         before = raw.bytes
         for piece in intakes.wrapped(raw, parts, self.max_line + _PIECE_BYTES):
             self.handover.put(piece)

@@ -61,6 +61,7 @@ _ROWS = (
     Refusal(MESSAGE, "reserved_topic", _BAD, "append, dropped and names that begin with __ are KMQ's own"),
     Refusal(MESSAGE, "too_long", _LONG, "the line is over KMQ_MAX_LINE bytes"),
     Refusal(MESSAGE, "no_newline", _BAD, "the connection ended before the line did"),
+    Refusal(MESSAGE, "not_json", _BAD, "the line came to an intake with :json, and is no JSON value"),
     Refusal(MESSAGE, "too_many_topics", _MANY, "KMQ_MAX_TOPICS topics exist, or no inodes are left for another one"),
     Refusal(MESSAGE, "unknown_topic", _UNKNOWN, "no such topic is declared, and KMQ_AUTO_CREATE_TOPICS is off"),
     Refusal(MESSAGE, "unknown_partition", _UNKNOWN, "the topic has no such partition"),

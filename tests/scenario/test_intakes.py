@@ -133,6 +133,21 @@ def test_a_long_line_leaves_its_beginning_and_says_whose_it_was(raw):
     assert cut.endswith(b"|dead.malformed||;reason=no_newline;len=11;topic=app|without end")
 
 
+def test_where_json_is_wanted_any_other_line_is_a_dead_letter(raw):
+    broker = raw("0=audit:json 0/udp=net:json")
+    ship(broker, b'{"user": 17}\n{"user": 17\n\n"end"\n')
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        sock.sendto(b'{"a":1}\nplain', ("127.0.0.1", port_of(broker, 2)))
+    broker.wait_routed(6)
+    assert payloads(broker, "audit") == [b'{"user": 17}', b'"end"'] and payloads(broker, "net") == [b'{"a":1}']
+    letters = [line.split(b"||")[1] for line in broker.lines("dead")]
+    assert sorted(letters) == [
+        b";reason=not_json;len=0;topic=audit|",
+        b";reason=not_json;len=11;topic=audit|" + b'{"user": 17',
+        b";reason=not_json;len=5;topic=net|plain",
+    ]
+
+
 def test_over_tls_and_by_certificate_where_tokens_are_needed(raw, authority, tmp_path):
     cert, key = map(str, authority.issue("server"))
     tokens.new(str(tmp_path / "tokens"), "somebody")
@@ -215,7 +230,7 @@ def test_datagrams_that_nobody_reads_are_counted_and_the_rest_is_whole(raw):
         ("5674=a", {"KMQ_EGRESS_PORT": "5674"}, "port 5674 is KMQ_EGRESS_PORT too"),
         ("0/tls=a", {}, "KMQ_TLS_CERT"),
         ("0=a", {"KMQ_TOKENS": "tokens"}, "KMQ_INTAKES_FROM"),
-        ("0=a:json", {}, "content type"),
+        ("0=a:xml", {}, "write :json"),
         ("0=a", {"KMQ_INTAKES_FROM": "here"}, "entry 1: expected an address or a network"),
         ("0=unknown", {"KMQ_AUTO_CREATE_TOPICS": "off"}, "kmq topics create unknown"),
     ],

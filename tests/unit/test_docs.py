@@ -139,8 +139,8 @@ def test_every_alert_of_the_manifests_has_a_runbook():
 def test_every_reason_for_dead_malformed_is_in_the_protocol():
     told = _first_cells(_section("docs/protocol.md", "## Lines that are no message")) - {"reason", "---"}
     lines = [b"", b"x", b"|a", b".a|", b"append|x", b"a|\0", b"!a|"]
-    reasons = {record.refusal(line) for line in lines} | {"too_long", "no_newline"}
-    assert len(reasons) == 9
+    reasons = {record.refusal(line) for line in lines} | {"too_long", "no_newline", "not_json"}
+    assert len(reasons) == 10
     assert told == reasons | {"too_many_topics", "unknown_topic", "unknown_partition"}  # those of the framer's catalog
 
 

@@ -47,14 +47,14 @@ NASTY = [
 class Shipper:
     """A connection to an intake, and the framer behind it."""
 
-    def __init__(self, directory, topic="app", max_line=MAX):
+    def __init__(self, directory, topic="app", is_json=False, max_line=MAX):
         self.raw_fd, self.way = open_fifo(str(directory), "raw"), Way(1 << 20)
         self.handover = Handover(self.raw_fd, self.way.writer)
         self.intake = Intake(self.handover, max_line, new_row(), hello_required=b"unauthorized")
         self.steps = Steps(table(), max_line=max_line, way=self.way)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
-            self.raw = RawPort(IntakePort(0, "tcp", topic), max_line, sock)
+            self.raw = RawPort(IntakePort(0, "tcp", topic, is_json), max_line, sock)
         self.near, far = socket.socketpair()
         far.setblocking(False)
         self.connection = Connection(far, "test", None, self.raw)
@@ -99,8 +99,8 @@ def ship(tmp_path):
     """A function that makes a Shipper to the intake of a topic."""
     made = []
 
-    def make(topic):
-        made.append(Shipper(tmp_path, topic))
+    def make(topic, is_json=False):
+        made.append(Shipper(tmp_path, topic, is_json))
         return made[-1]
 
     yield make
@@ -189,11 +189,59 @@ def test_a_line_without_newline_at_the_end_is_a_dead_letter_of_its_own(shipper):
     ]
 
 
-def test_a_flood_of_newlines_takes_little_memory_and_loses_none(ship):
-    shipper = ship("t" * 200)
-    assert shipper.raw.receive_bytes * (len(shipper.raw.encoded) + 1) <= 4 << 20
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_flood_of_newlines_takes_little_memory_and_loses_none(ship, is_json):
+    shipper = ship("t" * 200, is_json)
+    longest = intakes.letter(shipper.raw, "not_json", b"", 0) if is_json else shipper.raw.encoded + b"\n"
+    assert shipper.raw.receive_bytes * len(longest) <= 5 << 20
     shipper.send(b"\n" * 30_000)
     assert [payload for _, _, payload in shipper.messages] == [b""] * 30_000
+
+
+JSON = [
+    *(b'{"a":1}', b"[1, 2]", b"7", b'"x"', b"null", b' {"a": [true]}\t\r', b"-1.5e999", b'"\\ud800"', b'{"a":1,"a":2}'),
+    *(b"9" * 5000, '"\u00e9"'.encode(), b"[" * 200 + b"]" * 200),
+]
+NO_JSON = [
+    *(
+        b"",
+        b" ",
+        b"{",
+        b"{} {}",
+        b"1,2",
+        b"[1",
+        b"2]",
+        b"NaN",
+        b"[-Infinity]",
+        b'"\xff"',
+        b"\xef\xbb\xbf{}",
+        b'"\0"',
+        b"'a'",
+    ),
+    *(b'"\x01"', b"\xff\xfe7\0", b"!hello acks=1", b"other|||{}", b"[" * 3000 + b"]" * 3000),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_json_is_wanted_any_other_line_is_a_dead_letter_and_whole(ship, seed):
+    shipper, rng = ship("app", is_json=True), random.Random(seed)
+    lines = rng.sample(JSON + NO_JSON, len(JSON + NO_JSON)) + [b'{"n":%d}' % n for n in range(50)]
+    data, done = b"".join(line + b"\n" for line in lines), 0
+    while done < len(data):
+        size = rng.choice((1, 7, 300, 5000))
+        shipper.send(data[done : done + size])
+        done += size
+    letters = [(id, line) for key, id, line in shipper.messages if key == b"dead.malformed"]
+    assert [payload for key, _, payload in shipper.messages if key == b"app"] == [x for x in lines if x not in NO_JSON]
+    assert [line for _, line in letters] == [line for line in lines if line in NO_JSON]
+    assert all(b";reason=not_json;len=%d;topic=app" % len(line) in id for id, line in letters)
+    assert (shipper.raw.lines, shipper.raw.bytes, shipper.intake.refused) == (len(lines), len(data), len(letters))
+
+
+def test_json_is_looked_at_only_where_it_is_wanted(shipper, monkeypatch):
+    monkeypatch.setattr(intakes, "split_json", None)
+    shipper.send(b"{\n")
+    assert shipper.messages == [(b"app", b"", b"{")]
 
 
 def test_a_flood_of_newlines_in_datagrams_takes_little_memory_and_loses_none():
@@ -243,8 +291,10 @@ def test_sources_know_both_families_and_mapped_addresses():
 
 
 def test_entries_name_port_kind_and_topic():
-    assert parse_intakes("5140=app,5142/udp=net\t6514/tls=a.b ") == (
-        (5140, "tcp", "app"),
-        (5142, "udp", "net"),
-        (6514, "tls", "a.b"),
+    text = "5140=app,5142/udp=net\t6514/tls=a.b:json "
+    assert parse_intakes(text) == (
+        (5140, "tcp", "app", False),
+        (5142, "udp", "net", False),
+        (6514, "tls", "a.b", True),
     )
+    assert " ".join(map(str, parse_intakes(text))) == "5140=app 5142/udp=net 6514/tls=a.b:json"
