@@ -189,7 +189,7 @@ class Overview:
     def look(self, budget_s: float) -> None:
         """Look at the page, and for `budget_s` at topics. Call at least about once a second."""
         page = status.page_of(self._settings)
-        self.pace.add(page)
+        self.pace.add(page, self._settings.intakes)
         if page is not None:
             self._follow(page)
         self.events.sweep()
@@ -226,6 +226,7 @@ class Overview:
             "status": shown,
             "rates": self.pace.rates(_RATES_S),
             "latency": self.pace.latency(),
+            "intakes": self.pace.intakes(_RATES_S),
             "topics": self.topics.rows(topics),
             "topics_total": self.topics.total,
             "events": [event.fields() for event in self.events.newest(_EVENTS)],

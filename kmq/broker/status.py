@@ -7,6 +7,7 @@ Memory      Samples of the last LATENCY_S, some hundred numbers each.
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import kmq
@@ -15,6 +16,7 @@ from kmq.broker import clock, stats
 from kmq.broker.health import Finding, Verdict, judge, state_of
 from kmq.broker.stats import AGENT, REPLICA, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
 from kmq.broker.supervisor import Supervision, taken
+from kmq.config.intakes import IntakePort
 from kmq.config.settings import STAGES, Settings
 from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
@@ -66,6 +68,7 @@ class _Sample(NamedTuple):
     at: float  # CLOCK_MONOTONIC
     moved: dict[str, tuple[int, int, int]]  # stage → when it was started; messages, bytes
     times: dict[str, HistogramSnapshot]  # by name of TIMED
+    intakes: list[dict[str, int | str]]
 
 
 class StagePace:
@@ -74,14 +77,15 @@ class StagePace:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
 
-    def add(self, page: StatsPage | None) -> None:
-        """Take a sample. `page`: None if the broker is down, which forgets all samples."""
+    def add(self, page: StatsPage | None, intakes: Sequence[IntakePort] = ()) -> None:
+        """Take a sample. `page`: None if the broker is down, which forgets all samples. `intakes`: its KMQ_INTAKES."""
         if page is None:
             self._samples.clear()
             return
         at, rows = time.monotonic(), page.rows
         moved = {name: (rows[name].started, rows[name].messages, rows[name].bytes) for name in STAGES}
-        self._samples.append(_Sample(at, moved, {name: page.histogram(name).snapshot() for name in TIMED.values()}))
+        times = {name: page.histogram(name).snapshot() for name in TIMED.values()}
+        self._samples.append(_Sample(at, moved, times, page.intakes(intakes)))
         while len(self._samples) > 2 and at - self._samples[1].at >= LATENCY_S:
             self._samples.popleft()
 
@@ -107,6 +111,22 @@ class StagePace:
             )
             rates[name] = {"messages": messages, "bytes": nbytes}
         return rates
+
+    def intakes(self, seconds: float) -> list[dict[str, object]]:
+        """Return what each intake has counted, with its lines and bytes a second; null until they are known."""
+        if not self._samples:
+            return []
+        now = self._samples[-1].intakes
+        new, old = self._span(seconds) or (self._samples[-1], self._samples[-1])
+        spent_s = new.at - old.at
+        rows: list[dict[str, object]] = []
+        for row, was in zip(now, old.intakes, strict=False):
+            counts = [(int(row[name]), int(was[name])) for name in ("lines", "bytes")]
+            is_new = counts[0] < counts[0][::-1]  # an ingress that was started since counts from 0
+            more = [count - before * (not is_new) for count, before in counts]
+            rate, bytes_rate = (round(count / spent_s, 1) if spent_s else None for count in more)
+            rows.append({**row, "rate": rate, "bytes_rate": bytes_rate})
+        return rows
 
     def latency(self, seconds: float = LATENCY_S) -> dict[str, Latency | None]:
         """Return p50 and p99 of what was measured in the last `seconds`; None where nothing was."""

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import socket
 import threading
 from contextlib import contextmanager, suppress
 
@@ -78,6 +79,7 @@ def broker(browser, tmp_path_factory):
     """A broker with load: five keys of two topics, and a group that is behind."""
     made = Broker(tmp_path_factory.mktemp("console") / "broker")
     made.env["KMQ_HTTP_PORT"] = str(free_port())  # the same after a restart, as for a user
+    made.env["KMQ_INTAKES"] = "0=lines"
     made.up()
     try:
         with load(made):
@@ -152,6 +154,17 @@ def test_the_overview_shows_the_numbers_of_the_document_it_names(tab):
     as_of, found = shown(page, "[data-topic=orders]")
     [expected] = [each for each in tab.document("/api/overview", as_of)["topics"] if each["topic"] == "orders"]
     assert found["records"] == str(expected["records"]) and found["bytes"] == str(expected["bytes"])
+
+
+def test_an_intake_shows_what_came_to_it(tab, broker):
+    port = int((broker.pipes / "intake1.port").read_text())
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"one\ntwo\n")
+    page = loaded(tab)
+    page.wait_for_selector(f"[data-intake='0']:has-text('{port}/tcp → lines') [data-field=rate]:not([data-value=''])")
+    as_of, found = shown(page, "[data-intake='0']")
+    [expected] = tab.document("/api/overview", as_of)["intakes"]
+    assert found == {name: as_shown(expected[name]) for name in ("rate", "bytes_rate", "refused", "dropped")}
 
 
 def test_seqs_move_while_nobody_touches_the_page(tab):

@@ -13,6 +13,7 @@ from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.broker.status import StagePace
 from kmq.cli.top import readers
 from kmq.cli.top.readers import LocalReader
+from kmq.config.intakes import parse_intakes
 from kmq.config.settings import STAGES, load
 from kmq.gateway.console.overview import STEP_S, History
 from kmq.log.identity import open_data
@@ -153,6 +154,25 @@ def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process(pa
     assert sampled(pace, page, 16.75, monkeypatch, 5020) == 10
     pace.add(None)
     assert pace.rates(2.0) == {} and sampled(pace, page, 17.0, monkeypatch) is None, "the broker was down"
+
+
+def test_an_intake_has_its_rates_and_begins_again_with_ingress(page, monkeypatch):
+    pace, specs = StagePace(), parse_intakes("0=app 0/udp=net")
+
+    def look(at, lines, nbytes):
+        monkeypatch.setattr(status.time, "monotonic", lambda: at)
+        page.publish_intakes([(5140, lines, nbytes, 1, 0, 2), (5141, 0, 0, 0, 3, 0)])
+        pace.add(page, specs)
+        app, net = pace.intakes(2.0)
+        assert (net["port"], net["kind"], net["dropped"], net["lines"]) == (5141, "udp", 3, 0)
+        return app["rate"], app["bytes_rate"]
+
+    assert pace.intakes(2.0) == []
+    assert look(0.0, 100, 1000) == (None, None)
+    assert look(2.0, 300, 5000) == (100.0, 2000.0)
+    assert look(4.0, 50, 400) == (25.0, 200.0), "all that the new ingress has taken"
+    pace.add(None)
+    assert pace.intakes(2.0) == []
 
 
 def test_times_are_those_of_the_last_ten_seconds(page, monkeypatch):

@@ -1,5 +1,6 @@
 """What `kmq top` draws: pure, from a document and a size."""
 
+import itertools
 import time
 
 import pytest
@@ -44,6 +45,10 @@ def document(name="orders", **status):
         "rates": dict.fromkeys(("ingress", "framer", "durability", "router"), moved),
         "latency": {"ack": {"p50": 0.0011, "p99": 0.0042, "count": 9}, "sync": None},
         "topics": [{"topic": f"{name}{n}", "rate": float(n), "bytes_rate": 9.0, "records": n} for n in range(20)],
+        "intakes": [
+            {"port": 5140, "kind": "tcp", "topic": name, "rate": 12_345.0, "bytes_rate": 2048.0}
+            | {"connections": 4, "refused": 66, "dropped": 0}
+        ],
         "topics_total": 10_000,
         "groups": [{"group": name, "state": "stable", "members": 2, "lag": 5, "lag_seconds": 61.0}],
         "groups_total": 1,
@@ -112,6 +117,15 @@ def test_what_is_wrong_and_what_to_do_is_on_every_size(width, height):
     assert "quota: no room" in text and "do: raise KMQ_DATA_QUOTA" in text and "damage_found" in text
 
 
+@pytest.mark.parametrize("view", ["p", "c"])
+def test_each_intake_shows_its_rate_and_what_was_refused_and_dropped(view):
+    lines = drawn(document(), view, height=40)
+    [(title, row)] = [pair for pair in itertools.pairwise(lines) if pair[0].startswith("intakes (1) ")]
+    assert title.split()[2:] == ["lines/s", "bytes/s", "connected", "refused", "dropped"]
+    assert row.split() == ["5140/tcp", "orders", "12,345", "2.0", "KiB", "4", "66", "0"]
+    assert "intakes" not in "".join(drawn(document() | {"intakes": []}, view, height=40))
+
+
 def test_a_broker_without_newer_values_is_drawn_with_a_dash_for_each():
     old = {"ready": True, "stages": [{"name": "framer", "state": "ready"}], "backlog": {"framed_messages": 7}}
     old |= {"reasons": [], "warnings": [{"code": "certificate_expires", "why": "soon", "advice": "renew"}]}
@@ -128,6 +142,7 @@ def test_a_document_of_any_shape_is_drawn(value):
     spoiled = [value, *(found | {key: value} for key in found)]
     spoiled += [found | {"status": found["status"] | {key: value}} for key in found["status"]]
     spoiled += [found | {"topics": [{"topic": value, "rate": value, "records": value}]}]
+    spoiled += [found | {"intakes": [dict.fromkeys(("port", "kind", "topic", "rate", "refused"), value)]}]
     spoiled += [found | {"events": [{"at": value, "text": value}], "groups": [{"lag_seconds": value}]}]
     for each in spoiled:
         for view in screen.VIEWS:

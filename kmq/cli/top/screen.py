@@ -27,7 +27,7 @@ _HELP = (
     ("p", "the pipeline: state, rate and fill of every link, and what is wrong"),
     ("t", "topics, the highest rate first"),
     ("g", "consumer groups, the largest lag first"),
-    ("c", "connections and links"),
+    ("c", "connections, intakes and links"),
     ("l", "log: what has happened, the newest first"),
     ("arrows", "scroll; Page Up, Page Down, Home"),
     ("?", "this page"),
@@ -239,6 +239,8 @@ def overview(snapshot: TopSnapshot, width: int, room: int) -> list[ScreenLine]:
         shown[-1] = ScreenLine("… more; a larger terminal shows all", "dim")
     lines += shown
     parts = [topics(snapshot, width), groups(snapshot, width), events(snapshot, width)]
+    if snapshot.intakes:
+        parts.insert(0, intakes(snapshot, width))
     return lines + shared(parts, room - len(lines))
 
 
@@ -411,6 +413,20 @@ def _line(first: str, numbers: Sequence[str], width: int, style: str = "", style
     return line
 
 
+def intakes(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
+    """Ports for raw lines, in the order of KMQ_INTAKES."""
+    cells = [
+        (
+            row.name,
+            per_second(row.rate).removesuffix("/s"),
+            *(size(row.byte_rate), count(row.connections), count(row.refused), count(row.dropped)),
+        )
+        for row in snapshot.intakes
+    ]
+    columns = ("lines/s", "bytes/s", "connected", "refused", "dropped")
+    return _rows("intakes", len(cells), columns, cells, width)
+
+
 def topics(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
     """Topics, the highest rate first."""
     cells = [
@@ -466,6 +482,8 @@ def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         for value in (stage.connections, stage.restarts, stage.refused, stage.dropped):
             line.cell(count(value), _NUMBER, right=True)
         lines.append(line)
+    if snapshot.intakes:
+        lines += [ScreenLine(), *intakes(snapshot, width)]
     lines += [ScreenLine(), _line("links", ("fill", "", "bytes", "capacity", "messages"), width, "head", "dim")]
     for link in snapshot.links:
         line = ScreenLine().cell(link.name, first).cell(percent(link.fill), _NUMBER, fill_style(link), True)

@@ -55,6 +55,17 @@ class FindingRow(NamedTuple):
     do: str
 
 
+class IntakeRow(NamedTuple):
+    """A port of KMQ_INTAKES, and what came to it."""
+
+    name: str  # port, kind and topic
+    rate: float | None  # lines a second
+    byte_rate: float | None
+    connections: float | None
+    refused: float | None
+    dropped: float | None
+
+
 class TopicRow(NamedTuple):
     """A topic by its rate."""
 
@@ -97,6 +108,7 @@ class TopSnapshot(NamedTuple):
     links: list[LinkRow]
     latency: list[Latency]
     findings: list[FindingRow]
+    intakes: list[IntakeRow]
     topics: list[TopicRow]
     topics_total: int
     groups: list[GroupLagRow]
@@ -134,6 +146,7 @@ def parse(document: object, problem: str = "") -> TopSnapshot:
         links=_links(status),
         latency=_latency(overview, status),
         findings=_findings(status),
+        intakes=[_intake(row) for row in _rows(overview.get("intakes"))],
         topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.byte_rate or 0), row.topic)),
         topics_total=_count(overview.get("topics_total"), topics),
         groups=sorted(groups, key=lambda row: (-(row.lag or 0), row.group)),
@@ -206,6 +219,13 @@ def _findings(status: dict[str, Any]) -> list[FindingRow]:
         FindingRow(_text(row.get("code")), is_error, _text(row.get("why")), _text(row.get("advice")))
         for row, is_error in rows
     ]
+
+
+def _intake(row: dict[str, Any]) -> IntakeRow:
+    port, *counts = (
+        _number(row.get(field)) for field in ("port", "rate", "bytes_rate", "connections", "refused", "dropped")
+    )
+    return IntakeRow(f"{port or 0:.0f}/{_text(row.get('kind'))} {_text(row.get('topic'))}", *counts)
 
 
 def _topic(row: dict[str, Any]) -> TopicRow:

@@ -69,6 +69,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         status={"type": "object", "description": "the document of `kmq status --json` of the same moment"},
         rates=by_name(ref("Rate"), "by stage, over the last seconds"),
         latency=by_name(ref("Latency"), "ack, sync and routed, over the last 10 s; null: nothing was measured"),
+        intakes=array(ref("IntakeRate"), description="those of KMQ_INTAKES, in their order"),
         topics=array(ref("TopicRate"), description="the 20 with the highest rate"),
         topics_total=number("how many there are"),
         groups=array(ref("GroupLag"), description="the 20 with the largest lag"),
@@ -83,6 +84,18 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
     "Rate": record(messages=decimal("messages in a second"), bytes=decimal("bytes in a second")),
     "Latency": or_null(
         record(p50=or_null(decimal("seconds")), p99=or_null(decimal("seconds")), count=number("how many were measured"))
+    ),
+    "IntakeRate": record(
+        port=number("where it takes lines; 0: not open yet"),
+        kind=text("tcp, tls or udp"),
+        topic=text("whose messages the lines become"),
+        lines=number("taken since ingress started"),
+        bytes=number("of these lines"),
+        connections=number("open now"),
+        dropped=number("datagrams that the kernel has dropped unread"),
+        refused=number("connections and datagrams from addresses that KMQ_INTAKES_FROM does not have"),
+        rate=or_null(decimal("lines in a second; null: not known yet")),
+        bytes_rate=or_null(decimal("bytes in a second; null: not known yet")),
     ),
     "TopicRate": record(
         topic=text("a topic"),

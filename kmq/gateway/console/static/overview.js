@@ -85,6 +85,18 @@ function latency(found) {
   }));
 }
 
+function intakes(doc) {
+  if (!doc.intakes?.length) return null;
+  const rows = doc.intakes.map((one, index) => h("tr", { "data-key": String(index), "data-intake": String(index) },
+    h("th", { scope: "row" }, `${one.port}/${one.kind} → ${visible(one.topic)}`),
+    shown("td", "rate", one.rate, number(Math.round(one.rate)), { class: "n" }),
+    shown("td", "bytes_rate", one.bytes_rate, `${bytes(one.bytes_rate)}/s`, { class: "n wide" }),
+    shown("td", "refused", one.refused, null, { class: "n" }),
+    shown("td", "dropped", one.dropped, null, { class: "n" })));
+  return h("section", { "data-key": "intakes", "aria-labelledby": "intakes" }, h("h2", { id: "intakes" }, "Intakes"),
+    table("Intakes", [["Port"], ["lines/s", "n"], ["Bytes/s", "n wide"], ["Refused", "n"], ["Dropped", "n"]], rows, ""));
+}
+
 function busiest(doc) {
   const rows = doc.topics.map((topic) => h("tr", { "data-key": topic.topic, "data-topic": topic.topic },
     h("th", { scope: "row" }, h("a", { href: `#/topics/${encodeURIComponent(topic.topic)}` }, visible(topic.topic))),
@@ -142,7 +154,7 @@ export function open(main, _rest, app, signal) {
   app.watch((stop) => get(path("overview"), null, stop), (doc) => {
     main.dataset.asOf = String(doc.as_of);
     show(views.now, banner(doc.status), pipeline(doc));
-    show(views.more, busiest(doc), lagging(doc), events(doc));
+    show(views.more, intakes(doc), busiest(doc), lagging(doc), events(doc));
   }, 2000, signal);
   app.watch((stop) => get(path("history"), null, stop), (found) => {
     document.getElementById("history").dataset.asOf = String(found.as_of);
