@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fixed_port
 import pytest
+from fronts import Fleet
 
 
 def pytest_collection_modifyitems(items):
@@ -43,3 +44,17 @@ def up(broker):
     """That broker, up, at an address that stays."""
     fixed_port.up(broker)
     return broker
+
+
+@pytest.fixture
+def fleet(new_broker):
+    made = []
+
+    def make(count):
+        made.append(Fleet(new_broker, count))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for front in each.fronts:
+            front.close()

@@ -1,10 +1,20 @@
 """Addresses of gateways that stay over restarts, because the test owns them: what comes is passed on to a broker."""
 
+import shutil
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
+import psutil
 from brokers import Broker
+from pyspark.sql.types import StringType, StructField, StructType
+
+from kmq.spark.source.options import ReadOptions
+from kmq.spark.source.stream_reader import StreamReader
+
+SCHEMA = StructType([StructField("id", StringType())])
 
 
 class Front:
@@ -59,3 +69,62 @@ class Front:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self.cut()
+
+
+class Fleet:
+    """Brokers, each behind an address that stays."""
+
+    def __init__(self, new_broker: Callable[[], Broker], count: int) -> None:
+        self.brokers = [new_broker() for _ in range(count)]
+        self.fronts = [Front() for _ in range(count)]
+        self.sent = 0
+        for number in range(count):
+            self.up(number)
+
+    @property
+    def names(self) -> list[str]:
+        return [front.name for front in self.fronts]
+
+    def up(self, number: int) -> None:
+        self.brokers[number].up()
+        self.fronts[number].broker = self.brokers[number]
+
+    def part(self, number: int) -> None:
+        """Let nobody reach a broker, although it is up."""
+        self.fronts[number].broker = None
+        self.fronts[number].cut()
+
+    def kill(self, number: int) -> None:
+        self.fronts[number].broker = None
+        while left := self.brokers[number].processes():  # as a pod goes: all of it
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+        for path in Path("/dev/shm").glob(f"{self.brokers[number].instance}.*"):
+            path.unlink()  # else a broker that was alive a moment ago would wait for its own volume
+        self.fronts[number].cut()
+
+    def replace(self, number: int) -> tuple[str, str]:
+        """The broker comes back with a fresh volume. Return its data id before and now."""
+        data = self.brokers[number].data
+        before = (data / "id").read_text().strip()
+        shutil.rmtree(data)
+        self.up(number)
+        return before, (data / "id").read_text().strip()
+
+    def send(self, number: int, count: int = 10) -> list[str]:
+        """Send orders, and return their ids when they are in their topic."""
+        broker = self.brokers[number]
+        before = len(broker.lines("orders"))
+        ids = [str(n) for n in range(self.sent, self.sent + count)]
+        self.sent += count
+        broker.send_lines([b"orders.k|0|%b|x" % each.encode() for each in ids])
+        broker.wait(lambda: len(broker.lines("orders")) == before + count, "the orders")
+        return ids
+
+    def options(self, **given: str) -> dict[str, str]:
+        found = {"kmq.bootstrap.servers": ",".join(self.names), "subscribe": "orders", "startingOffsets": "earliest"}
+        return found | {"onUnreachable": "hold"} | given
+
+    def stream(self, **given: str) -> StreamReader:
+        return StreamReader(SCHEMA, ReadOptions(self.options(**given)))

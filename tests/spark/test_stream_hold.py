@@ -4,97 +4,22 @@ import json
 import shutil
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from commands import PATIENCE_S, wait
-from fronts import Front
 from heard import Heard
 from pyspark.sql.streaming.datasource import ReadMaxRows
-from pyspark.sql.types import StringType, StructField, StructType
 
 from kmq.errors import ConfigError, RetryError
 from kmq.spark.source import brokers
 from kmq.spark.source.options import ReadOptions
-from kmq.spark.source.stream_reader import StreamReader
 from kmq.spark.streaming import checkpoint, listener
 from kmq.spark.streaming.checkpoint import Checkpoint
 
-SCHEMA = StructType([StructField("id", StringType())])
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
-
-
-class Fleet:
-    """Brokers, each behind an address that stays."""
-
-    def __init__(self, new_broker, count):
-        self._new_broker = new_broker
-        self.brokers = [new_broker() for _ in range(count)]
-        self.fronts = [Front() for _ in range(count)]
-        self.sent = 0
-        for number in range(count):
-            self.up(number)
-
-    @property
-    def names(self):
-        return [front.name for front in self.fronts]
-
-    def up(self, number):
-        self.brokers[number].up()
-        self.fronts[number].broker = self.brokers[number]
-
-    def kill(self, number):
-        self.fronts[number].broker = None
-        while left := self.brokers[number].processes():  # as a pod goes: all of it
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
-        for path in Path("/dev/shm").glob(f"{self.brokers[number].instance}.*"):
-            path.unlink()  # else a broker that was alive a moment ago would wait for its own volume
-        self.fronts[number].cut()
-
-    def replace(self, number):
-        """The broker comes back with a fresh volume. Return its data id before and now."""
-        data = self.brokers[number].data
-        before = (data / "id").read_text().strip()
-        shutil.rmtree(data)
-        self.up(number)
-        return before, (data / "id").read_text().strip()
-
-    def send(self, number, count=10):
-        """Send orders, and return their ids when they are in their topic."""
-        broker = self.brokers[number]
-        before = len(broker.lines("orders"))
-        ids = [str(n) for n in range(self.sent, self.sent + count)]
-        self.sent += count
-        broker.send_lines([b"orders.k|0|%b|x" % each.encode() for each in ids])
-        broker.wait(lambda: len(broker.lines("orders")) == before + count, "the orders")
-        return ids
-
-    def options(self, **given):
-        found = {"kmq.bootstrap.servers": ",".join(self.names), "subscribe": "orders", "startingOffsets": "earliest"}
-        return found | {"onUnreachable": "hold"} | given
-
-    def stream(self, **given):
-        return StreamReader(SCHEMA, ReadOptions(self.options(**given)))
-
-
-@pytest.fixture
-def fleet(new_broker):
-    made = []
-
-    def make(count):
-        made.append(Fleet(new_broker, count))
-        return made[-1]
-
-    yield make
-    for each in made:
-        for front in each.fronts:
-            front.close()
 
 
 class Reading:
@@ -236,16 +161,39 @@ def test_a_broker_that_begins_late_begins_at_once_although_a_batch_waits_for_mor
 
 
 class OtherServer(BaseHTTPRequestHandler):
-    """A service that has taken a broker's address, such as the page of a proxy."""
+    """A service that has taken a broker's address."""
+
+    status = 200
 
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(self.status)
         self.send_header("Content-Length", "6")
         self.end_headers()
         self.wfile.write(b"<html>")
 
     def log_message(self, *_):
         pass
+
+
+class Proxy(OtherServer):
+    """A proxy whose broker is away."""
+
+    status = 502
+
+
+@contextmanager
+def instead_of(front, handler, directory):
+    """Let a service answer at the address of a broker."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (directory / "http.port").write_text(str(server.server_port))
+        front.broker = SimpleNamespace(pipes=directory)
+        try:
+            yield
+        finally:
+            front.broker = None
+            front.cut()
+            server.shutdown()
 
 
 def test_another_service_at_the_address_of_a_broker_that_is_away_is_an_error_and_no_silence(fleet, tmp_path):
@@ -256,18 +204,25 @@ def test_another_service_at_the_address_of_a_broker_that_is_away_is_an_error_and
     two.kill(1)
     sent = two.send(0)
     assert read.next() == sent
-    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        (tmp_path / "http.port").write_text(str(server.server_port))
-        two.fronts[1].broker = SimpleNamespace(pipes=tmp_path)
-        try:
-            two.brokers[1].wait(lambda: read.stream._logs._back, "an answer")
-            with pytest.raises(ConfigError, match=f"broker {two.names[1]}: .*this is no gateway of KMQ"):
-                read.next()
-        finally:
-            two.fronts[1].broker = None
-            two.fronts[1].cut()
-            server.shutdown()
+    with instead_of(two.fronts[1], OtherServer, tmp_path):
+        two.brokers[1].wait(lambda: read.stream._logs._back, "an answer")
+        with pytest.raises(ConfigError, match=f"broker {two.names[1]}: .*this is no gateway of KMQ"):
+            read.next()
+
+
+def test_a_broker_behind_a_proxy_that_does_not_reach_it_is_away(fleet, tmp_path):
+    two = fleet(2)
+    first = two.send(0) + two.send(1)
+    read = Reading(two.stream())
+    assert sorted(read.next()) == sorted(first)
+    unread = two.send(1)
+    two.kill(1)
+    with instead_of(two.fronts[1], Proxy, tmp_path):
+        sent = two.send(0)
+        assert read.next() == sent
+        assert "HTTP 502 of a proxy" in str(read.stream._logs.away[two.names[1]])
+    back(two, read, 1)
+    assert read.next() == unread
 
 
 def test_a_stream_starts_while_no_broker_answers(fleet):

@@ -125,6 +125,13 @@ def test_a_gateway_that_says_not_now_is_asked_again():
         assert Remote(gateway.name).identity() == "me"
 
 
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxy_that_does_not_reach_the_gateway_is_asked_again(status):
+    page = answer(b"<html>", status)
+    with Gateway(page, page, answer(b'{"data_id": "me"}')) as gateway:
+        assert Remote(gateway.name).identity() == "me"
+
+
 def test_more_or_fewer_records_than_announced_are_an_error():
     body = b"".join(LINES[:5])
     for end in (4, 6):

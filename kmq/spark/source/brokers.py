@@ -196,8 +196,7 @@ class Directory(Broker):
 
         mine = f"data_id={identity.read(self.path, 'id')} "
         for path in glob.glob(f"{SHM}/*.stats"):
-            page = stats.peek(os.path.basename(path).removesuffix(".stats"))
-            if page is not None and mine in page.identity():
+            if (page := stats.peek(os.path.basename(path).removesuffix(".stats"))) and mine in page.identity():
                 return page.rows[stage].seq
         return 0
 
@@ -481,6 +480,8 @@ class Remote(Broker):
             said = json.loads(body)
             code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
         except (ValueError, KeyError, TypeError):
+            if status in (502, 503, 504):  # the page of a proxy before a broker that is away
+                return _LaterError(f"HTTP {status} of a proxy that does not reach the gateway")
             return ConfigError(
                 f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
             )
@@ -549,8 +550,7 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
     """Yield the body in blocks of whole lines; if it breaks off, response.length tells how much is missing."""
     while response.length:
         data = response.read(BLOCK_BYTES) + response.readline()
-        whole = data.rfind(b"\n") + 1
-        if whole:
+        if whole := data.rfind(b"\n") + 1:
             yield data[:whole]  # no copy if the block ends with a whole line
         if whole < len(data) or not data:
             return
