@@ -6,6 +6,8 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from log_server import up
@@ -18,7 +20,7 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.source import brokers, ends
+from kmq.spark.source import brokers, ends, planner
 from kmq.spark.source.brokers import Directory, Layout, ShardDoors, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
 from kmq.spark.source.options import ReadOptions
@@ -214,6 +216,100 @@ def test_a_door_may_be_spelt_without_its_domain(spelt, is_it):
     doors = ShardDoors()
     assert doors.told("l", ["kmq-0.kmq.ns:8082", "[::1]:8443", "no address"]) == "l"
     assert doors.shard_at(*spelt) == "l" * is_it
+
+
+class Shards:
+    """Brokers of shards. One that is not up ends each connection without an answer."""
+
+    def __init__(self, brokers_of):
+        """`brokers_of`: shard → number of its brokers."""
+        self.up = set()
+        shards = self
+
+        class Page(BaseHTTPRequestHandler):
+            def do_GET(self):
+                port = self.server.server_port
+                if (shard := shards.of[port]) not in shards.up:
+                    return
+                doors = [f"127.0.0.1:{number}" for number, other in shards.of.items() if other == shard]
+                body = json.dumps({"data_id": shard, "shard": shard, "doors": doors, "logs": []}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.servers = [
+            ThreadingHTTPServer(("127.0.0.1", 0), Page) for count in brokers_of.values() for _ in range(count)
+        ]
+        names = [shard for shard, count in brokers_of.items() for _ in range(count)]
+        self.of = {server.server_port: shard for server, shard in zip(self.servers, names, strict=True)}
+        for server in self.servers:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def addresses(self, shard):
+        return ",".join(f"127.0.0.1:{port}" for port, name in self.of.items() if name == shard)
+
+    def logs(self, **options):
+        given = {"kmq.bootstrap.servers": ",".join(map(self.addresses, dict.fromkeys(self.of.values())))}
+        return QueryLogs(ReadOptions(given | {"subscribePattern": ".*", "onUnreachable": "hold"} | options))
+
+
+@pytest.fixture
+def shards(monkeypatch):
+    monkeypatch.setattr(planner, "HOLD_S", 0.3)
+    made = []
+
+    def make(**brokers_of):
+        made.append(Shards(brokers_of))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.up |= {*each.of.values()}  # so that the threads of its queries end
+        for server in each.servers:
+            server.shutdown()
+            server.server_close()
+
+
+def becomes(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_shard_that_was_away_is_one_broker_whatever_others_are_doing(shards):
+    """Its addresses were looked at when all of another shard was away again, which was one broker by then."""
+    both = shards(a=2, b=2)
+    logs = both.logs()
+
+    def there():
+        return sorted(logs.planned(lambda: logs.survey()[0]))
+
+    assert there() == []
+    both.up = {"a"}
+    becomes(lambda: there() == [both.addresses("a")])
+    both.up = set()
+    assert there() == []
+    both.up = {"b"}
+    becomes(lambda: there() == [both.addresses("b")])
+    both.up = {"a", "b"}
+    becomes(lambda: there() == sorted(map(both.addresses, "ab")))
+
+
+def test_who_waits_for_a_broker_is_woken_and_does_not_poll(shards, monkeypatch):
+    one = shards(a=1)
+    logs, slept = one.logs(), []
+    assert logs.planned(logs.bounds) == {} and len(logs.away) == 1
+    monkeypatch.setattr(planner, "time", SimpleNamespace(sleep=slept.append))
+    waiting = threading.Thread(target=logs.wait, daemon=True)
+    waiting.start()
+    one.up = {"a"}
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive() and slept == []
 
 
 def test_reading_goes_on_at_the_next_address_of_a_shard(silent):

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from threading import Thread
+from threading import Condition, Thread
 from typing import TypeVar
 
 from pyspark.sql.datasource import InputPartition
@@ -38,7 +38,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
-from kmq.spark.connections import Access, ReplacedError, UnreachableError, nearest
+from kmq.spark.connections import Access, ReplacedError, UnreachableError, have_one_address, nearest
 from kmq.spark.source import ends, plan
 from kmq.spark.source.brokers import AT_A_TIME, LOOK_S, Broker, open_broker, recognised
 from kmq.spark.source.ends import LATEST
@@ -47,6 +47,7 @@ from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpa
 
 HOLD_S = 2.0  # with onUnreachable=hold: how long a plan waits for a broker that has just gone
 _PAUSE_S = 1.0  # between two looks whether the old volume of a broker is back
+_has_back = Condition()  # notified when a broker of any query answers again; no field, because Spark pickles those
 
 T = TypeVar("T")
 
@@ -141,7 +142,8 @@ class QueryLogs:
         self.options = options
         self._cores = options.cores or len(os.sched_getaffinity(0))
         self.away: dict[str, KmqError] = {}  # brokers that are left out, and why
-        self._back: deque[tuple[str, list[str]]] = deque()  # (broker that answers again, names of all brokers then)
+        # (a broker that answers again, which of all addresses are one broker then)
+        self._back: deque[tuple[str, list[str]]] = deque()
 
     @cached_property
     def brokers(self) -> dict[str, Broker]:
@@ -185,8 +187,8 @@ class QueryLogs:
 
     def wait(self) -> None:
         """Wait until a broker that was away answers."""
-        while not self._back:
-            time.sleep(_PAUSE_S / 10)
+        with _has_back:
+            _has_back.wait_for(lambda: self._back)
 
     def _hold(self, error: UnreachableError | ReplacedError) -> None:
         if error.broker in self.away:
@@ -197,24 +199,38 @@ class QueryLogs:
         Thread(target=self._watch, args=(error.broker, getattr(error, "now", "")), daemon=True).start()
 
     def _watch(self, name: str, other: str) -> None:
-        """Wait until a broker answers with another data id than `other`, and say which names are one shard then."""
-        names = [*self.brokers]
+        """Wait until a broker answers with another data id than `other`, and say which addresses are one shard then."""
+        names = self.options.servers
         with suppress(KmqError):  # another error is for the plan that asks it next
             broker = open_broker(name, False, self._access(math.inf))
             while broker.identity() == other:
                 time.sleep(_PAUSE_S)
             names = recognised(names, self._access(HOLD_S), waits=False)
-        self._back.append((name, names))
+        with _has_back:
+            self._back.append((name, names))
+            _has_back.notify_all()
 
     def _take_back(self) -> None:
         while self._back:
             back, names = self._back.popleft()
             if self.away.pop(back, None) is not None:
                 Logger("spark").info("broker_back", at=back)
-            if len(names) < len(self.brokers):  # of a shard that was away as a whole
-                self.options.name_brokers(names)
-                self.brokers = {name: self.brokers.get(name) or self._open(name) for name in names}
-                self.away = {name: error for name, error in self.away.items() if name in names}
+            self._join(names)
+
+    def _join(self, names: Iterable[str]) -> None:
+        """Make one broker of those that are one shard by `names`, after the shard was away as a whole.
+
+        Brokers are never parted: a shard that has just gone looks like several brokers again.
+        """
+        joined: dict[str, list[str]] = {}
+        for broker in self.brokers:
+            shard = next((name for name in names if have_one_address(name, broker)), broker)
+            joined.setdefault(shard, []).append(broker)
+        if len(joined) < len(self.brokers):
+            now = [",".join(parts) for parts in joined.values()]
+            self.options.name_brokers(now)
+            self.brokers = {name: self.brokers.get(name) or self._open(name) for name in now}
+            self.away = {name: error for name, error in self.away.items() if name in now}
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
