@@ -31,7 +31,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from kmq.config.settings import load
-from kmq.errors import ConfigError, KmqError
+from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.logfmt import Logger
 from kmq.spark import tables
 from kmq.spark.connections import nearest
@@ -176,6 +176,12 @@ def _from_files(spark: SparkSession, found: TableContent, columns: StructType) -
 
 def _names(archive: Archive, identities: Mapping[str, str]) -> dict[str, str]:
     """Return the archive's name of each broker → its name here. Raises ConfigError unless they are the same brokers."""
+    if silent := [name for name, identity in archive.end.identities.items() if not identity]:
+        raise RetryError(
+            f"archive={archive.name}: {', '.join(silent)} has not answered the archive since it began"
+            " (onUnreachable=hold), so the table does not say where its records begin; ask again when the archive has"
+            " read it, or ask the log alone"
+        )
     here = {identity: name for name, identity in identities.items()}
     there = {identity: name for name, identity in archive.end.identities.items()}
     if here.keys() != there.keys():

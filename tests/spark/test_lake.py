@@ -12,7 +12,7 @@ from made_data import FIRST_TS, append, write_data
 from pyspark.sql import functions as F
 
 import kmq.spark
-from kmq.errors import EXIT_CONFIG, ConfigError, KmqError
+from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.log import identity, topics
 from kmq.spark import lake, tables
 from kmq.spark.pipelines import archive
@@ -263,6 +263,19 @@ def test_another_directory_an_older_copy_and_another_topic_are_refused(spark, tm
             kmq.spark.table(spark, "orders", wrong, {"path": found.data})
     with pytest.raises(ConfigError, match=r"^startingOffsets: the archive says where"):
         found.table(startingOffsets="earliest")
+
+
+def test_an_archive_that_a_broker_has_never_answered_says_so_until_it_has(spark, fleet, tmp_path):
+    two, to = fleet(2), str(tmp_path / "lake")
+    sent = two.send(0) + two.send(1)
+    two.kill(1)
+    archive.run(spark, two.options(), to, schema="none")
+    two.up(1)
+    log = {"kmq.bootstrap.servers": ",".join(two.names)}
+    with pytest.raises(RetryError, match=rf"^archive={to}: {two.names[1]} has not answered .*\(onUnreachable=hold\)"):
+        kmq.spark.table(spark, "orders", to, log)
+    archive.run(spark, two.options(), to, schema="none")
+    assert sorted(row.id for row in kmq.spark.table(spark, "orders", to, log).collect()) == sorted(sent)
 
 
 def test_an_older_copy_of_the_directory_is_refused(spark, tmp_path):
