@@ -299,14 +299,18 @@ class ConsulAddress(NamedTuple):
     def of(cls, text: str, token: str = "", ca: str = "") -> "ConsulAddress":
         """Return the address that KMQ_CONSUL holds: `host:port` or a URL, several with commas."""
         urls = []
-        for part in filter(None, map(str.strip, text.split(","))):
+        for number, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
             url = part if "://" in part else f"http://{part}"
+            what, why = f"KMQ_CONSUL={text!r}: {part!r}", "must be host:port, http://… or https://…"
+            if "@" in text:  # any part may be of a password, also one that an error names
+                what = f"KMQ_CONSUL: address {number}, which is not shown because of a login,"
+                why += ", special characters of the login as %40"
             try:
                 parsed = _Url.of(url)
             except ValueError as error:
-                raise ConfigError(f"KMQ_CONSUL={text!r}: {part!r}: {error}") from None
+                raise ConfigError(f"{what} {why}" if "@" in text else f"{what}: {error}") from None
             if parsed.scheme not in ("http", "https") or not parsed.host or not url.isprintable() or " " in url:
-                raise ConfigError(f"KMQ_CONSUL={text!r}: {part!r} must be host:port, http://… or https://…")
+                raise ConfigError(f"{what} {why}")
             urls.append(url.rstrip("/"))
         if not urls:
             raise ConfigError("KMQ_CONSUL: must name at least one address, such as 127.0.0.1:8500")
@@ -329,6 +333,8 @@ class _Url(NamedTuple):
         parts = urlsplit(url)
         port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
         user, _, name = parts.netloc.rpartition("@")
+        if user and ":" not in user:
+            user += ":"  # an empty password
         login = base64.b64encode(unquote(user).encode()).decode()
         return cls(
             parts.scheme, parts.hostname or "", port, name.encode("idna").decode(), quote(parts.path, "/%"), login

@@ -231,6 +231,35 @@ def test_token_login_and_prefix_are_sent_and_parameters_are_escaped():
     assert f"Authorization: Basic {base64.b64encode(b'me:p@ss').decode()}" in headers
 
 
+def test_a_login_without_a_password_has_its_colon():
+    server = Server(EMPTY)
+
+    async def scene():
+        async with server:
+            transport = Transport(ConsulAddress.of(f"http://me@{server.address}"))
+            await transport.ask(GET)
+            await transport.close()
+
+    asyncio.run(scene())
+    assert f"Authorization: Basic {base64.b64encode(b'me:').decode()}" in server.heads[0].split("\r\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a:1,ftp://me:secret@h:1",
+        "a:1,http://me:secret@h:port",
+        "a:1,http://me:secret/1@h:1",  # of which urlsplit's error names `secret`
+        "a:1,http://me:secret,1@h:1",
+        "a:1,me:secret@h..b:1",
+    ],
+)
+def test_an_address_that_is_wrong_is_named_without_its_login(text):
+    with pytest.raises(ConfigError, match=r"^KMQ_CONSUL: address 2, which is not shown .* must be host:port") as told:
+        ConsulAddress.of(text)
+    assert "secret" not in str(told.value)
+
+
 def test_no_error_shows_token_or_login():
     for token in ("secret\n", " secret", "sécret"):
         with pytest.raises(ConfigError, match="KMQ_CONSUL_TOKEN: must be printable ASCII") as told:
