@@ -61,7 +61,11 @@ def sql(
     show = shell.as_csv if as_csv else shell.as_json if as_json else shell.as_table(rows)
     if _engine(engine, on) == "duckdb":
         if archive:
-            raise ConfigError(f"--archive {archive!r}: is for Spark; leave it out, or give --engine spark")
+            raise ConfigError(
+                f"--archive {archive!r}: is for Spark: give --engine spark ({pip_install('spark')}). Without Spark leave"
+                " it out, which asks the log alone; if the table is one of Parquet, ask its files by DuckDB itself:"
+                f" from read_parquet('{archive}/*=*/**/*.parquet')"
+            )
         from kmq.spark.sql import duckdb_engine
 
         with duckdb_engine.opened(where, on.confs()) as opened:

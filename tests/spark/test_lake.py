@@ -1,10 +1,12 @@
 """A topic as its archive's table and its log together: each record once, and what is said where the two do not fit."""
 
+import re
 import shutil
 import sys
 from datetime import date
 from pathlib import Path
 
+import duckdb
 import made_data
 import made_up
 import pytest
@@ -364,4 +366,8 @@ def test_the_command_takes_an_archive_and_duckdb_says_that_it_does_not(spark, up
     done = up.run("kmq", "sql", "--archive", found.to, "--csv", "select sum(n) from orders", patience_s=240)
     assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["21"]), done.stderr
     refused = up.run("kmq", "sql", "--archive", found.to, "--engine", "duckdb", "select 1")
-    assert refused.returncode == EXIT_CONFIG and "--archive" in refused.stderr and "is for Spark" in refused.stderr
+    assert refused.returncode == EXIT_CONFIG, refused
+    assert f"--archive {found.to!r}: is for Spark" in refused.stderr and "[spark]" in refused.stderr
+    asked = re.search(r"ask its files by DuckDB itself: (.*)", refused.stderr)[1]
+    with duckdb.connect() as database:
+        assert database.execute(f"select sum(n) {asked}").fetchone() == (10,), "as the message says, without the log"
