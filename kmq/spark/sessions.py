@@ -12,6 +12,7 @@ Invariant   A line of any other error is never removed. Which line belongs to wh
             connection. Interleaved with any other error all of them are passed on, in the order in which their lines
             came. A traceback is held back until the line that names its exception, and at most MAX_LINES. All other
             lines are passed on at once.
+Overflow    of Spark's own pattern, at the stop of a stream: its stack is left out too (without_overflows).
 Not covered Tracebacks that cut each other in the middle of a line: they are passed on.
 """
 
@@ -308,7 +309,7 @@ def _launched(conf: "SparkConf") -> Any:
 
 def _pass_on(stderr: IO[bytes], last_lines: deque[bytes]) -> None:
     """Copy the stderr of the JVM and its Python workers to ours, without noise; `last_lines` keeps the last of it."""
-    for line in without_disconnects(stderr):
+    for line in without_disconnects(without_overflows(stderr)):
         if not line.startswith(_NOISE):
             last_lines.append(line)
             try:
@@ -403,6 +404,35 @@ def without_disconnects(lines: Iterable[bytes]) -> Iterator[bytes]:
             tracebacks = None
     if tracebacks is not None:
         yield from tracebacks.rest()
+
+
+# --- an overflow in stderr -------------------------------------------------------------------------------------------
+
+_OVERFLOW = re.compile(rb'Exception in thread "stream execution thread for .*" java\.lang\.StackOverflowError\s*')
+_FRAME_OF_JAVA, _FRAME_OF_PATTERN = b"\tat java.base/java.", b"\tat java.base/java.util.regex.Pattern$"
+_INNERMOST = 4  # frames at most of what a pattern calls
+
+
+def without_overflows(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines, except the stack of a stream's thread that has overflowed in a regular expression.
+
+    A batch of a Python function that is stopped ends with an error. Spark compares the text of that error with a
+    pattern, which overflows if the text is long. The stream ends as it should. An overflow that does end a query is
+    in the query's error too.
+    """
+    held: list[bytes] = []  # the header, and frames of what the pattern has called
+    is_inside = False
+    for line in lines:
+        if (held or is_inside) and line.startswith(_FRAME_OF_JAVA) and len(held) <= _INNERMOST:
+            is_inside = is_inside or line.startswith(_FRAME_OF_PATTERN)
+            held = [] if is_inside else [*held, line]
+            continue
+        yield from held
+        is_inside = False
+        held = [line] if _OVERFLOW.fullmatch(line) else []
+        if not held:
+            yield line
+    yield from held
 
 
 # --- standalone ------------------------------------------------------------------------------------------------------

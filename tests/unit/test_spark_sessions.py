@@ -4,7 +4,7 @@ from itertools import chain, zip_longest
 
 import pytest
 
-from kmq.spark.sessions import MAX_LINES, without_disconnects
+from kmq.spark.sessions import MAX_LINES, without_disconnects, without_overflows
 
 RUNNER = b"""Traceback (most recent call last):
   File "/x/pyspark/sql/streaming/python_streaming_source_runner.py", line 265, in main
@@ -100,3 +100,30 @@ def test_lines_held_back_are_limited():
     endless = (line for line in [b"Traceback (most recent call last):\n", *[b"  more\n"] * MAX_LINES])
     assert next(without_disconnects(endless)).startswith(b"Traceback")
     assert list(endless)
+
+
+# --- an overflow in a pattern ----------------------------------------------------------------------------------------
+
+OVERFLOW = b'Exception in thread "stream execution thread for a [id = 1, runId = 2]" java.lang.StackOverflowError\n'
+INNERMOST = b"\tat java.base/java.util.regex.IntHashSet.contains(IntHashSet.java:47)\n"
+IN_REGEX = b"\tat java.base/java.util.regex.Pattern$GroupTail.match(Pattern.java:4863)\n"
+
+
+def test_the_overflow_of_sparks_own_pattern_is_removed():
+    text = b"before\n" + OVERFLOW + INNERMOST + 1023 * IN_REGEX + b"after\n" + IN_REGEX + OVERFLOW + IN_REGEX
+    assert b"".join(without_overflows(text.splitlines(keepends=True))) == b"before\nafter\n" + IN_REGEX
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OVERFLOW + b"\tat org.apache.spark.sql.catalyst.trees.TreeNode.foreach(TreeNode.scala:1)\n" + IN_REGEX,
+        OVERFLOW + OVERFLOW,
+        OVERFLOW + 1024 * INNERMOST,
+        OVERFLOW.replace(b"stream execution thread for a", b"main") + IN_REGEX,
+        OVERFLOW.replace(b"StackOverflow", b"OutOfMemory") + IN_REGEX,
+        IN_REGEX,
+    ],
+)
+def test_other_overflows_are_passed_on(text):
+    assert b"".join(without_overflows(text.splitlines(keepends=True))) == text
