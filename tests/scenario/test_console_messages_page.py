@@ -5,6 +5,7 @@ Invariant   No key, value, header, topic or group runs a script, opens a dialog,
 """
 
 import json
+import subprocess
 import threading
 import time
 import urllib.request
@@ -65,11 +66,19 @@ def text(page, selector):
     return place.text_content()
 
 
+def open_all(page):
+    page.wait_for_selector(".message")
+    for button in page.locator(".message .open").all():
+        button.press("Enter")
+
+
 def test_hostile_keys_values_and_headers_are_text(tab, broker):
     headers = [{"name": "h<b>", "value": text} for text in HOSTILE]
     produce(broker, "hostile", *[{"key": text, "value": text, "headers": headers} for text in HOSTILE])
     page = tab.open("#/topics/hostile")
     page.wait_for_selector(f".message:nth-of-type({len(HOSTILE)})")
+    open_all(page)
+    assert page.locator(".message .left").count() == len(HOSTILE)
     seen = text(page, ".messages")
     assert HOSTILE[0] in seen and HOSTILE[1] in seen and HOSTILE[5] in seen
     assert "\u2039U+202E\u203atxt.exe\u2039U+200B\u203a␇␛[31m␡\u2039U+0085\u203a" in seen, (
@@ -122,15 +131,15 @@ def test_whatever_name_a_document_holds_is_text(tab, broker):
 def test_a_value_that_is_not_text_is_shown_as_base64(tab, broker):
     call(broker, "/api/topics/binary/produce?format=base64", {"value": "AAH/gA==", "key": "/w=="})
     page = tab.open("#/topics/binary")
-    page.wait_for_selector(".message")
+    open_all(page)
     assert "AAH/gA==" in text(page, ".message .right") and "not UTF-8" in text(page, ".message .right")
 
 
 def test_a_message_of_a_mebibyte_is_cut_and_says_so(tab, broker):
     produce(broker, "large", {"value": "<b>" + "x" * ((1 << 20) - 500)})
     page = tab.open("#/topics/large")
-    page.wait_for_selector(".message")
-    assert len(text(page, ".message")) < 10_000 and "shortened" in text(page, ".message .head")
+    open_all(page)
+    assert len(text(page, ".message")) < 10_000 and "shortened" in text(page, ".message .whole")
     page.get_by_role("button", name="All of 0:0").click()
     page.wait_for_selector("dialog[open]")
     assert "kmq consume has all of it" in page.inner_text("dialog")
@@ -144,7 +153,13 @@ def test_messages_are_found_by_offset_seq_key_and_time_and_show_the_line(tab, br
     produce(broker, "found", *[{"key": f"k{n % 3}", "value": json.dumps({"n": n})} for n in range(120)])
     page = tab.open("#/topics/found")
     page.wait_for_selector(".message")
-    assert page.locator(".message").count() == 50
+    places = "[...document.querySelectorAll('.message')].map((one) => Number(one.dataset.offset))"
+    assert page.evaluate(places) == [*range(119, 69, -1)], "the newest first"
+    for count in (100, 120):
+        page.get_by_role("button", name="Older").press("Enter")
+        tab.wait(f"() => {places}.length === {count}")
+    assert page.evaluate(places) == [*range(119, -1, -1)]
+    assert page.evaluate("document.activeElement.className") == "said", "its button is gone"
     ask(page, start="earliest")
     tab.wait("() => document.querySelector('.message')?.dataset.offset === '0'")
     page.get_by_role("button", name="Read on").click()
@@ -152,6 +167,7 @@ def test_messages_are_found_by_offset_seq_key_and_time_and_show_the_line(tab, br
     ask(page, start="offset", value="70")
     tab.wait("() => document.querySelector('.message')?.dataset.offset === '70'")
     line = broker.lines("found")[70].decode()
+    page.locator(".message .open").first.press("Enter")
     assert text(page, ".message .raw") == line
     assert text(page, ".message .value") == '{\n  "n": 70\n}'
     ask(page, start="seq", value=line.split("|")[0])
@@ -163,6 +179,33 @@ def test_messages_are_found_by_offset_seq_key_and_time_and_show_the_line(tab, br
     tab.wait("() => document.querySelector('.message')?.dataset.offset === '0'")
     ask(page, start="offset", value="9999")
     page.wait_for_selector(".said:has-text('Not read')")
+
+
+def test_a_search_finds_values_and_headers_and_says_how_far_it_looked(tab, broker):
+    headers = [{"name": "trace", "value": "a1"}]
+    some = [{"value": f"bill {n}", "headers": headers if n % 10 == 0 else []} for n in range(60)]
+    produce(broker, "searched", *some)
+    page = tab.open("#/topics/searched")
+    page.wait_for_selector(".message")
+    ask(page, start="latest", contains="bill 1")
+    page.wait_for_selector(".said:has-text('11 messages found. Looked at 60 of 60.')")
+    assert text(page, ".message .short") == "bill 19" and page.get_by_role("button", name="Search on").count() == 0
+    ask(page, start="earliest", contains="bill 5", header="trace=a1")
+    page.wait_for_selector(".said:has-text('1 message found')")
+    assert text(page, ".message .short") == "bill 50"
+    ask(page, start="latest", contains="", header="trace=b")
+    page.wait_for_selector(".said:has-text('0 messages found. Looked at 60 of 60.')")
+
+
+def test_a_row_gives_the_command_that_reads_its_message(tab, broker):
+    value = "it's 5 o'clock \u202e $HOME"
+    produce(broker, "commanded", {"value": value})
+    page = tab.open("#/topics/commanded")
+    open_all(page)
+    found = subprocess.run(["sh", "-c", text(page, ".message .command")], capture_output=True, check=True, timeout=60)
+    assert [each["value"] for each in json.loads(found.stdout)["messages"]] == [value]
+    page.locator(".message .open").press("Enter")
+    assert page.locator(".message .whole").count() == 0
 
 
 def ask(page, start, **fields):
@@ -237,6 +280,11 @@ def test_dead_letters_are_grouped_by_reason_with_their_payload(tab, broker):
     )
     assert counts == [[group["reason"], str(group["count"])] for group in document["groups"]] and len(counts) == 2
     page.locator(".reason summary").first.click()
+    page.locator(".reason .open").first.press("Enter")
+    as_of = page.evaluate("document.getElementById('main').dataset.asOf")
+    tab.wait("(old) => document.getElementById('main').dataset.asOf !== old", as_of)
+    assert page.locator(".reason .whole").count() == 1, "what is open stays open"
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
     assert "bill 0" in text(page, ".reason .messages") and page.locator(".reason b:has-text('timeout')").count() == 0
 
 

@@ -43,7 +43,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
     def find(partitions, finder, topic, wanted):
         begun.release()
         assert may_end.wait(PATIENCE_S)
-        return {"as_of": 1.0, "messages": [], "next": [], "error": None}
+        return {"as_of": 1.0, "messages": [], "next": [], "before": None, "looked": 0, "of": 0, "error": None}
 
     def ask():
         with closing(Api(broker.port)) as api:
@@ -87,3 +87,71 @@ def test_a_list_of_topics_looks_for_waiting_requests_once(broker, monkeypatch):
         found = {row["name"]: row["retentionMs"] for row in api.get("/api/topics").value}
     assert found["a"] == found["c"] == 86_400_000 and found["b"] == 2 * 86_400_000
     assert len(looks) == 1
+
+
+def walk(api, query):
+    """Every value of the pages of a search, newest first, as `before` leads through them; and the last answer."""
+    values, more = [], ""
+    while True:
+        found = api.get(f"/api/topics/t/messages?{query}{more}").value
+        values += [message["value"] for message in reversed(found["messages"])]
+        if found["before"] is None:
+            return values, found
+        assert found["before"] > 0 and more != f"&before={found['before']}", "each page gets some way"
+        more = f"&before={found['before']}"
+
+
+def test_pages_of_the_newest_show_each_message_of_all_partitions_once(broker):
+    with closing(Api(broker.port)) as api:
+        for query in ("limit=17", "limit=500", "limit=17&partition=2"):
+            values, last = walk(api, query)
+            expected = [f"v{n}" for n in range(400, 0, -1)]
+            if "partition" in query:
+                one = api.get("/api/topics/t/messages?partition=2&from=earliest&limit=500").value["messages"]
+                expected = [message["value"] for message in reversed(one)]
+            assert values == expected and last["looked"] == last["of"] == len(expected)
+        assert api.get("/api/topics/t/messages?before=5&offset=0&partition=0").refusal == (422, "bad_field", "before")
+
+
+def test_a_search_is_bounded_says_how_far_it_looked_and_goes_on(broker, monkeypatch):
+    monkeypatch.setattr(messages, "_SCANNED", 64)
+    monkeypatch.setattr(messages, "_MOST_WINDOW", 16)
+    with closing(Api(broker.port)) as api:
+        first = api.get("/api/topics/t/messages?value=v7").value
+        assert first["messages"] == [] and first["of"] == 400 and 64 <= first["looked"] < 200
+        values, last = walk(api, "value=v7&limit=5")
+        assert values == [*(f"v{n}" for n in range(79, 69, -1)), "v7"] and last["looked"] == 400
+        onward = api.get("/api/topics/t/messages?value=nobody&from=earliest").value
+        assert onward["messages"] == [] and onward["looked"] <= onward["of"] == 400
+        assert walk(api, "header=none")[0] == walk(api, "key=none")[0] == []
+
+
+def test_a_header_is_searched_by_its_name_and_its_value(tmp_path):
+    lines = [b"t|0|%d;hue=%d|v%d" % (n, n % 3, n) for n in range(1, 10)] + [
+        b"t|0|10;size|dHJ1ZQ==",
+        b"t|0|11;hue;enc=b64|dHJ1ZQ==",
+    ]
+    with up(write_data(tmp_path, lines, {"t": 2}), synced=len(lines)) as made:
+        made.page.rows["router"].seq = len(lines)
+        made.serve()
+        with closing(Api(made.port)) as api:
+            assert walk(api, "header=hue%3D2")[0] == ["v8", "v5", "v2"]
+            assert walk(api, "header=hue")[0] == ["true", *(f"v{n}" for n in range(9, 0, -1))]
+            assert walk(api, "value=rue")[0] == ["true"], "the value, not the line"
+
+
+def test_damage_is_told_and_hides_nothing_else(tmp_path):
+    data = write_data(tmp_path, [line + b"y" * 1000 for line in LINES], {"t": 1}, group=50)  # of several blocks
+    [log] = (tmp_path / "topics" / "t" / "0").glob("*.log")
+    content = bytearray(log.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    log.write_bytes(bytes(content))
+    with up(data, synced=len(LINES)) as made:
+        made.page.rows["router"].seq = len(LINES)
+        made.serve()
+        with closing(Api(made.port)) as api:
+            found = api.get("/api/topics/t/messages?limit=500").value
+            good = [message["offset"] for message in found["messages"]]
+            error = found["error"]
+            assert error["code"] == "damaged" and 200 < len(good) < 400 and {0, 399} <= {*good}
+            assert not any(error["first_offset"] <= offset < error["next_offset"] for offset in good)

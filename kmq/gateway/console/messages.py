@@ -1,11 +1,12 @@
-"""Messages for people: found by place, seq, key or time, or followed live, with the raw line beside the decoded value.
+"""Messages for people: the newest, from a place on, searched, or followed live, with the line beside the decoded value.
 
 Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
             front of it: it is told beside the messages, with the place to go on at.
             What is left out of a message for its size makes it `truncated`, headers too.
 Bounds      At most ANSWER_BYTES of JSON, or one message, and some _HELD_BYTES while it is made, of however many
-            partitions. A search by key takes at most _SCANNED records of each partition, and _SCAN_S; a look without a
-            key _READ_S. `next` says where to go on.
+            partitions. A search takes _SCAN_S and some _SCANNED records: backwards in all, onward of each partition.
+            Without a search it takes _READ_S. The answer says how many records were looked at, of how many, and where
+            to go on: `before` a seq, or at the `next` offsets.
 Following   shows a sample of what arrives, and how large a share of it the sample is: at most _LINES_S lines and
             _ROWS_S messages a second, however fast the topic grows. Records are counted by offsets and skipped by the
             index, so a topic of any speed costs the same. A slow reader gets fewer lines, and nothing is kept for it.
@@ -15,6 +16,8 @@ import json
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
+from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
 from kmq.config.values import KIB, MIB
@@ -27,28 +30,51 @@ from kmq.wire.requests import Position
 
 MOST_SHOWN = 64 * KIB
 ANSWER_BYTES = 4 * MIB
-_WINDOW = 16  # messages, of which each may have KMQ_MAX_LINE
+_WINDOW = 16  # messages, of which each may have KMQ_MAX_LINE; the next window is of _WINDOW_BYTES, as this one was
+_MOST_WINDOW, _WINDOW_BYTES = 8192, 1 * MIB
 _HELD_BYTES = 16 * MIB  # of messages that are found, until the answer is made
 _CHUNK_BYTES = 256 * KIB
-_SCANNED, _SCAN_S = 20_000, 1.0
+_SCANNED, _SCAN_S = 100_000, 1.0
 _READ_S = 5.0
 _HEADERS, _HEADER_BYTES = 100, 4 * KIB
-_LATEST = Position("latest")
+_LATEST, _ANY_SEQ = Position("latest"), 1 << 63
 
 
 class Wanted(NamedTuple):
-    """What is asked for. `at`: where to begin; `latest` means the last `limit` messages. `key`: only that key's."""
+    """What is asked for. `at`: where to begin; `latest` means the last `limit` messages, of those with seqs below `before`.
+
+    `key`, `value` and `header` are a search: only that key; values that contain this; a header's name, and its value
+    unless that is None.
+    """
 
     partition: int | None
     at: Position
     seq: int | None
     key: bytes | None
     limit: int
+    before: int | None = None
+    value: bytes | None = None
+    header: tuple[str, bytes | None] | None = None
 
     @property
     def is_tail(self) -> bool:
         """Return True if the last messages are wanted."""
         return self.at == _LATEST and self.seq is None
+
+    @property
+    def is_search(self) -> bool:
+        return (self.key, self.value, self.header) != (None, None, None)
+
+    def accepts(self, message: Message) -> bool:
+        """Return True if the message has what is searched for."""
+        if self.key is not None and message.key != self.key:
+            return False
+        if self.value is not None and self.value not in (message.value or b""):
+            return False
+        if self.header is None:
+            return True
+        wanted, content = self.header
+        return any(name == wanted and content in (None, value) for name, value in message.each_header())
 
 
 def shown(message: Message) -> dict[str, Any]:
@@ -111,46 +137,38 @@ def _text(content: bytes | None) -> tuple[str | None, str]:
 
 
 class _Read:
-    """One partition that is read: what was found, and where to go on."""
+    """One partition that is read. `offset`: where to go on; backwards, the lowest offset that was looked at.
 
-    def __init__(self, partition: Partition, offset: int) -> None:
-        self.partition, self.offset = partition, offset
-        self.found: list[Message] = []
+    `below`: backwards, what was not looked at has lower seqs than this.
+    """
+
+    def __init__(self, partition: Partition, offset: int, end: int, below: int = 0) -> None:
+        self.partition, self.offset, self.begin, self.end, self.below = partition, offset, offset, end, below
+        self.first, self.window = partition.start(), _WINDOW
         self.damage: DamageError | None = None
 
 
 def find_messages(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted) -> dict[str, Any]:
     """Return messages, ready for JSON. Reads files: call it in a thread. Raises RequestRefused."""
-    until = time.monotonic() + (_READ_S if wanted.key is None else _SCAN_S)
     try:
         begun = _begin(partitions, finder, topic, wanted)
     except DamageError as err:
-        return {"as_of": round(time.time(), 3), "messages": [], "next": [], "error": told(err)}
-    found: list[Message] = []
-    behind: dict[int, int] = {}  # partition → first offset that was found and is not shown
+        return _answer([], [], [], None, 0, 0) | {"error": told(err)}
+    return (_newest if wanted.is_tail else _onward)(begun, wanted)
 
-    def leave(out: Sequence[Message]) -> None:
-        for message in () if wanted.is_tail else out:
-            behind[message.partition] = min(message.offset, behind.get(message.partition, message.offset))
 
-    room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
-    look = _read_last if wanted.is_tail and wanted.key is None else _read
-    for read in begun:
-        if read is begun[0] or time.monotonic() < until:
-            look(read, wanted, room, until)
-            found, out = _held([*found, *read.found], wanted)
-            read.found = []
-            leave(out)
-    rows, out = _rows(found, wanted)
-    leave(out)
+def _answer(
+    rows: list[dict[str, Any]], begun: list[_Read], offsets: list[int], before: int | None, looked: int, of: int
+) -> dict[str, Any]:
     damage = next((read.damage for read in begun if read.damage is not None), None)
+    places = zip(begun, offsets, strict=True)
     return {
         "as_of": round(time.time(), 3),
         "messages": rows,
-        "next": [
-            {"partition": read.partition.number, "offset": behind.get(read.partition.number, read.offset)}
-            for read in begun
-        ],
+        "next": [{"partition": read.partition.number, "offset": offset} for read, offset in places],
+        "before": before,
+        "looked": looked,
+        "of": of,
         "error": None if damage is None else told(damage),
     }
 
@@ -161,92 +179,166 @@ def _begin(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted
         place = finder.find(wanted.seq)
         if place is None or place.topic != topic:
             raise RequestRefused("not_found", f"seq {wanted.seq}: no record of topic {topic!r} has it, or any more")
-        return [_Read(partitions.open(topic, place.partition), place.offset)]
+        partition = partitions.open(topic, place.partition)
+        return [_Read(partition, place.offset, partition.end())]
     if wanted.partition is None and wanted.at.kind == "offset" and count > 1:
         raise bad_field("partition", f"is missing; topic {topic!r} has {count} partitions")
     numbers = range(count) if wanted.partition is None else (wanted.partition,)
     opened = [partitions.open(topic, number) for number in numbers]
-    return [_Read(partition, _first(partition, wanted)) for partition in opened]
+    if wanted.is_tail:
+        return [_last(partition, wanted.before) for partition in opened]
+    firsts = [max(partition.locate(wanted.at), partition.start()) for partition in opened]
+    return [_Read(partition, first, partition.end()) for partition, first in zip(opened, firsts, strict=True)]
 
 
-def _first(partition: Partition, wanted: Wanted) -> int:
-    if wanted.at == _LATEST:
-        back = wanted.limit if wanted.key is None else _SCANNED
-        return max(partition.start(), partition.end() - back)
-    return max(partition.locate(wanted.at), partition.start())
+# --- newest first ----------------------------------------------------------------------------------------------------
+# A partition is read backwards in windows. The next window is always of the partition that may have the newest record
+# of those that were not looked at, so what is shown is never older than what is left.
 
 
-def _read(read: _Read, wanted: Wanted, room: int, until: float) -> None:
-    """Read messages of one partition, until there are enough, or the bounds are reached."""
-    last, size = read.offset + _SCANNED, 0
+def _last(partition: Partition, before: int | None) -> _Read:
+    """Begin at the end of a partition, or at the first record with the seq `before` or a later one."""
+    end = partition.end()
+    offset = end if before is None else min(end, partition.locate(Position("seq", before)))
+    below = _ANY_SEQ if before is None else before
+    with suppress(DamageError):  # met again by the first window
+        found, _ = next(partition.chunks(max(0, offset - 1), 1), ([], 0))
+        if found and found[0].offset < offset:
+            below = found[0].seq + 1
+    return _Read(partition, offset, end, below)
+
+
+def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
+    """Return the last messages in order of seq, and the seq before which to go on."""
+    began = time.monotonic()
+    left = [(-read.below, number) for number, read in enumerate(begun) if read.offset > read.first]
+    heapify(left)
+    top = -left[0][0] if left else 0
+    kept: list[Message] = []
+    floor = count = 0  # nothing older than `floor` has room
+    is_cut = False
+    while left and (below := -left[0][0]) > floor:
+        spent = time.monotonic() - began
+        is_enough = wanted.is_search and (spent > _SCAN_S or count >= _SCANNED)
+        if spent > _READ_S or (is_enough and below < top):  # each answer gets some way
+            break
+        read = begun[left[0][1]]
+        at = read.offset
+        found = kept + _window(read, wanted)
+        count += at - read.offset
+        kept = _held([message for message in found if message.seq >= floor], wanted.limit, newest_first=True)
+        is_cut |= len(kept) < len(found)
+        if is_cut or len(kept) == wanted.limit:
+            floor = kept[-1].seq
+        if read.offset > read.first:
+            heapreplace(left, (-read.below, left[0][1]))
+        else:
+            heappop(left)
+    reached = -left[0][0] if left else 0
+    kept = [message for message in kept if message.seq >= reached]
+    rows = _rows(kept)
+    is_cut |= len(rows) < len(kept)
+    if rows and (floor or is_cut):
+        reached = max(reached, int(rows[-1]["seq"]))
+    looked = sum(read.end - read.offset for read in begun)
+    of = sum(read.end - read.first for read in begun)
+    return _answer(rows[::-1], begun, [read.end for read in begun], reached if left or is_cut else None, looked, of)
+
+
+def _window(read: _Read, wanted: Wanted) -> list[Message]:
+    """Return what is wanted of the records in front of `read.offset`, without damaged ones, and move there."""
+    high, low = read.offset, max(read.first, read.offset - read.window)
+    read.offset, at = low, low
+    found: list[Message] = []
+    count = size = 0
+    while at < high:
+        try:
+            for some, following in read.partition.chunks(at, _CHUNK_BYTES):
+                some = [message for message in some if message.offset < high]
+                if some:
+                    read.below = min(read.below, some[0].seq)
+                count, size = count + len(some), size + sum(message.size for message in some)
+                found += filter(wanted.accepts, some)
+                if (at := following) >= high:
+                    break
+            break
+        except DamageError as err:
+            read.damage, at = err, max(at + 1, err.next_offset)
+    # Large messages are read one by one, small ones many at a time.
+    fits = _WINDOW_BYTES * count // size if count else 2 * read.window
+    read.window = max(1, min(fits, _MOST_WINDOW if wanted.is_search else wanted.limit))
+    return found
+
+
+# --- onward ----------------------------------------------------------------------------------------------------------
+
+
+def _onward(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
+    """Return the next messages in order of seq, and where to go on in each partition."""
+    until = time.monotonic() + (_SCAN_S if wanted.is_search else _READ_S)
+    found: list[Message] = []
+    left_out: dict[int, int] = {}  # partition → first offset that was found and is not shown
+    room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
+
+    def leave(out: Sequence[Message]) -> None:
+        for message in out:
+            left_out[message.partition] = min(message.offset, left_out.get(message.partition, message.offset))
+
+    for read in begun:
+        if read is begun[0] or time.monotonic() < until:
+            some = [*found, *_read(read, wanted, room, until)]
+            found = _held(some, wanted.limit)
+            leave(some[len(found) :])
+    rows = _rows(found)
+    leave(found[len(rows) :])
+    offsets = [left_out.get(read.partition.number, read.offset) for read in begun]
+    looked = sum(offset - read.begin for read, offset in zip(begun, offsets, strict=True))
+    of = sum(max(read.end, read.offset) - read.begin for read in begun)
+    return _answer(rows, begun, offsets, None, looked, of)
+
+
+def _read(read: _Read, wanted: Wanted, room: int, until: float) -> list[Message]:
+    """Return messages of one partition, until there are enough, or the bounds are reached."""
+    last, size, found = read.offset + _SCANNED, 0, list[Message]()
     try:
         for some, following in read.partition.chunks(read.offset, _CHUNK_BYTES):
             read.offset = following
-            read.found += [message for message in some if wanted.key in (None, message.key)]
-            size = sum(message.size for message in read.found)
-            while wanted.is_tail and read.found and (len(read.found) > wanted.limit or size > room):
-                size -= read.found.pop(0).size
-            is_full = not wanted.is_tail and (len(read.found) >= wanted.limit or size >= room)
+            found += filter(wanted.accepts, some)
+            size = sum(message.size for message in found)
+            is_full = len(found) >= wanted.limit or size >= room
             if is_full or read.offset >= last or time.monotonic() > until:
                 break
     except DamageError as err:
         read.damage, read.offset = err, max(read.offset + 1, err.next_offset)
-
-
-def _read_last(read: _Read, wanted: Wanted, room: int, until: float) -> None:
-    """Read the last messages of one partition, backwards in windows: the newest come first if they are large."""
-    first, low, size = read.offset, read.partition.end(), 0
-    read.offset, window = low, min(_WINDOW, wanted.limit)
-    while low > first and len(read.found) < wanted.limit and size < room:
-        high, low = low, max(first, low - window)
-        read.found[:0] = _window(read, low, high)
-        size = sum(message.size for message in read.found)
-        window = max(1, min(wanted.limit, (room - size) * len(read.found) // max(1, size)))
-        if time.monotonic() > until:
-            break
-
-
-def _window(read: _Read, low: int, high: int) -> list[Message]:
-    """Return the messages with these offsets, except damaged ones."""
-    at, found = low, list[Message]()
-    while at < high:
-        try:
-            for some, following in read.partition.chunks(at, _CHUNK_BYTES):
-                found += [message for message in some if message.offset < high]
-                if (at := following) >= high:
-                    break
-            return found
-        except DamageError as err:
-            read.damage, at = err, max(at + 1, err.next_offset)
     return found
 
 
-def _held(found: list[Message], wanted: Wanted) -> tuple[list[Message], list[Message]]:
-    """Return messages in order of seq, and those left out: the newest are kept at the tail, else the oldest."""
-    found.sort(key=lambda message: message.seq, reverse=wanted.is_tail)
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _held(found: list[Message], limit: int, newest_first: bool = False) -> list[Message]:
+    """Put messages in order of seq, and return those at the front that have room: at least one."""
+    found.sort(key=lambda message: message.seq, reverse=newest_first)
     size = count = 0
-    for message in found[: wanted.limit]:
+    for message in found[:limit]:
         size += message.size
         if count and size > _HELD_BYTES:
             break
         count += 1
-    kept, out = found[:count], found[count:]
-    return (kept[::-1] if wanted.is_tail else kept), out
+    return found[:count]
 
 
-def _rows(found: list[Message], wanted: Wanted) -> tuple[list[dict[str, Any]], list[Message]]:
-    """Return what an answer has room for, in order of seq, and the messages that are left out."""
+def _rows(found: list[Message]) -> list[dict[str, Any]]:
+    """Return the first messages as JSON shows them, as many as an answer has room for."""
     rows: list[dict[str, Any]] = []
     size = 0
-    for message in found[::-1] if wanted.is_tail else found:
+    for message in found:
         row = shown(message)
         size += weight(row)
         if rows and size > ANSWER_BYTES:
             break
         rows.append(row)
-    if wanted.is_tail:
-        return rows[::-1], found[: -len(rows)]
-    return rows, found[len(rows) :]
+    return rows
 
 
 def told(damage: DamageError) -> dict[str, Any]:

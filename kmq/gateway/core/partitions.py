@@ -361,6 +361,8 @@ class Partition:
             return self.end()
         if position.kind == "time":
             return self._log.offset_of_time(position.value)
+        if position.kind == "seq":  # of the WAL: the first record that has it, or a later one
+            return self._log.offset_of_seq(position.value)
         start, end = self.start(), self.end()
         if position.value > end:
             self._owner.check_ends()

@@ -19,7 +19,7 @@ import kmq
 from kmq.gateway.console.dead import DeadLetters
 from kmq.gateway.console.messages import EVERY_S, QUIET_S, Follower, Wanted, find_messages
 from kmq.gateway.console.overview import ConsoleOverview
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import SeqFinder
 from kmq.gateway.groups.admin import GroupAdmin
@@ -112,8 +112,13 @@ class Console:
     async def messages(self, call: Call) -> web.Response:
         query = call.query
         at = position(query, "latest")
-        key = None if query["key"] is None else query["key"].encode(errors="surrogateescape")
-        wanted = Wanted(query["partition"], at, query["seq"], key, query["limit"])
+        key, value, header = (_bytes(query[name]) for name in ("key", "value", "header"))
+        wanted = Wanted(query["partition"], at, query["seq"], key, query["limit"], query["before"], value)
+        if header is not None:
+            name, equals, content = header.partition(b"=")
+            wanted = wanted._replace(header=(name.decode(errors="replace"), content if equals else None))
+        if wanted.before is not None and not wanted.is_tail:
+            raise bad_field("before", "goes with none of offset, seq, timestamp and from=earliest")
         topic, partitions = call.path["topic"], self._core.partitions
         return await self._answer(lambda: find_messages(partitions, self._finder, topic, wanted))
 
@@ -189,6 +194,10 @@ class Console:
         body = await read_body(self._bodies, call, schema)
         caller().is_dry_run = body.get("dryRun", True)
         return body
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else text.encode(errors="surrogateescape")
 
 
 def _encoded(line: dict[str, Any] | None) -> bytes:

@@ -132,6 +132,9 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         as_of=AS_OF,
         messages=array(ref("ShownMessage")),
         next=array(ref("Offset"), description="where to go on in each partition"),
+        before=or_null(number("of the last messages: older ones have lower seqs; null: there are none")),
+        looked=number("records that were looked at, counted from where it began; `of` the last ones: from the end"),
+        of=number("records that there are from there on; of the last ones: all"),
         error=_DAMAGE,
     ),
     "ShownMessage": record(

@@ -3,6 +3,8 @@
 // Invariant: the token is only ever sent to the page's own origin, in a header, and kept in sessionStorage alone. Every
 // poll ends before the next begins.
 
+import { json } from "./text.js";
+
 const TOKEN = "kmq-token";
 const TIMEOUT_MS = 15000;
 const SLOW_MS = 3000; // a poll without an answer for so long is reported, and goes on
@@ -79,17 +81,31 @@ async function document_(path, options) {
 
 /** Return a document; `names` are the parameters of the query, those without a value are left out. */
 export function get(path, names, signal) {
+  return document_(withQuery(path, names), { signal });
+}
+
+function withQuery(path, names) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(names ?? {})) {
     if (value !== undefined && value !== null && value !== "") query.set(name, String(value));
   }
   const text = query.toString();
-  return document_(text ? `${path}?${text}` : path, { signal });
+  return text ? `${path}?${text}` : path;
 }
 
 /** Send a document and return the answer's. */
 export function post(path, body, signal) {
   return document_(path, { method: "POST", body, signal });
+}
+
+/** Return the command that asks the same from a shell. The token itself is never in it. */
+export function curl(path, { method, names, body } = {}) {
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const parts = ["curl -s"];
+  if (method && method !== "POST") parts.push(`-X ${method}`);
+  if (token()) parts.push('-H "authorization: Bearer $token"');
+  if (body !== undefined) parts.push(`-d ${quoted(json(body))}`);
+  return [...parts, quoted(`${location.origin}${withQuery(path, names)}`)].join(" ");
 }
 
 /** Return a path with its parts encoded: `path("topics", name)` is "/api/topics/…". */

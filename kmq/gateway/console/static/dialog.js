@@ -31,6 +31,22 @@ export function ask({ title, body, yes, no = "Cancel", danger = false }) {
   });
 }
 
+/** Return a command as text, and a button that copies it. */
+export function command(text) {
+  const shown = h("pre", { class: "command", tabindex: "0", "aria-label": "Command" }, visible(text));
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch { // over plain HTTP to another host there is no clipboard
+      getSelection().selectAllChildren(shown);
+      button.textContent = "Selected: copy it";
+    }
+  };
+  const button = h("button", { type: "button", class: "small", onclick: copy }, "Copy as curl");
+  return h("div", { class: "curl" }, button, shown);
+}
+
 /**
  * Change something: `dry()` returns what would happen, `preview(found)` shows it, `apply()` does it.
  * Results and refusals appear in `place`, which is a live region.

@@ -24,7 +24,7 @@ function reasons(found) {
   return found.groups.map((group) => h("section", { class: "reason", "data-key": group.reason, "data-reason": group.reason },
     h("h3", null, visible(group.reason) || "no reason given"),
     h("p", null, shown("b", "count", group.count), ` ${group.count === 1 ? "letter" : "letters"}, ${moment(group.first_at * 1000).slice(0, 19)} to ${moment(group.last_at * 1000).slice(0, 19)} UTC`),
-    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(group.examples))));
+    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(found.topic, group.examples))));
 }
 
 function others(found) {

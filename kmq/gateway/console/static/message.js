@@ -1,11 +1,14 @@
-// One message: the line as it is stored beside what it means.
+// Messages as a table: a row each, which opens to the line as it is stored beside what it means.
 
-import { ask } from "./dialog.js";
+import { curl, path } from "./api.js";
+import { ask, command } from "./dialog.js";
 import { h } from "./dom.js";
 import { bytes, cut, decoded, moment, number, visible } from "./text.js";
 
-const IN_ROW = 1500; // characters of a row; the rest is shown when asked for
+const IN_ROW = 300; // characters: what a line of a screen has room for
+const IN_DETAIL = 1500; // the rest is shown when asked for
 const IN_DIALOG = 1 << 16;
+const HEADS = [["Message"], ["Time (UTC)", "wide"], ["Key"], ["Value"], ["Size", "n wide"]];
 
 function value(one, most) {
   if (one.value === null || one.value === undefined) return [h("p", { class: "quiet" }, "no value (a tombstone)"), 0];
@@ -34,22 +37,48 @@ function pair(one, most) {
   return [columns, isCut];
 }
 
-/** Return a row of the list of messages. */
-export function message(one) {
-  const [columns, isCut] = pair(one, IN_ROW);
+function detail(topic, one) {
+  const [columns, isCut] = pair(one, IN_DETAIL);
   const whole = () => ask({
     title: `Partition ${one.partition}, offset ${one.offset}`,
     body: [one.truncated ? h("p", { class: "warn" }, `The gateway sent the first part of ${bytes(one.bytes)}; kmq consume has all of it.`) : null, pair(one, IN_DIALOG)[0]],
     yes: "Close", no: null,
   });
-  return h("li", { class: "message", "data-offset": String(one.offset), "data-partition": String(one.partition), "data-seq": String(one.seq ?? "") },
-    h("p", { class: "head" }, h("b", null, `${one.partition}:${one.offset}`), ` seq ${one.seq ?? "–"} · `,
-      h("time", null, moment(one.timestamp)), ` · ${bytes(one.bytes)}`, one.truncated ? h("span", { class: "warn" }, " · shortened") : null,
+  const names = { partition: one.partition, offset: one.offset, maxMessages: 1, format: "text" };
+  return h("tr", { class: "whole" }, h("td", { colspan: HEADS.length },
+    h("p", { class: "small" }, `seq ${one.seq ?? "–"} · `, h("time", null, moment(one.timestamp)), ` · ${bytes(one.bytes)}`, one.truncated ? h("span", { class: "warn" }, " · shortened") : null,
       isCut || one.truncated ? h("button", { type: "button", class: "small", onclick: whole, "aria-label": `All of ${one.partition}:${one.offset}` }, "All of it") : null),
-    columns);
+    columns, command(curl(path("topics", topic, "consume"), { names }))));
+}
+
+function short(text, none) {
+  return text === null || text === undefined ? h("span", { class: "quiet" }, none) : cut(text, IN_ROW)[0];
+}
+
+/** Return a row of a table of messages. Its children are its own: a refresh leaves open what is open. */
+export function message(topic, one) {
+  const at = `${one.partition}:${one.offset}`;
+  const turn = () => {
+    const isOpen = toggle.getAttribute("aria-expanded") === "true";
+    toggle.setAttribute("aria-expanded", String(!isOpen));
+    if (isOpen) body.lastElementChild.remove();
+    else body.append(detail(topic, one));
+  };
+  const toggle = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Message ${at}`, onclick: turn }, at);
+  const body = h("tbody", { class: "message", "data-key": at, "data-own": true, "data-offset": String(one.offset), "data-partition": String(one.partition), "data-seq": String(one.seq ?? "") },
+    h("tr", null, h("th", { scope: "row" }, toggle), h("td", { class: "wide" }, h("time", null, moment(one.timestamp))),
+      h("td", { class: "key-of" }, short(one.key, "none")), h("td", { class: "short" }, short(one.value, "no value")),
+      h("td", { class: "n wide" }, bytes(one.bytes))));
+  return body;
+}
+
+/** Return a table of messages. */
+export function messages(label, rows = []) {
+  return h("table", { class: "messages" }, h("caption", { class: "unseen" }, label),
+    h("thead", null, h("tr", null, HEADS.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)))), rows);
 }
 
 /** Return a short list of messages, say the examples of a dead letter's reason. */
-export function examples(all) {
-  return h("ol", { class: "messages", "aria-label": `Examples: ${visible(all.length)}` }, all.map((one) => message(one)));
+export function examples(topic, all) {
+  return messages(`Examples: ${visible(all.length)}`, all.map((one) => message(topic, one)));
 }

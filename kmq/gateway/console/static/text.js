@@ -68,6 +68,12 @@ export function visible(text) {
   });
 }
 
+/** Return JSON in which every character can be seen, as it may be typed. */
+export function json(value) {
+  const units = (text) => [...Array(text.length).keys()].map((at) => `\\u${text.charCodeAt(at).toString(16).padStart(4, "0")}`);
+  return JSON.stringify(value).replace(HIDDEN, (character) => units(character).join(""));
+}
+
 /** Return at most `most` characters of a text, and how many are left out. */
 export function cut(text, most) {
   const whole = String(text);

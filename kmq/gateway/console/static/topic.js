@@ -3,10 +3,11 @@
 // Invariant: at most ROWS messages are in the page, and while following at most one redraw happens a frame, however
 // fast the topic is.
 
-import { ApiError, get, lines, path, pause } from "./api.js";
+import { ApiError, curl, get, lines, path, pause } from "./api.js";
+import { command } from "./dialog.js";
 import { ROWS, h, show, shown, table } from "./dom.js";
-import { message } from "./message.js";
-import { bytes, number, visible } from "./text.js";
+import { message, messages } from "./message.js";
+import { bytes, count, number, visible } from "./text.js";
 import { option } from "./topics.js";
 
 const OPTIONS = { retentionMs: "Kept for", retentionBytes: "Kept up to", segmentMs: "New file after", segmentBytes: "New file at", cleanupPolicy: "Cleanup",
@@ -38,22 +39,26 @@ class Messages {
     this.page = signal;
     this.running = null; // the request or stream that is on
     this.queue = [];
-    this.list = h("ol", { class: "messages", "aria-label": "Messages" });
-    this.said = h("p", { class: "said", role: "status" });
+    this.looked = this.of = 0; // records
+    this.list = messages("Messages");
+    this.said = h("p", { class: "said", role: "status", tabindex: "-1" });
     this.more = h("p", { class: "more" });
+    this.same = h("div", { class: "same" });
     this.form = this.#form();
-    this.root = h("section", { "aria-labelledby": "messages" }, h("h2", { id: "messages" }, "Messages"), this.form, this.said, this.list, this.more);
+    this.root = h("section", { "aria-labelledby": "messages" }, h("h2", { id: "messages" }, "Messages"), this.form, this.said, this.list, this.more,
+      h("details", null, h("summary", null, "The same with curl"), this.same));
     signal.addEventListener("abort", () => this.stop());
   }
 
   #form() {
     const starts = Object.entries(STARTS).map(([value, text]) => h("option", { value }, text));
+    const field = (title, name, more) => h("label", null, `${title} `, h("input", { name, autocomplete: "off", spellcheck: "false", placeholder: "any", size: "12", ...more }));
     return h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); this.look(); } },
       h("label", null, "From ", h("select", { name: "start", onchange: () => this.#shape() }, starts)),
       h("label", { class: "value", hidden: true }, h("span", null, "Value "), h("input", { name: "value", inputmode: "numeric", size: "12", autocomplete: "off" })),
       h("label", { class: "value time", hidden: true }, "Time (UTC) ", h("input", { name: "time", type: "datetime-local", step: "1" })),
-      h("label", null, "Only key ", h("input", { name: "key", size: "10", autocomplete: "off", spellcheck: "false", placeholder: "any" })),
-      h("label", null, "Partition ", h("input", { name: "partition", inputmode: "numeric", size: "4", autocomplete: "off", placeholder: "all" })),
+      field("Only key", "key"), field("Value contains", "contains", { size: "16" }), field("Header", "header", { placeholder: "name or name=value" }),
+      field("Partition", "partition", { inputmode: "numeric", size: "4", placeholder: "all" }),
       h("button", { type: "submit", class: "main" }, "Show"),
       h("button", { type: "button", class: "follow", "aria-pressed": "false", onclick: () => (this.isFollowing ? this.stop("Stopped.") : this.follow()) }, "Follow live"));
   }
@@ -67,61 +72,103 @@ class Messages {
   }
 
   #query() {
-    const { start, value, time, key, partition } = this.form.elements;
-    const asked = { limit: PAGE, partition: partition.value.trim(), key: key.value };
+    const { start, value, time, key, contains, header, partition } = this.form.elements;
+    const asked = { limit: PAGE, partition: partition.value.trim(), key: key.value, value: contains.value, header: header.value };
     if (start.value === "time") asked.timestamp = Date.parse(`${time.value}Z`) || 0;
     else if (start.value === "latest" || start.value === "earliest") asked.from = start.value;
     else asked[start.value] = value.value.trim();
     return asked;
   }
 
-  /** Show messages from where the form says. */
+  /** Show messages from where the form says: the newest first, or from a place on in their order. */
   look() {
     const asked = this.#query();
-    return this.#read(async (signal) => {
-      this.list.replaceChildren();
+    this.#empty();
+    show(this.same, command(curl(this.#path("messages"), { names: asked })));
+    return this.#read(asked, async (signal) => {
       const found = await this.#ask(asked, signal);
-      return { found: [found], next: found.next };
-    }, asked.key);
+      return { found: [found], next: found.next, before: found.before };
+    });
+  }
+
+  /** Show older messages. */
+  #older(asked, before) {
+    return this.#read(asked, async (signal) => {
+      const found = await this.#ask({ ...asked, before }, signal);
+      return { found: [found], next: [], before: found.before };
+    });
   }
 
   /** Show what comes behind: a page of one partition after the other, until there are enough. */
-  #goOn(places, key) {
-    return this.#read(async (signal) => {
+  #onward({ limit, key, value, header }, places) {
+    const asked = { limit, key, value, header };
+    return this.#read(asked, async (signal) => {
       const found = [];
       const next = [...places];
-      for (let asked = 0, count = 0; asked < places.length && count < PAGE; asked += 1) {
-        const place = next.shift();
-        const part = await this.#ask({ limit: PAGE, key, ...place }, signal);
+      for (let turn = 0, count = 0; turn < places.length && count < PAGE; turn += 1) {
+        const { partition, offset } = next.shift();
+        const part = await this.#ask({ ...asked, partition, offset }, signal);
         count += part.messages.length;
         found.push(part);
         next.push(...part.next);
       }
       return { found, next };
-    }, key);
+    });
+  }
+
+  #path(what) {
+    return path("topics", this.topic, what);
   }
 
   #ask(asked, signal) {
-    return get(path("topics", this.topic, "messages"), asked, signal);
+    return get(this.#path("messages"), asked, signal);
   }
 
-  async #read(work, key) {
+  #empty() {
+    for (const body of [...this.list.tBodies]) body.remove();
+    this.looked = this.of = 0;
+    show(this.more);
+  }
+
+  async #read(asked, work) {
     const signal = this.#begin();
     this.#say("Reading…");
-    show(this.more);
     try {
-      const { found, next } = await work(signal);
-      const all = found.flatMap((part) => part.messages);
-      const room = ROWS - this.list.childElementCount;
-      this.list.append(...all.slice(0, room).map((one) => message(one)));
+      const { found, next, before } = await work(signal);
+      const isTail = asked.from === "latest";
+      const all = found.flatMap((part) => (isTail ? [...part.messages].reverse() : part.messages));
+      const room = ROWS - this.list.tBodies.length;
+      this.list.append(...all.slice(0, room).map((one) => message(this.topic, one)));
+      this.#count(found, isTail);
       const damage = found.map((part) => part.error).find(Boolean);
-      const text = damage ? ` Damaged: ${visible(damage.message)}` : "";
-      this.#say(`${number(this.list.childElementCount)} shown${all.length ? "" : "; no more found"}.${text}`, found.at(-1)?.as_of);
-      const can = next.length > 0 && room > PAGE;
-      show(this.more, can ? h("button", { type: "button", onclick: () => this.#goOn(next, key) }, key ? "Search on" : "Read on") : null);
+      const isSearch = Boolean(asked.key || asked.value || asked.header);
+      const text = `${this.#found(isSearch, all.length)}${damage ? ` Damaged: ${visible(damage.message)}` : ""}`;
+      this.#say(text, found.at(-1)?.as_of, { looked: this.looked, of: this.of });
+      const goOn = isTail ? before !== null && (() => this.#older(asked, before)) : next.length > 0 && (() => this.#onward(asked, next));
+      this.#offer(room > PAGE && goOn, isSearch ? "Search on" : isTail ? "Older" : "Read on");
     } catch (error) {
       if (!signal.aborted) this.#say(`Not read: ${visible(error.message)}`);
     }
+  }
+
+  #count(found, isTail) {
+    for (const part of found) {
+      this.looked = isTail ? part.looked : this.looked + part.looked; // backwards it is counted from the end
+      if (isTail || !this.of) this.of = part.of;
+    }
+    this.of = Math.max(this.of, this.looked);
+  }
+
+  #found(isSearch, added) {
+    const rows = this.list.tBodies.length;
+    if (isSearch) return `${count(rows, "message")} found. Looked at ${number(this.looked)} of ${number(this.of)}.`;
+    return `${count(rows, "message")} shown${added ? "" : "; no more found"}.`;
+  }
+
+  #offer(goOn, title) {
+    const had = this.more.contains(document.activeElement);
+    show(this.more, goOn ? h("button", { type: "button", onclick: goOn }, title) : null);
+    if (had && !goOn) this.said.focus();
   }
 
   /** Show new messages as they come: a sample, whose share is said. */
@@ -129,8 +176,7 @@ class Messages {
     const signal = this.#begin();
     this.isFollowing = true;
     this.#press(true);
-    this.list.replaceChildren();
-    show(this.more);
+    this.#empty();
     this.#say("Following; nothing new yet.");
     let seen = 0;
     let taken = 0;
@@ -156,7 +202,7 @@ class Messages {
 
   #stream() {
     const partition = this.form.elements.partition.value.trim();
-    return `${path("topics", this.topic, "follow")}${partition ? `?partition=${encodeURIComponent(partition)}` : ""}`;
+    return `${this.#path("follow")}${partition ? `?partition=${encodeURIComponent(partition)}` : ""}`;
   }
 
   #take(messages) {
@@ -164,9 +210,9 @@ class Messages {
     if (this.queue.length > FOLLOWED) this.queue.splice(0, this.queue.length - FOLLOWED);
     this.frame ??= requestAnimationFrame(() => {
       this.frame = undefined;
-      const fresh = this.queue.splice(0).reverse().map((one) => message(one));
-      this.list.prepend(...fresh);
-      while (this.list.childElementCount > FOLLOWED) this.list.lastElementChild.remove();
+      const fresh = this.queue.splice(0).reverse().map((one) => message(this.topic, one));
+      this.list.tHead.after(...fresh);
+      while (this.list.tBodies.length > FOLLOWED) this.list.lastElementChild.remove();
     });
   }
 
@@ -199,9 +245,9 @@ class Messages {
 /** Open the page of the topic `rest[0]`. */
 export function open(main, rest, app, signal) {
   const name = rest[0];
-  const messages = new Messages(name, app, signal);
+  const found = new Messages(name, app, signal);
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
-  main.append(h("p", { class: "crumb" }, h("a", { href: "#/topics" }, "Topics")), h("h1", null, visible(name)), view, messages.root);
+  main.append(h("p", { class: "crumb" }, h("a", { href: "#/topics" }, "Topics")), h("h1", null, visible(name)), view, found.root);
   app.watch((stop) => get(path("admin", "topics", name), null, stop), (topic) => show(view, sizes(topic)), 5000, signal);
-  messages.look();
+  found.look();
 }
