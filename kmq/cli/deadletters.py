@@ -37,7 +37,7 @@ _FILTERS = Annotated[
     list[str] | None,
     typer.Option(
         "--filter",
-        help="<field>=<glob>: only letters whose key, value, error, group, topic, attempts, replays or header matches;"
+        help="<field>=<glob>: only letters whose key, value, error, group, topic, attempts, replays, seq or header matches;"
         " may be given several times.",
     ),
 ]

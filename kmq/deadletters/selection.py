@@ -116,7 +116,7 @@ def texts_of_lost(never_stored: int, retired: int) -> Iterator[str]:
 
 # --- dead letters, selected by filters `<field>=<glob>` --------------------------------------------------------------
 
-FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")
+FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays", "seq")
 
 
 class Found(NamedTuple):
@@ -153,10 +153,11 @@ class Filter(NamedTuple):
         if self.field in ("key", "value"):
             text = message.key if self.field == "key" else message.value
             return [] if text is None else [text.decode(errors="replace")]
-        if letter is not None and self.field in FIELDS:
+        if letter is not None and self.field in FIELDS and self.field != "seq":
             named = {"error": letter.why, "topic": letter.topic, "replays": str(letter.replays)}
             return [named.get(self.field) or str(getattr(letter, self.field, ""))]
-        return [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
+        texts = [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
+        return [str(message.seq), *texts] if self.field == "seq" else texts
 
 
 def find_topic(data: str, name: str) -> str | None:

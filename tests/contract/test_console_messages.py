@@ -191,6 +191,9 @@ def test_letters_are_grouped_by_reason(api, broker, dead, orders):
     assert found["topic"] == "jobs.dlq" and not found["more"]
     assert all(row["first_at"] <= row["last_at"] for row in found["groups"])
     assert api.get("/api/topics/orders/letters").value["groups"] == []
+    [one] = {row["examples"][-1]["seq"] for row in found["groups"] if row["reason"] == "late"}
+    tried = api.post("/api/topics/jobs/replay", {"filter": f"seq={one}"}).value
+    assert (tried["would_replay"], tried["complete"]) == (1, True)
 
 
 def test_lines_that_were_no_messages_are_letters_by_reason_everywhere(api, broker):

@@ -211,7 +211,7 @@ def test_a_row_gives_the_command_that_reads_its_message(tab, broker):
 def ask(page, start, **fields):
     page.select_option("[name=start]", start)
     for name, text in fields.items():
-        page.fill(f"[name={name}]", text)
+        page.fill(f"section form [name={name}]", text)
     page.get_by_role("button", name="Show", exact=True).click()
 
 

@@ -5,6 +5,8 @@ Invariant   Without a token nothing is shown. A token is kept in sessionStorage 
 """
 
 import json
+import os
+import subprocess
 import urllib.request
 
 import pytest
@@ -124,3 +126,121 @@ def test_dead_letters_go_back_after_a_dry_run_and_a_yes(tab, broker):
     page.locator("dialog").get_by_role("button", name="Replay").click()
     page.wait_for_selector("text=Done: 1 letter replayed")
     broker.wait(lambda: call(broker, "/api/admin/topics/sent")["partitions"][0]["endOffset"] == 2, "the letter back")
+
+
+def told(page):
+    """The command that a dialog shows."""
+    page.wait_for_selector("dialog[open] .command")
+    return page.locator("dialog .command").text_content()
+
+
+def run(broker, command):
+    assert broker.all_roles not in command, "a command holds no token"
+    env = {**os.environ, "token": broker.all_roles}
+    found = subprocess.run(["sh", "-c", command], env=env, capture_output=True, check=True, timeout=60)
+    return json.loads(found.stdout)
+
+
+def opened(page, title):
+    """Open a form that is folded away, and return it when it may be used."""
+    place = page.locator("details", has=page.locator(f"summary:text-is('{title}')"))
+    place.locator("summary").press("Enter")
+    place.locator("button[type=submit]:enabled").wait_for()
+    return place
+
+
+def test_a_topic_is_created_only_after_a_yes_and_the_command_shown_does_the_same(tab, broker):
+    page = enter(tab, broker.all_roles, "#/topics")
+    form = opened(page, "Create a topic")
+    form.locator("[name=name]").fill("made")
+    form.locator("[name=partitions]").fill("2")
+    form.locator("[name=retentionMs]").fill("7 d")
+    form.get_by_role("button", name="Create…").press("Enter")
+    command = told(page)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=Nothing was changed")
+    assert "made" not in {topic["name"] for topic in call(broker, "/api/topics")}
+    form.get_by_role("button", name="Create…").press("Enter")
+    page.wait_for_selector("dialog[open]")
+    page.locator("dialog").get_by_role("button", name="Create").press("Enter")
+    page.wait_for_selector("text=Done: topic made has 2 partitions")
+    again = run(broker, command)  # an equal topic exists
+    assert (again["retentionMs"], len(again["partitions"])) == (7 * 86_400_000, 2)
+    page.wait_for_selector("[data-topic=made]")
+
+
+def test_limits_are_changed_and_what_is_no_limit_is_said(tab, broker):
+    call(broker, "/api/admin/topics", {"name": "limited", "retentionMs": 1000 * 3600})
+    page = enter(tab, broker.all_roles, "#/topics/limited")
+    form = opened(page, "Change its limits")
+    tab.wait("() => document.querySelector('[name=retentionMs]').placeholder === '60 min'")
+    form.locator("[name=retentionBytes]").fill("ten")
+    form.get_by_role("button", name="Change…").press("Enter")
+    page.wait_for_selector("text=Not done: Kept up to: ten is not a number with B, KiB")
+    form.locator("[name=retentionBytes]").fill("10 GiB")
+    form.locator("[name=retentionMs]").fill("no limit")
+    form.get_by_role("button", name="Change…").press("Enter")
+    found = run(broker, told(page))
+    assert (found["retentionBytes"], found["retentionMs"]) == (10 << 30, -1)
+    page.keyboard.press("Escape")
+    form.locator("[name=retentionMs]").fill("2 h")
+    form.get_by_role("button", name="Change…").press("Enter")
+    page.wait_for_selector("dialog[open]")
+    page.locator("dialog").get_by_role("button", name="Change").press("Enter")
+    page.wait_for_selector("text=Done: limits of limited changed")
+    assert call(broker, "/api/admin/topics/limited")["retentionMs"] == 2 * 3_600_000
+
+
+def test_a_message_is_produced_with_key_and_headers_and_then_shown(tab, broker):
+    call(broker, "/api/admin/topics", {"name": "typed"})
+    page = enter(tab, broker.all_roles, "#/topics/typed")
+    form = opened(page, "Produce a message")
+    value = "it's <b>\u202e 5 o'clock"
+    for name, text in {"key": "k1", "value": value, "headers": "trace=a=1\n"}.items():
+        form.locator(f"[name={name}]").fill(text)
+    form.get_by_role("button", name="Produce…").press("Enter")
+    stored = run(broker, told(page))
+    assert stored["offset"] == 0
+    page.locator("dialog").get_by_role("button", name="Produce").press("Enter")
+    page.wait_for_selector("text=Done: stored at 0:1")
+    page.wait_for_selector(".message[data-offset='1']")
+    found = call(broker, "/api/topics/typed/messages")["messages"]
+    assert [(one["key"], one["value"], one["headers"]) for one in found] == [
+        ("k1", value, [{"name": "trace", "value": "a=1"}])
+    ] * 2
+
+
+def test_a_token_that_only_reads_may_not_use_the_forms(tab, broker):
+    page = enter(tab, broker.reader, "#/topics/bills")
+    for title in ("Change its limits", "Produce a message"):
+        page.locator(f"summary:text-is('{title}')").press("Enter")
+    tab.wait("() => document.querySelectorAll('details[open] p.quiet').length === 2")
+    tab.wait(
+        "() => document.querySelector('main').innerText.split('a token with the role admin may do this').length === 3"
+    )
+    assert page.locator("details[open] button[type=submit]:enabled").count() == 0
+
+
+def test_one_letter_goes_back_and_the_others_stay(tab, broker):
+    call(broker, "/api/admin/topics", {"name": "few", "maxDeliveries": 1})
+    call(broker, "/api/topics/few/produce?format=text", {"messages": [{"value": f"bill {n}"} for n in range(3)]})
+    call(broker, "/api/topics/few/consume?group=ledger&member=m&timeoutMs=20000")
+    for offset in range(3):
+        body = {"group": "ledger", "partition": 0, "offset": offset, "reason": "no such account"}
+        call(broker, "/api/topics/few/nack", body)
+    page = enter(tab, broker.all_roles, "#/letters/few.dlq")
+    page.wait_for_selector("section form button.danger:enabled")
+    page.locator(".reason summary").press("Enter")
+    row = page.locator(".reason .message", has_text="bill 1")
+    row.locator(".open").press("Enter")
+    row.get_by_role("button", name="Replay this one…").press("Enter")
+    page.wait_for_selector("dialog[open] >> text=1 letter would be sent again")
+    assert '"dryRun":false' in told(page)
+    page.locator("dialog").get_by_role("button", name="Replay").press("Enter")
+    page.wait_for_selector("text=Done: 1 letter replayed")
+
+    def came_back():
+        return call(broker, "/api/topics/few/messages?limit=1")["messages"][0]["value"] == "bill 1"
+
+    broker.wait(came_back, "the letter where it came from")
+    assert call(broker, "/api/admin/topics/few")["partitions"][0]["endOffset"] == 4

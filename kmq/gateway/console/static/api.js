@@ -64,7 +64,7 @@ async function send(path, { method = "GET", body, signal, accept } = {}) {
 }
 
 function bounded(signal, method) {
-  const clock = AbortSignal.timeout(method === "POST" ? CHANGE_MS : TIMEOUT_MS);
+  const clock = AbortSignal.timeout(method ? CHANGE_MS : TIMEOUT_MS);
   return signal ? AbortSignal.any([signal, clock]) : clock;
 }
 
@@ -96,6 +96,11 @@ function withQuery(path, names) {
 /** Send a document and return the answer's. */
 export function post(path, body, signal) {
   return document_(path, { method: "POST", body, signal });
+}
+
+/** Change what is there, as `post`. */
+export function patch(path, body) {
+  return document_(path, { method: "PATCH", body });
 }
 
 /** Return the command that asks the same from a shell. The token itself is never in it. */

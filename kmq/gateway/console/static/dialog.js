@@ -51,7 +51,7 @@ export function command(text) {
  * Change something: `dry()` returns what would happen, `preview(found)` shows it, `apply()` does it.
  * Results and refusals appear in `place`, which is a live region.
  */
-export async function change({ title, dry, preview, apply, yes, done, place }) {
+export async function change({ title, dry, preview, apply, yes, done, place, note = "Dry run: nothing has been changed yet." }) {
   const tell = (text, kind) => show(place, h("p", { class: kind }, visible(text)));
   try {
     tell("Asking what would change…", "quiet");
@@ -62,14 +62,35 @@ export async function change({ title, dry, preview, apply, yes, done, place }) {
       return false;
     }
     show(place);
-    if (!(await ask({ title, body: [h("p", null, "Dry run: nothing has been changed yet."), body], yes, danger: true }))) {
+    if (!(await ask({ title, body: [h("p", null, note), body], yes, danger: true }))) {
       tell("Nothing was changed.", "quiet");
       return false;
     }
-    tell(done(await apply()), "good");
+    tell(done(await apply(found)), "good");
     return true;
   } catch (error) {
     tell(`Not done: ${error.message}`, "bad");
     return false;
   }
+}
+
+/**
+ * Return a form, folded away, for a change that has no dry run: the command that does it is shown before it is done.
+ * `asked(elements)` returns the body or throws what is wrong. Call `refresh` when it may be known who is asking.
+ */
+export function form(app, { title, yes, fields, asked, command: said, apply, done }) {
+  const place = h("div", { role: "status", class: "result" });
+  const why = h("p", { class: "quiet" });
+  const button = h("button", { type: "submit", class: "danger", disabled: true }, `${yes}…`);
+  const made = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); submit(); } }, fields, button);
+  const submit = () => change({
+    title, yes, place, apply, done, dry: async () => asked(made.elements),
+    note: "Nothing has been changed yet. This does it, and so does the button:",
+    preview: (body) => ({ isEmpty: false, body: command(said(body)) }),
+  });
+  const refresh = () => {
+    button.disabled = !app.session.writable;
+    show(why, app.session.writable ? "" : "This session only reads: a token with the role admin may do this.");
+  };
+  return { root: h("details", { class: "options" }, h("summary", null, title), made, why, place), refresh };
 }

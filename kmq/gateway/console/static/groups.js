@@ -1,8 +1,8 @@
 // Groups: who reads what, how far behind, and a reset with its dry run.
 
-import { get, path, post } from "./api.js";
+import { curl, get, path, post } from "./api.js";
 import { chart } from "./chart.js";
-import { change } from "./dialog.js";
+import { change, command } from "./dialog.js";
 import { ROWS, h, show, shown, table } from "./dom.js";
 import { state } from "./overview.js";
 import { count, duration, number, visible } from "./text.js";
@@ -58,11 +58,13 @@ function resetForm(name, app) {
   const reset = () => {
     const { topic, to, time } = form.elements;
     const where = to.value === "time" ? { timestamp: Date.parse(`${time.value}Z`) || 0 } : to.value;
-    const send = (dryRun) => post(path("groups", name, "reset"), { topic: topic.value, to: where, dryRun });
+    const body = { topic: topic.value, to: where };
+    const send = (dryRun) => post(path("groups", name, "reset"), { ...body, dryRun });
     return change({
       title: `Reset group ${visible(name)}`, yes: "Reset", place, dry: () => send(true), apply: () => send(false),
-      preview: (found) => ({ isEmpty: false, body: table("Offsets that would be set", [["Partition"], ["From", "n"], ["To", "n"]], found.partitions.map((one) =>
-        h("tr", null, h("th", { scope: "row" }, String(one.partition)), h("td", { class: "n" }, number(one.from)), h("td", { class: "n" }, number(one.to)))), "No partition would move.") }),
+      preview: (found) => ({ isEmpty: false, body: [table("Offsets that would be set", [["Partition"], ["From", "n"], ["To", "n"]], found.partitions.map((one) =>
+        h("tr", null, h("th", { scope: "row" }, String(one.partition)), h("td", { class: "n" }, number(one.from)), h("td", { class: "n" }, number(one.to)))), "No partition would move."),
+        command(curl(path("groups", name, "reset"), { body: { ...body, dryRun: false } }))] }),
       done: (found) => `Done: ${count(found.partitions.length, "partition")} of ${topic.value} reset.`,
     });
   };

@@ -1,7 +1,7 @@
 // Dead letters: grouped by reason, with examples, and a replay with its dry run and rate.
 
-import { get, path, post } from "./api.js";
-import { change } from "./dialog.js";
+import { curl, get, path, post } from "./api.js";
+import { change, command } from "./dialog.js";
 import { h, show, shown, table } from "./dom.js";
 import { examples } from "./message.js";
 import { count, moment, number, visible } from "./text.js";
@@ -20,11 +20,11 @@ function all(main, app, signal) {
   }, 5000, signal);
 }
 
-function reasons(found) {
+function reasons(found, more) {
   return found.groups.map((group) => h("section", { class: "reason", "data-key": group.reason, "data-reason": group.reason },
     h("h3", null, visible(group.reason) || "no reason given"),
     h("p", null, shown("b", "count", group.count), ` ${group.count === 1 ? "letter" : "letters"}, ${moment(group.first_at * 1000).slice(0, 19)} to ${moment(group.last_at * 1000).slice(0, 19)} UTC`),
-    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(found.topic, group.examples))));
+    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(found.topic, group.examples, more))));
 }
 
 function others(found) {
@@ -36,22 +36,27 @@ function others(found) {
 
 function replayForm(name, app) {
   const place = h("div", { role: "status", class: "result" });
-  const form = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); replay(); } },
+  const form = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); replay(selection()); } },
     h("label", null, "Filter ", h("input", { name: "filter", autocomplete: "off", spellcheck: "false", placeholder: "error=*timeout*" })),
     h("label", null, "At most ", h("input", { name: "max", inputmode: "numeric", size: "8", autocomplete: "off", placeholder: "1000" })),
     h("label", null, "Messages a second ", h("input", { name: "rate", inputmode: "numeric", size: "8", autocomplete: "off", value: "100" })),
     h("button", { type: "submit", class: "danger" }, "Replay…"));
-  const replay = () => {
+  const selection = () => {
     const body = {};
     const { filter, max, rate } = form.elements;
     if (filter.value) body.filter = filter.value;
     if (max.value.trim()) body.max = Number(max.value);
     if (rate.value.trim()) body.rate = Number(rate.value);
-    const send = (dryRun) => post(path("topics", name, "replay"), { ...body, dryRun });
+    return body;
+  };
+  const replay = (body) => {
+    const where = path("topics", name, "replay");
+    const send = (dryRun) => post(where, { ...body, dryRun });
     return change({
       title: `Replay ${visible(name)}`, yes: "Replay", place, dry: () => send(true), apply: () => send(false),
-      preview: (found) => ({ isEmpty: !found.would_replay, body: h("p", { class: found.would_replay ? "" : "quiet" },
-        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${found.complete ? "" : ", and more by the same replay again"}${others(found)}. They stay in this topic, too.` : `No letter would be replayed${others(found)}.`) }),
+      preview: (found) => ({ isEmpty: !found.would_replay, body: [h("p", { class: found.would_replay ? "" : "quiet" },
+        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${found.complete ? "" : ", and more by the same replay again"}${others(found)}. They stay in this topic, too.` : `No letter would be replayed${others(found)}.`),
+        found.would_replay ? command(curl(where, { body: { ...body, dryRun: false } })) : null] }),
       done: (found) => `${found.complete ? "Done" : "Not all, the same replay goes on"}: ${count(found.replayed, "letter")} replayed${others(found)}.`,
     });
   };
@@ -61,7 +66,9 @@ function replayForm(name, app) {
     show(note, app.session.writable ? "" : "This session only reads: a token with the role admin may replay.");
   };
   refresh();
-  return { root: h("section", { "aria-labelledby": "replay" }, h("h2", { id: "replay" }, "Replay"), form, note, place), refresh };
+  const alone = (letter) => h("button", { type: "button", class: "danger small", disabled: !app.session.writable,
+    onclick: () => replay({ filter: `seq=${letter.seq}` }) }, "Replay this one…");
+  return { root: h("section", { "aria-labelledby": "replay" }, h("h2", { id: "replay" }, "Replay"), form, note, place), refresh, one: alone };
 }
 
 function one(main, name, app, signal) {
@@ -73,7 +80,7 @@ function one(main, name, app, signal) {
     form.refresh();
     show(view, h("p", null, shown("b", "total", found.total), ` ${found.total === 1 ? "letter" : "letters"}${found.more ? " looked at; there are older ones" : ""}.`),
       found.error ? h("p", { class: "warn" }, `Damaged: ${visible(found.error.message)}`) : null,
-      h("h2", null, "By reason"), found.groups.length ? h("div", null, reasons(found)) : h("p", { class: "empty" }, "No letters."));
+      h("h2", null, "By reason"), found.groups.length ? h("div", null, reasons(found, form.one)) : h("p", { class: "empty" }, "No letters."));
   }, 5000, signal);
 }
 

@@ -37,7 +37,7 @@ function pair(one, most) {
   return [columns, isCut];
 }
 
-function detail(topic, one) {
+function detail(topic, one, more) {
   const [columns, isCut] = pair(one, IN_DETAIL);
   const whole = () => ask({
     title: `Partition ${one.partition}, offset ${one.offset}`,
@@ -48,21 +48,21 @@ function detail(topic, one) {
   return h("tr", { class: "whole" }, h("td", { colspan: HEADS.length },
     h("p", { class: "small" }, `seq ${one.seq ?? "–"} · `, h("time", null, moment(one.timestamp)), ` · ${bytes(one.bytes)}`, one.truncated ? h("span", { class: "warn" }, " · shortened") : null,
       isCut || one.truncated ? h("button", { type: "button", class: "small", onclick: whole, "aria-label": `All of ${one.partition}:${one.offset}` }, "All of it") : null),
-    columns, command(curl(path("topics", topic, "consume"), { names }))));
+    columns, command(curl(path("topics", topic, "consume"), { names })), more?.(one)));
 }
 
 function short(text, none) {
   return text === null || text === undefined ? h("span", { class: "quiet" }, none) : cut(text, IN_ROW)[0];
 }
 
-/** Return a row of a table of messages. Its children are its own: a refresh leaves open what is open. */
-export function message(topic, one) {
+/** Return a row of a table of messages; `more(one)`: what else an open one has. A refresh leaves open what is open. */
+export function message(topic, one, more) {
   const at = `${one.partition}:${one.offset}`;
   const turn = () => {
     const isOpen = toggle.getAttribute("aria-expanded") === "true";
     toggle.setAttribute("aria-expanded", String(!isOpen));
     if (isOpen) body.lastElementChild.remove();
-    else body.append(detail(topic, one));
+    else body.append(detail(topic, one, more));
   };
   const toggle = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Message ${at}`, onclick: turn }, at);
   const body = h("tbody", { class: "message", "data-key": at, "data-own": true, "data-offset": String(one.offset), "data-partition": String(one.partition), "data-seq": String(one.seq ?? "") },
@@ -79,6 +79,6 @@ export function messages(label, rows = []) {
 }
 
 /** Return a short list of messages, say the examples of a dead letter's reason. */
-export function examples(topic, all) {
-  return messages(`Examples: ${visible(all.length)}`, all.map((one) => message(topic, one)));
+export function examples(topic, all, more) {
+  return messages(`Examples: ${visible(all.length)}`, all.map((one) => message(topic, one, more)));
 }

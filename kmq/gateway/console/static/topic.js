@@ -3,15 +3,13 @@
 // Invariant: at most ROWS messages are in the page, and while following at most one redraw happens a frame, however
 // fast the topic is.
 
-import { ApiError, curl, get, lines, path, pause } from "./api.js";
-import { command } from "./dialog.js";
+import { ApiError, curl, get, lines, path, pause, post } from "./api.js";
+import { command, form } from "./dialog.js";
 import { ROWS, h, show, shown, table } from "./dom.js";
 import { message, messages } from "./message.js";
+import { OPTIONS, limits, option } from "./options.js";
 import { bytes, count, number, visible } from "./text.js";
-import { option } from "./topics.js";
 
-const OPTIONS = { retentionMs: "Kept for", retentionBytes: "Kept up to", segmentMs: "New file after", segmentBytes: "New file at", cleanupPolicy: "Cleanup",
-  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most", partitioner: "Partitioner" };
 const STARTS = { latest: "the newest", earliest: "the first", offset: "an offset", seq: "a seq", time: "a time" };
 const PAGE = 50;
 const FOLLOWED = 200; // rows of a topic that is followed: a reader sees a few dozen
@@ -25,7 +23,7 @@ function sizes(topic) {
     shown("td", "segments", one.segments, null, { class: "n" })));
   return [
     h("details", { class: "options", "data-key": "options" }, h("summary", null, `Options and ${rows.length} ${rows.length === 1 ? "partition" : "partitions"}`),
-      h("dl", { class: "facts" }, Object.entries(OPTIONS).filter(([name]) => topic[name] !== undefined)
+      h("dl", { class: "facts" }, Object.entries({ ...OPTIONS, partitioner: "Partitioner" }).filter(([name]) => topic[name] !== undefined)
         .map(([name, title]) => h("div", null, h("dt", null, title), h("dd", null, option(name, topic[name]))))),
       table("Partitions", heads, rows, "No partitions.")),
   ];
@@ -242,12 +240,43 @@ class Messages {
   }
 }
 
+/** Return the form that sends a message to a topic; `then` is called when it is stored. */
+function production(topic, app, then) {
+  const where = `${path("topics", topic, "produce")}?format=text`;
+  const area = (title, name, more) => h("label", null, `${title} `, h("textarea", { name, rows: "2", cols: "30", spellcheck: "false", ...more }));
+  return form(app, {
+    title: "Produce a message", yes: "Produce",
+    fields: [h("label", null, "Key ", h("input", { name: "key", autocomplete: "off", spellcheck: "false", placeholder: "none" })), area("Value", "value"),
+      area("Headers", "headers", { placeholder: "name=value, one a line" }),
+      h("label", null, "Partition ", h("input", { name: "partition", inputmode: "numeric", size: "4", autocomplete: "off", placeholder: "any" })),
+      h("label", null, h("input", { name: "tombstone", type: "checkbox" }), " no value (a tombstone)")],
+    asked: ({ key, value, headers, partition, tombstone }) => {
+      const pairs = headers.value.split("\n").filter((line) => line.trim()).map((line) => line.match(/^([^=]+)=(.*)$/) ?? [line, line, null]);
+      return { value: tombstone.checked ? null : value.value, ...(key.value ? { key: key.value } : {}),
+        ...(pairs.length ? { headers: pairs.map(([, name, text]) => ({ name, value: text })) } : {}),
+        ...(partition.value.trim() ? { partition: Number(partition.value) } : {}) };
+    },
+    command: (body) => curl(where, { body }),
+    apply: (body) => post(where, body),
+    done: (found) => {
+      then();
+      return `Done: stored at ${found.partition}:${found.offset}.`;
+    },
+  });
+}
+
 /** Open the page of the topic `rest[0]`. */
 export function open(main, rest, app, signal) {
   const name = rest[0];
   const found = new Messages(name, app, signal);
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
-  main.append(h("p", { class: "crumb" }, h("a", { href: "#/topics" }, "Topics")), h("h1", null, visible(name)), view, found.root);
-  app.watch((stop) => get(path("admin", "topics", name), null, stop), (topic) => show(view, sizes(topic)), 5000, signal);
+  const produce = production(name, app, () => found.look());
+  const change = limits(name, app);
+  main.append(h("p", { class: "crumb" }, h("a", { href: "#/topics" }, "Topics")), h("h1", null, visible(name)), view, change.root, produce.root, found.root);
+  app.watch((stop) => get(path("admin", "topics", name), null, stop), (topic) => {
+    show(view, sizes(topic));
+    change.refresh(topic);
+    produce.refresh();
+  }, 5000, signal);
   found.look();
 }

@@ -5,20 +5,12 @@
 
 import { get, path } from "./api.js";
 import { h, show, shown, table } from "./dom.js";
-import { bytes, count, duration, number, visible } from "./text.js";
+import { creation, option } from "./options.js";
+import { bytes, count, number, visible } from "./text.js";
 
 const COLUMNS = { topic: ["Topic"], partitions: ["Partitions", "n wide"], rate: ["msg/s", "n"], bytes_rate: ["Bytes/s", "n wide"],
   records: ["Records", "n"], bytes: ["On disk", "n"], retentionMs: ["Kept for", "n wide"], cleanupPolicy: ["Cleanup", "wide"] };
 const PAGE = 100;
-
-/** Return an option as people say it. */
-export function option(name, value) {
-  if (value === -1) return "no limit";
-  if (value === null || value === undefined) return "–";
-  if (name.endsWith("Ms")) return duration(value / 1000);
-  if (name.endsWith("Bytes")) return bytes(value);
-  return visible(value);
-}
 
 function row(topic) {
   const name = topic.topic;
@@ -56,6 +48,7 @@ export function open(main, _rest, app, signal) {
     { type: "button", "aria-disabled": can ? null : "true", onclick: () => can && load({ first: Math.max(0, first) }) }, title);
   const draw = (found) => {
     main.dataset.asOf = String(found.as_of);
+    create.refresh();
     const end = wanted.first + found.topics.length;
     const said = wanted.contains ? `${count(found.found, "topic")} of ${number(found.total)}` : count(found.total, "topic");
     show(view, h("p", { class: "quiet" }, shown("span", "topics_total", found.total, said), "."),
@@ -66,7 +59,8 @@ export function open(main, _rest, app, signal) {
         turn("Next", end < found.found, wanted.first + PAGE)) : null);
   };
   const search = h("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => load({ contains: search.value.trim(), first: 0 }) });
+  const create = creation(app);
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
-  main.append(h("h1", null, "Topics"), h("p", { class: "filter" }, h("label", { for: "filter" }, "Name contains"), " ", search), view);
+  main.append(h("h1", null, "Topics"), h("p", { class: "filter" }, h("label", { for: "filter" }, "Name contains"), " ", search), create.root, view);
   load({});
 }
