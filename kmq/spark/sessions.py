@@ -39,7 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kmq.broker.health import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
-from kmq.spark import failures
+from kmq.spark import failures, stream_planner
 
 if TYPE_CHECKING:
     from pyspark import SparkConf
@@ -163,6 +163,7 @@ _ZIPPED = "{home}/python/lib/pyspark.zip:{home}/python/lib/py4j-{version}-src.zi
 _PYTHON = """#!/bin/sh
 PYTHONPATH="${{PYTHONPATH#{zipped}}}"
 export PYTHONPATH="${{PYTHONPATH#{home}/jars/spark-core_*.jar}}"
+[ "$*" != "-m {runner}" ] || set -- -m {planner}
 exec {python} "$@"
 """
 
@@ -172,7 +173,7 @@ def _python(directory: str) -> str:
 
     Spark has its Python processes import pyspark from a zip, where no compiled files are. Each fresh interpreter, such
     as the planner of each stream, then compiles pyspark for 0.5 s of CPU. This command leaves the zip out, if pyspark
-    is installed as files.
+    is installed as files, and starts planners by stream_planner.py.
     """
     import py4j.version
     import pyspark
@@ -183,7 +184,9 @@ def _python(directory: str) -> str:
     quoted = {"home": shlex.quote(home), "python": shlex.quote(sys.executable)}
     zipped = shlex.quote(_ZIPPED.format(home=home, version=py4j.version.__version__))
     with open(command, "w", encoding="utf-8") as script:
-        script.write(_PYTHON.format(zipped=zipped, **quoted))
+        script.write(
+            _PYTHON.format(zipped=zipped, runner=stream_planner.RUNNER, planner=stream_planner.__name__, **quoted)
+        )
     os.chmod(command, 0o700)
     return command if os.access(command, os.X_OK) else ""  # no file system without programs
 

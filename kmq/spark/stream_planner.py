@@ -1,0 +1,37 @@
+"""The process that plans a stream of a Python source: Spark's own module for it, with less to import.
+
+    python -m kmq.spark.stream_planner      by the command that a session gives to Spark (sessions.py)
+
+Each stream has a fresh interpreter as its planner. Spark's module imports pyarrow and numpy there, a third of the CPU
+until the planner answers, only for sources that read rows while they plan. KMQ's sources do not. So they are imported
+when a source first does.
+"""
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
+_READS = "pyspark.sql.worker.plan_data_source_read"  # of which RUNNER uses one function
+
+
+def records_to_arrow_batches(*arguments: Any) -> Any:
+    return _real()(*arguments)
+
+
+@cache
+def _real() -> Callable[..., Any]:
+    del sys.modules[_READS]
+    found: Callable[..., Any] = importlib.import_module(_READS).records_to_arrow_batches
+    return found
+
+
+if __name__ == "__main__":
+    deferred = ModuleType(_READS)
+    deferred.__dict__["records_to_arrow_batches"] = records_to_arrow_batches
+    sys.modules[_READS] = deferred
+    runpy.run_module(RUNNER, run_name="__main__", alter_sys=True)
