@@ -69,7 +69,7 @@ scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario
 bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON (ARGS="--quick acked redis": some parts)
 	@$(BIN)/python scripts/bench $(ARGS)
 
-bench-spark: $(STAMP)  ## the data pipeline: read, archive, audit, route beside Spark's text source
+bench-spark: $(STAMP)  ## the data pipeline: read, archive, what each pipeline costs, beside Spark's text source
 	@$(BIN)/python scripts/bench_spark $(ARGS)
 
 bench-pod: $(STAMP)  ## what a real pod takes at a rate of messages: CPU, memory, disk; root on Debian

@@ -39,7 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kmq.broker.health import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install
-from kmq.spark import failures, stream_planner
+from kmq.spark import failures
 
 if TYPE_CHECKING:
     from pyspark import SparkConf
@@ -163,7 +163,7 @@ _ZIPPED = "{home}/python/lib/pyspark.zip:{home}/python/lib/py4j-{version}-src.zi
 _PYTHON = """#!/bin/sh
 PYTHONPATH="${{PYTHONPATH#{zipped}}}"
 export PYTHONPATH="${{PYTHONPATH#{home}/jars/spark-core_*.jar}}"
-[ "$*" != "-m {runner}" ] || set -- -m {planner}
+[ "$*" != "-m pyspark.sql.streaming.python_streaming_source_runner" ] || set -- -m kmq.spark.stream_planner
 exec {python} "$@"
 """
 
@@ -184,9 +184,7 @@ def _python(directory: str) -> str:
     quoted = {"home": shlex.quote(home), "python": shlex.quote(sys.executable)}
     zipped = shlex.quote(_ZIPPED.format(home=home, version=py4j.version.__version__))
     with open(command, "w", encoding="utf-8") as script:
-        script.write(
-            _PYTHON.format(zipped=zipped, runner=stream_planner.RUNNER, planner=stream_planner.__name__, **quoted)
-        )
+        script.write(_PYTHON.format(zipped=zipped, **quoted))
     os.chmod(command, 0o700)
     return command if os.access(command, os.X_OK) else ""  # no file system without programs
 

@@ -15,8 +15,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
-_READS = "pyspark.sql.worker.plan_data_source_read"  # of which RUNNER uses one function
+_RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
+_READS = "pyspark.sql.worker.plan_data_source_read"  # of which _RUNNER uses one function
 
 
 def records_to_arrow_batches(*arguments: Any) -> Any:
@@ -34,4 +34,4 @@ if __name__ == "__main__":
     deferred = ModuleType(_READS)
     deferred.__dict__["records_to_arrow_batches"] = records_to_arrow_batches
     sys.modules[_READS] = deferred
-    runpy.run_module(RUNNER, run_name="__main__", alter_sys=True)
+    runpy.run_module(_RUNNER, run_name="__main__", alter_sys=True)

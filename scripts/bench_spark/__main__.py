@@ -1,6 +1,6 @@
-"""The benchmark of the data pipeline: reading, archive, micro-batches, sink, audit, route, beside Spark's own source.
+"""The benchmark of the data pipeline: reading, archive, micro-batches, sink, what each pipeline costs, beside Spark's own source.
 
-    python scripts/bench_spark [start read batch archive sink memory audit route] [--only PART] [--quick] [--json FILE]
+    python scripts/bench_spark [start read batch archive sink memory audit costs] [--only PART] [--quick] [--json FILE]
                                [--dir DIR] [--memory 1g]
 
 Each part works on directories that a broker of its own has filled over its socket: messages of 100 bytes and of 1 KB,
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this folder is the package `bench_spark`
 
 from bench.report import Figure, Measure, run  # noqa: E402
-from bench_spark import auditing, reading, writing  # noqa: E402
+from bench_spark import reading, writing  # noqa: E402
 from bench_spark.session import Bench  # noqa: E402
 
 PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
@@ -32,8 +32,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "archive": writing.archive,
     "sink": writing.sink,
     "memory": reading.memory,
-    "audit": auditing.audit,
-    "route": auditing.route,
+    "audit": writing.audit,
+    "costs": writing.costs,
 }
 
 
@@ -44,7 +44,7 @@ def main() -> int:
         epilog="examples: make bench-spark ARGS=--quick; python scripts/bench_spark --only read --json figures.json",
     )
     parser.add_argument("--memory", default="1g", help="of the driver's JVM (default: 1g)")
-    return run(parser, tuple(PARTS), "a million records, not four; no audit of ten million", prepare)
+    return run(parser, tuple(PARTS), "a million records, not four or ten", prepare)
 
 
 @contextmanager
