@@ -243,7 +243,8 @@ def test_up_after_everything_was_killed_just_works_and_keeps_what_was_durable(br
 def test_up_after_a_crash_with_other_settings_works_when_the_rings_hold_nothing(broker):
     broker.up()
     broker.send_lines([b"test.a|0|1|x"])
-    broker.wait_routed(1)
+    broker.wait_routed(1)  # which durability shows to the router before it gives the room back
+    broker.wait(lambda: set(broker.status()["backlog"].values()) == {"0"}, "empty rings")
     broker.kill()
     broker.up(RB_SLOTS=64, RB_OVERFLOW_POLICY="drop_oldest")
 
