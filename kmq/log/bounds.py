@@ -50,6 +50,22 @@ def _signature(path: str) -> Signature:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def _is_settled(directory: Signature) -> bool:
+    """Return True if the next change of a directory gives it another mtime. What it lists is read after this."""
+    return time.time_ns() - directory[1] > _TICK_NS
+
+
+def _active(directory: str) -> tuple[str, Signature] | None:
+    """Return the last segment of a partition, and the signature that its next record changes, or a roll."""
+    try:
+        seen = _signature(directory)
+        if not _is_settled(seen) or not (segments := segment.listing(directory)):
+            return None
+        return segments[-1][1], seen + _signature(segments[-1][1])
+    except FileNotFoundError:
+        return None
+
+
 class Bounds:
     """First and end offsets of partitions, cached until a file changes that they were read from."""
 
@@ -66,9 +82,7 @@ class Bounds:
         try:
             now = _signature(f"{self._data}/topics")
             if now != self._listed[0]:
-                # A directory that has just changed may change again without another mtime.
-                is_settled = time.time_ns() - now[1] > _TICK_NS
-                self._listed = now if is_settled else (), topics.names(self._data)
+                self._listed = now if _is_settled(now) else (), topics.names(self._data)
         except FileNotFoundError:
             return []
         return self._listed[1]
@@ -100,13 +114,13 @@ class Bounds:
             except FileNotFoundError:
                 pass
         log = reader.partition(self._data, topic, partition)
-        segments = segment.listing(directory)
-        # Before the read, so that a write during the read counts as a change.
-        seen = _signature(directory) + _signature(segments[-1][1]) if segments else None
+        active = _active(directory)  # before the read, so that a write during the read counts as a change
         end = log.end_offset()
         bounds = min(log.first_offset, end), end
-        if seen is not None:
-            self._bounds[directory] = segments[-1][1], seen, bounds
+        if active is not None:
+            self._bounds[directory] = *active, bounds
+        else:
+            self._bounds.pop(directory, None)
         return bounds
 
     def stamp(self, topic: str, partition: int, end: int) -> tuple[int, int] | None:
@@ -114,7 +128,7 @@ class Bounds:
         directory = directory_of(self._data, topic, partition)
         _, seen, _ = self._bounds.get(directory, ("", (), ()))  # of another thread by now, perhaps
         cached = self._stamps.get(directory)
-        if cached is None or cached[0] != (seen, end):
+        if not seen or cached is None or cached[0] != (seen, end):
             cached = (seen, end), reader.partition(self._data, topic, partition).stamp_of(end - 1)
             self._stamps[directory] = cached
         return cached[1]

@@ -113,6 +113,7 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
 def test_a_listing_looks_again_only_at_what_has_changed(broker, data, monkeypatch):
     looked, end_offset = [], reader.LogReader.end_offset
     monkeypatch.setattr(reader.LogReader, "end_offset", lambda log: looked.append(log.directory) or end_offset(log))
+    os.utime(f"{data}/topics/t/0", (1, 1))  # else one that has just changed is looked at again
     before = get_json(broker, "/v1/topics")
     looked.clear()
     assert get_json(broker, "/v1/topics") == before and f"{data}/topics/t/0" not in looked
@@ -139,6 +140,17 @@ def test_the_last_record_of_a_listing_is_the_one_before_its_end_whoever_looks_me
     assert (row["end_offset"], row["last"]) == (2000, [2000, FIRST_TS + 2000])
     [row] = get_json(broker, "/v1/logs?topic=t&stamps=1")["logs"]
     assert (row["end_offset"], row["last"][0]) == (2001, 2001)
+
+
+def test_the_last_record_is_of_the_topic_that_is_there_now(broker, data):
+    """One that came back within a tick of the clock of files, with as many records as the one before."""
+    active, tick = files(data)[-1], time.time_ns() + 3600 * 10**9
+    others = active.read_bytes()
+    for seq, changed in ((2001, 1), (2007, tick), (2008, tick)):
+        active.write_bytes(others + b"%d|1700000900.000000|t|0|0|x\n" % seq)
+        os.utime(active.parent, ns=(changed, changed))
+        [row] = get_json(broker, "/v1/logs?topic=t&stamps=1")["logs"]
+        assert (row["end_offset"], row["last"][0]) == (2001, seq)
 
 
 def test_topics_are_listed_in_pages(broker):

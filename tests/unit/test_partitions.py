@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 import zlib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from made_up import block
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
-from kmq.log import deletions, segment_reader, topics
+from kmq.log import deletions, segment, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import bad_line
 from kmq.log.segment_reader import IndexReader
@@ -65,6 +66,52 @@ def test_the_end_does_not_go_back_while_a_full_disk_has_part_of_an_append(data):
     assert (log.end(), log.locate(Position("offset", 2000))) == (2000, 2000)
     path.write_bytes(lines)
     assert log.end() == 2000
+
+
+@pytest.fixture
+def rolling(tmp_path):
+    """A log whose segments have room for four records: its data directory, its only partition, and how to append."""
+    made = write_data(tmp_path / "d", [], {"t": 1}, segment_bytes=4500, closed=False)
+    yield str(tmp_path / "d"), tmp_path / "d/topics/t/0", lambda count: append(made, [b"t|1||" + b"x" * 1000] * count)
+    made[0].close()
+    made[1].close()
+
+
+def test_bounds_follow_a_segment_that_begins_while_they_are_looked_up(rolling, monkeypatch):
+    data, directory, add = rolling
+    add(3)
+    os.utime(directory, (1, 1))
+    listing, partitions = segment.listing, Partitions(data)
+
+    def listed(path):
+        monkeypatch.undo()
+        found = listing(path)
+        add(3)
+        os.utime(directory, (2, 2))
+        return found
+
+    monkeypatch.setattr(segment, "listing", listed)
+    assert partitions.bounds("t", 0) == (0, 6) and len(listing(str(directory))) == 2
+    add(1)
+    assert partitions.bounds("t", 0) == (0, 7) and len(listing(str(directory))) == 2
+
+
+def test_bounds_follow_a_segment_that_begins_within_a_tick_of_the_clock_of_files(rolling, monkeypatch):
+    data, directory, add = rolling
+    add(3)
+    tick, partitions = time.time_ns() + 3600 * 10**9, Partitions(data)  # not over before the test ends
+    os.utime(directory, ns=(tick, tick))
+    assert partitions.bounds("t", 0) == (0, 3)
+    active = directory / f"{3:020}.log"
+    active.touch()
+    os.utime(directory, ns=(tick, tick))
+    assert partitions.bounds("t", 0) == (0, 3)
+    active.write_bytes(b"4|1.000000|t|1||x\n")
+    assert partitions.bounds("t", 0) == (0, 4)
+    os.utime(directory, (1, 1))
+    assert partitions.bounds("t", 0) == (0, 4)
+    monkeypatch.setattr(segment, "listing", None)  # known from now on without a look into the directory
+    assert partitions.bounds("t", 0) == (0, 4)
 
 
 def test_an_offset_that_another_leader_may_have_shown_is_asked_for_again(data):
