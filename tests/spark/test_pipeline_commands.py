@@ -159,7 +159,7 @@ def test_a_jvm_that_hangs_does_not_hold_up_the_end():
 
 SLOW = """
 import os, sys, time
-if any("python_streaming_source_runner" in each for each in sys.orig_argv) and not os.path.exists({once!r}):
+if "kmq.spark.stream_planner" in sys.orig_argv and not os.path.exists({once!r}):
     open({once!r}, "w").close()
     time.sleep(15)
 """
