@@ -241,6 +241,21 @@ class LogReader:
                 self.note_read(active, LineStart(offset, position))
         return offset
 
+    def back(self, end: int, nbytes: int) -> int:
+        """Return where to read the last `nbytes` before record `end`, from the index alone: the start of a block.
+
+        At most at the start of the segment; `end` if that segment has gone. Blocks at both ends may add to `nbytes`.
+        """
+        segments = self._segments()
+        if not segments:
+            return end
+        with contextlib.suppress(FileNotFoundError), segments.open(segments.holding(end - 1)) as part:
+            last = part.index.last(lambda entry: entry.offset < end)
+            stop = last.entry.position if last else 0
+            begin = part.index.last(lambda entry: entry.position <= stop - nbytes)
+            return begin.entry.offset if begin else part.first
+        return end
+
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
         """Return (seq, recv_ts) of the last record, unchecked; None unless the last `end_offset` returned `offset`."""
         inode, _, (end, position), _ = self._last_read

@@ -3,10 +3,13 @@
 Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
             front of it: it is told beside the messages, with the place to go on at.
             What is left out of a message for its size makes it `truncated`, headers too.
+            Of the newest each request shows something or gets some way, however late it is: `before` falls, past a gap of
+            compaction too, which has no seq to go on at.
 Bounds      At most ANSWER_BYTES of JSON, or one message, and some _HELD_BYTES while it is made, of however many
-            partitions. A search takes _SCAN_S and some _SCANNED records: backwards in all, onward of each partition.
-            Without a search it takes _READ_S. The answer says how many records were looked at, of how many, and where
-            to go on: `before` a seq, or at the `next` offsets.
+            partitions and however large messages: backwards besides these one window, of some _WINDOW_BYTES. A search
+            takes _SCAN_S and some _SCANNED records: backwards in all, onward of each partition. Without a search it
+            takes _READ_S. The answer says how many records were looked at, of how many, and where to go on: `before` a
+            seq, or at the `next` offsets.
 Following   shows a sample of what arrives, and how large a share of it the sample is: at most _LINES_S lines and
             _ROWS_S messages a second, however fast the topic grows. Records are counted by offsets and skipped by the
             index, so a topic of any speed costs the same. A slow reader gets fewer lines, and nothing is kept for it.
@@ -30,8 +33,8 @@ from kmq.wire.requests import Position
 
 MOST_SHOWN = 64 * KIB
 ANSWER_BYTES = 4 * MIB
-_WINDOW = 16  # messages, of which each may have KMQ_MAX_LINE; the next window is of _WINDOW_BYTES, as this one was
-_MOST_WINDOW, _WINDOW_BYTES = 8192, 1 * MIB
+_WINDOW, _GROWTH = 16, 8  # records of the first window of a partition, and by how much the next one is larger
+_MOST_WINDOW, _MOST_GAP, _WINDOW_BYTES = 8192, 1 << 20, 1 * MIB  # a gap: offsets that compaction has emptied
 _HELD_BYTES = 16 * MIB  # of messages that are found, until the answer is made
 _CHUNK_BYTES = 256 * KIB
 _SCANNED, _SCAN_S = 100_000, 1.0
@@ -193,7 +196,8 @@ def _begin(partitions: Partitions, finder: SeqFinder, topic: str, wanted: Wanted
 
 # --- newest first ----------------------------------------------------------------------------------------------------
 # A partition is read backwards in windows. The next window is always of the partition that may have the newest record
-# of those that were not looked at, so what is shown is never older than what is left.
+# of those that were not looked at, so what is shown is never older than what is left. What lies below `reached`, the
+# newest seq that is left in any partition, is not shown: the next request finds it again.
 
 
 def _last(partition: Partition, before: int | None) -> _Read:
@@ -217,14 +221,16 @@ def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
     kept: list[Message] = []
     floor = count = 0  # nothing older than `floor` has room
     is_cut = False
+    # Each partition gets a window before the search ends, and a round that it breaks off is less than half of it.
+    scanned = min(_MOST_WINDOW, _SCANNED // (2 * len(begun)))
+    most = max(_WINDOW, scanned if wanted.is_search else wanted.limit)
     while left and (below := -left[0][0]) > floor:
-        spent = time.monotonic() - began
-        is_enough = wanted.is_search and (spent > _SCAN_S or count >= _SCANNED)
-        if spent > _READ_S or (is_enough and below < top):  # each answer gets some way
+        is_late = time.monotonic() - began > (_SCAN_S if wanted.is_search else _READ_S)
+        if (is_late or (wanted.is_search and count >= _SCANNED)) and below < top:  # each answer gets some way
             break
         read = begun[left[0][1]]
         at = read.offset
-        found = kept + _window(read, wanted)
+        found = kept + _window(read, wanted, most)
         count += at - read.offset
         kept = _held([message for message in found if message.seq >= floor], wanted.limit, newest_first=True)
         is_cut |= len(kept) < len(found)
@@ -240,33 +246,48 @@ def _newest(begun: list[_Read], wanted: Wanted) -> dict[str, Any]:
     is_cut |= len(rows) < len(kept)
     if rows and (floor or is_cut):
         reached = max(reached, int(rows[-1]["seq"]))
-    looked = sum(read.end - read.offset for read in begun)
+    looked = sum(_looked(read, reached if wanted.is_search else 0) for read in begun)
     of = sum(read.end - read.first for read in begun)
     return _answer(rows[::-1], begun, [read.end for read in begun], reached if left or is_cut else None, looked, of)
 
 
-def _window(read: _Read, wanted: Wanted) -> list[Message]:
-    """Return what is wanted of the records in front of `read.offset`, without damaged ones, and move there."""
-    high, low = read.offset, max(read.first, read.offset - read.window)
+def _looked(read: _Read, reached: int) -> int:
+    """Return how many records were looked at, without those below `reached`, which the next request looks at again."""
+    offset = max(read.offset, read.first)
+    if read.below < reached:
+        with suppress(DamageError):
+            offset = max(offset, read.partition.locate(Position("seq", reached)))
+    return max(0, read.end - offset)
+
+
+def _window(read: _Read, wanted: Wanted, most: int) -> list[Message]:
+    """Return what is wanted of the records in front of `read.offset`, without damaged ones, and move there.
+
+    At most `most` records, or a gap, and about _WINDOW_BYTES of one segment.
+    """
+    high, start = read.offset, read.offset - _WINDOW
+    with suppress(DamageError):
+        start = read.partition.back(high, _WINDOW_BYTES)
+    low = max(read.first, high - read.window, start)
     read.offset, at = low, low
     found: list[Message] = []
-    count = size = 0
+    count = 0
     while at < high:
         try:
-            for some, following in read.partition.chunks(at, _CHUNK_BYTES):
+            for some, following in read.partition.chunks(at, min(_CHUNK_BYTES, (high - low) * KIB)):
                 some = [message for message in some if message.offset < high]
                 if some:
                     read.below = min(read.below, some[0].seq)
-                count, size = count + len(some), size + sum(message.size for message in some)
+                count += len(some)
                 found += filter(wanted.accepts, some)
                 if (at := following) >= high:
                     break
             break
         except DamageError as err:
             read.damage, at = err, max(at + 1, err.next_offset)
-    # Large messages are read one by one, small ones many at a time.
-    fits = _WINDOW_BYTES * count // size if count else 2 * read.window
-    read.window = max(1, min(fits, _MOST_WINDOW if wanted.is_search else wanted.limit))
+    if not count:  # a gap, which has no seq to go on at; or retention has deleted what was there
+        read.first = min(read.end, max(read.first, read.partition.start()))
+    read.window = min(_GROWTH * read.window, most if count else _MOST_GAP)
     return found
 
 

@@ -3,6 +3,7 @@
 A refusal has a code. Each door looks up the status of the code in kmq/wire/refusals.py.
 """
 
+import os
 import time
 from typing import Any
 
@@ -110,6 +111,12 @@ class RequestRefused(KmqError):
 def bad_field(field: str, what: str) -> RequestRefused:
     """Return the refusal of one field: `what` says what is wrong and what it must be."""
     return RequestRefused("bad_field", f"{field}: {what}", field=field)
+
+
+def check_data(data: str) -> None:
+    """Raise RequestRefused if all topics are missing: then what is not there has not been deleted."""
+    if not os.path.isdir(f"{data}/topics"):
+        raise RequestRefused("not_ready", "the data directory is missing; kmq status says what to do")
 
 
 def refusal_of(err: KmqError) -> RequestRefused:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, check_data
 from kmq.log import deletions, identity, reader
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
@@ -408,6 +408,10 @@ class Partition:
             offset = first + lines.count(b"\n")
             yield messages(self.topic, self.number, first, lines, self._owner.marks_from), offset
 
+    def back(self, end: int, nbytes: int) -> int:
+        """Return where the last `nbytes` before offset `end` begin: at least a record, at most all of its segment."""
+        return min(end - 1, self._log.back(end, nbytes))
+
     def received_at(self, offset: int) -> float | None:
         """Return when the record at `offset`, or the next one that is left, was received, in unix seconds."""
         first, lines = self.read(offset, 1)
@@ -447,14 +451,9 @@ class Partitions:
     def count(self, topic: str) -> int:
         """Return how many partitions a topic has. Raises RequestRefused if there is no such topic."""
         if not (record.is_topic_name(topic) and os.path.isdir(f"{self.data}/topics/{topic}")):
-            self._check_data()
+            check_data(self.data)
             raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
         return self._bounds.declared(topic)[0]
-
-    def _check_data(self) -> None:
-        """Raise RequestRefused if all topics are missing: then what is not there has not been deleted."""
-        if not os.path.isdir(f"{self.data}/topics"):
-            raise RequestRefused("not_ready", "the data directory is missing; kmq status says what to do")
 
     def declared(self, topic: str) -> tuple[int, int | None]:
         """Return (partitions, from_seq) of a topic that exists; from_seq is None while its declaration is pending."""
@@ -488,5 +487,5 @@ class Partitions:
 
     def empty_at(self, partition: Partition) -> int:
         """Return where a partition without segments begins."""
-        self._check_data()
+        check_data(self.data)
         return deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)

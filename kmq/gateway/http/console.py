@@ -1,7 +1,8 @@
 """What the console and `kmq top --url` ask for, and what the console may change. kmq/gateway/console does the work.
 
-Bounds      _THREADS reads at a time, _WAITING with those that wait, _FOLLOWERS topics followed at a time, one replay at
-            a time; none of them takes a thread of consumers.
+Bounds      _THREADS reads at a time, _WAITING with those that wait, one page of the table of topics at a time, _TABLES
+            with those that wait, _FOLLOWERS topics followed at a time, one replay at a time; none of them takes a thread
+            of consumers.
 End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
             _FOLLOWED_S (a token may have been revoked), or the gateway stops.
 """
@@ -33,7 +34,7 @@ from kmq.wire.requests import Position
 
 _THREADS = 2
 _FOLLOWERS = 16
-_WAITING = 32  # requests for messages and letters
+_WAITING, _TABLES = 32, 8  # requests for messages and letters; for pages of the table of topics
 _FOLLOWED_S = 600.0
 _MOST_REPLAYED = 1000  # unless the request says otherwise
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Console:
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
         self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
-        self.following = self.reading = 0
+        self.following = self.reading = self.listing = 0
         self.handlers = {
             "overview": self.overview,
             "overviewTopics": self.overview_topics,
@@ -75,7 +76,13 @@ class Console:
         return web.json_response(await self._overview.document())
 
     async def overview_topics(self, call: Call) -> web.Response:
-        return web.json_response(await self._overview.topics(call.query))
+        if self.listing >= _TABLES:
+            raise RequestRefused("too_many", f"{_TABLES} requests wait for the table of topics; send this one again")
+        self.listing += 1
+        try:
+            return web.json_response(await self._overview.topics(call.query))
+        finally:
+            self.listing -= 1
 
     async def history(self, call: Call) -> web.Response:
         text = await asyncio.to_thread(lambda: json.dumps(self._overview.history.document()))

@@ -84,6 +84,7 @@ CONSOLE = (
             Parameter("first", number("leave out so many"), 0),
             Parameter("limit", number("at most so many", least=1, most=500), 100),
         ),
+        errors="too_many",
     ),
     _op("GET /api/history", "history", "Show an hour of the broker", Reply("series", ref("History"))),
     _op(
