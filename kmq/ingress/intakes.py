@@ -5,7 +5,7 @@
                                                         payload would be null
     over KMQ_MAX_LINE         dead.malformed with reason=too_long, its length, the topic, and its first bytes; the
     no newline at the end     rest is skipped. With reason=no_newline: it may have been cut. The limit is of the message
-    no JSON value             dead.malformed with reason=not_json and the whole line, where the entry ends with `:json`
+    no JSON value             dead.malformed with reason=not_json and the line, where the entry ends with `:json`
 
 The head comes before all lines of a receive at once, here, so that the framer and everything after it see messages as
 from any producer. A datagram is one or more lines, the last of which may lack its newline.
@@ -27,6 +27,7 @@ import struct
 from binascii import b2a_base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from kmq.config.intakes import UDP, IntakePort, is_among
 from kmq.config.settings import Settings
@@ -47,6 +48,7 @@ _SO_MEMINFO, _DROPS = 55, 8  # socket(7); which of the numbers says how many dat
 _MEMINFO = struct.Struct("9I")
 _DATAGRAM = 64 * KIB
 _TURN_DATAGRAMS, _TURN_BYTES = 512, 256 * KIB  # read in a turn
+_MOST_LEVELS = 500  # of a JSON value: every Python parses so many, from about 1,000 (3.11) to 10,000 (3.13)
 _MOST_KNOWN = 4096  # addresses that are remembered as allowed or not
 
 Part = bytes | bytearray | memoryview
@@ -88,7 +90,7 @@ def check_topics(settings: Settings) -> None:
 
 
 def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
-    """Yield the messages of whole lines as pieces of at most `most` bytes, or one message; count the lines."""
+    """Yield the messages of whole lines as pieces (`_cut`); count the lines."""
     lines = b"".join((b"\n", *parts))  # with a newline before each line and after the last
     text = lines[:-1].replace(b"\n", raw.between) + b"\n"
     raw.bytes += len(lines) - 1
@@ -98,7 +100,11 @@ def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Par
             text = text.replace(raw.nothing, raw.empty)
     if 0 in lines:
         text = raw.with_nul.sub(partial(_encoded, raw), text)
-    done = 1
+    yield from _cut(text, 1, most)
+
+
+def _cut(text: bytes, done: int, most: int) -> Iterator[list[Part]]:
+    """Yield whole lines, from `done` on, as pieces of at most `most` bytes, or one line."""
     while done < len(text):
         end = len(text) if len(text) - done <= most else text.rfind(b"\n", done, done + most) + 1
         yield [memoryview(text)[done:end]]
@@ -106,13 +112,13 @@ def wrapped(raw: RawPort, parts: Sequence[Part], most: int) -> Iterator[list[Par
 
 
 def _json_decoder() -> "JSONDecoder":
-    """Return what refuses NaN and its like too. It makes no whole numbers, which are slow and limited in length."""
+    """Return what refuses NaN and its like too, and whole numbers of over 4,300 digits, as Python and so HTTP does."""
     from json import JSONDecoder  # only where there is such an intake
 
     def refuse(name: str) -> None:
         raise ValueError(name)
 
-    return JSONDecoder(parse_int=float, parse_constant=refuse)
+    return JSONDecoder(parse_constant=refuse)
 
 
 def split_json(decoder: "JSONDecoder", parts: Sequence[Part]) -> tuple[Sequence[Part], list[bytes]]:
@@ -121,17 +127,34 @@ def split_json(decoder: "JSONDecoder", parts: Sequence[Part]) -> tuple[Sequence[
     for at, line in enumerate(lines):
         try:
             text = line.decode().strip(" \t\r")
-            if decode(text)[1] == len(text):
+            if text and decode(text)[1] == len(text) and (len(text) <= 2 * _MOST_LEVELS or not _is_deep(line)):
                 continue
         except (ValueError, RecursionError):
             pass
         wrong.append(at)
     if not wrong:
         return parts, []
-    letters = [lines[at] for at in wrong]
-    for at in reversed(wrong):
-        del lines[at]
-    return [line + b"\n" for line in lines], letters
+    left_out = set(wrong)
+    return [line + b"\n" for at, line in enumerate(lines) if at not in left_out], [lines[at] for at in wrong]
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _is_deep(value: bytes) -> bool:
+    """Return True if a JSON value has more than _MOST_LEVELS levels."""
+    if value.count(b"[") + value.count(b"{") <= _MOST_LEVELS:
+        return False
+    brackets = _STRING.sub(b"", value).translate(None, _NO_BRACKETS)
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > _MOST_LEVELS
+
+
+def letters(raw: RawPort, lines: list[bytes], most: int) -> Iterator[list[Part]]:
+    """Yield the dead letters of lines that are no JSON value as pieces (`_cut`); count the lines."""
+    raw.lines += len(lines)
+    raw.bytes += sum(map(len, lines)) + len(lines)
+    yield from _cut(b"".join([letter(raw, "not_json", line, len(line)) for line in lines]), 0, most)
 
 
 def _encoded(raw: RawPort, match: "re.Match[bytes]") -> bytes:

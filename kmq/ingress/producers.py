@@ -218,12 +218,13 @@ class Intake:
         """Hand over whole lines that came to an intake. What arrived counts, and not what goes on: drain compares."""
         from kmq.ingress import intakes
 
+        before, most = raw.bytes, self.max_line + _PIECE_BYTES
         if raw.json is not None:
             parts, wrong = intakes.split_json(raw.json, parts)
-            for line in wrong:
-                self._bury(raw, line, len(line), "not_json")
-        before = raw.bytes
-        for piece in intakes.wrapped(raw, parts, self.max_line + _PIECE_BYTES):
+            self.refused += len(wrong)
+            for piece in intakes.letters(raw, wrong, most):
+                self.handover.put(piece)
+        for piece in intakes.wrapped(raw, parts, most):
             self.handover.put(piece)
         self.bytes += raw.bytes - before
 

@@ -1,5 +1,6 @@
 """What an intake makes of raw lines: each a message of its topic, whatever bytes it has and however they are cut."""
 
+import json
 import os
 import random
 import socket
@@ -11,13 +12,15 @@ from framing_steps import Steps, table
 from received_ends import Way, new_row
 
 from kmq.config.intakes import IntakePort, is_among, parse_intakes, parse_sources
-from kmq.ingress import intakes
+from kmq.gateway.http import messages
+from kmq.ingress import intakes, producers
 from kmq.ingress.connection import Connection
 from kmq.ingress.intakes import RawPort
 from kmq.ingress.producers import Intake
 from kmq.links.fifo import open_fifo
 from kmq.links.received import Handover
 from kmq.message import record
+from kmq.message.message import Message
 
 MAX = 8192
 NASTY = [
@@ -200,7 +203,14 @@ def test_a_flood_of_newlines_takes_little_memory_and_loses_none(ship, is_json):
 
 JSON = [
     *(b'{"a":1}', b"[1, 2]", b"7", b'"x"', b"null", b' {"a": [true]}\t\r', b"-1.5e999", b'"\\ud800"', b'{"a":1,"a":2}'),
-    *(b"9" * 5000, '"\u00e9"'.encode(), b"[" * 200 + b"]" * 200),
+    *(
+        b"9" * 4300,
+        b"0." + b"9" * 5000,
+        '"\u00e9"'.encode(),
+        b'[{"a":' * 250 + b"1" + b"}]" * 250,
+        b"[" + b"[]," * 900 + b"0]",
+    ),
+    b'["' + b'[{\\"' * 900 + b'"]',  # in a string, brackets are no levels
 ]
 NO_JSON = [
     *(
@@ -218,7 +228,15 @@ NO_JSON = [
         b'"\0"',
         b"'a'",
     ),
-    *(b'"\x01"', b"\xff\xfe7\0", b"!hello acks=1", b"other|||{}", b"[" * 3000 + b"]" * 3000),
+    *(
+        b'"\x01"',
+        b"\xff\xfe7\0",
+        b"!hello acks=1",
+        b"other|||{}",
+        b"9" * 4301,
+        b"[" * 501 + b"]" * 501,
+        b"[" * 3000 + b"]" * 3000,
+    ),
 ]
 
 
@@ -236,6 +254,22 @@ def test_where_json_is_wanted_any_other_line_is_a_dead_letter_and_whole(ship, se
     assert [line for _, line in letters] == [line for line in lines if line in NO_JSON]
     assert all(b";reason=not_json;len=%d;topic=app" % len(line) in id for id, line in letters)
     assert (shipper.raw.lines, shipper.raw.bytes, shipper.intake.refused) == (len(lines), len(data), len(letters))
+
+
+def test_what_counts_as_json_is_shown_as_json_over_http():
+    show = messages.writer("json")
+    shown = [show(Message("app", 0, 0, b"1|1.0|app|1.0||" + line)) for line in JSON if line != b"null"]
+    assert [text for text in shown if "encoding" in json.loads(text)] == []
+
+
+def test_lines_that_are_no_json_are_handed_over_together(ship, monkeypatch):
+    shipper = ship("app", is_json=True)
+    pieces, put = [], shipper.handover.put
+    monkeypatch.setattr(shipper.handover, "put", lambda parts, *more: (pieces.append(sum(map(len, parts))), put(parts)))
+    for _ in range(2):
+        shipper.send(b"\n" * 4000 + b"{}\n" * 50)
+    assert len(shipper.messages) == 8100 and shipper.intake.refused == 8000
+    assert len(pieces) <= 8 and max(pieces) <= MAX + producers._PIECE_BYTES
 
 
 def test_json_is_looked_at_only_where_it_is_wanted(shipper, monkeypatch):
