@@ -256,12 +256,12 @@ def _settle(work: Shipment, last_id: int) -> None:
 
 @contextmanager
 def _connected(work: Shipment) -> "Iterator[Producer | None]":
-    """Yield a producer as soon as the broker answers it. None: told to stop."""
+    """Yield a producer as soon as the broker answers it. None: told to stop before it did."""
     from kmq.client.failures import NotAnswered
 
     with contextlib.ExitStack() as stack:
-        producer: Producer | None = None
-        while not work.stop.is_set():
+        producer, answered = None, False
+        while not (answered or work.stop.is_set()):
             try:
                 if producer is None:
                     producer = open_producer(
@@ -270,7 +270,7 @@ def _connected(work: Shipment) -> "Iterator[Producer | None]":
                     stack.callback(producer.abort)
                 work.max_line = producer.connect(_TICK_S)
                 work.patience.moved()
-                break
+                answered = True
             except NotAnswered:
                 work.patience.stalled()
             except ConfigError:  # the settings are good; what is missing is a file that the broker makes at its start
@@ -278,7 +278,7 @@ def _connected(work: Shipment) -> "Iterator[Producer | None]":
                     raise
                 work.patience.stalled()
                 work.stop.wait(_TICK_S)
-        yield None if work.stop.is_set() else producer
+        yield producer if answered else None
 
 
 def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -> None:

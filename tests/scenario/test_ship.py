@@ -260,25 +260,36 @@ class Clock:
 
 
 @pytest.fixture
-def running(ship, monkeypatch):
-    """A ship that runs in this process, from the start of the files, by a Clock; ended by the test."""
+def shipment(ship, monkeypatch):
+    """A run of ship in this process, by a Clock; the test starts it."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     for name in ship.broker.env:
         if name.startswith("KMQ_"):
             monkeypatch.setenv(name, ship.broker.env[name])
     watched, stop = FollowedFiles([f"{ship.logs}/*.log"], set(), print), threading.Event()
-    work = Shipment(*(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str)), clock=Clock())
+    return Shipment(*(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str)), clock=Clock())
+
+
+@pytest.fixture
+def running(ship, shipment):
+    """A ship that runs, from the start of the files, and has looked at them once; ended by the test."""
+    work = shipment
     thread = threading.Thread(target=run, args=(work, True))
 
-    def end(then=stop.set):
+    def end(then=work.stop.set):
         then()
         thread.join(60)
         assert not thread.is_alive()
 
     thread.start()
-    yield work, end
-    work.ends_at = 0.0
-    end()
+    try:
+        ship.broker.wait(
+            lambda: work.clock.asked > 4, "the look after which it waits"
+        )  # it counts from when that began
+        yield work, end
+    finally:
+        work.ends_at = 0.0
+        end()
 
 
 def append(ship, data, name="a.log"):
@@ -335,6 +346,13 @@ def test_told_to_stop_it_sends_for_five_seconds_more(ship, running, is_back):
     assert work.lines == (2 if is_back else 1)
     assert ship.once().returncode == 0
     assert ship.stored() == [b"one", b"two"]
+
+
+def test_told_to_stop_as_the_broker_answers_it_sends_what_is_there(ship, shipment, monkeypatch):
+    monkeypatch.setattr(shipment.patience, "moved", shipment.stop.set)
+    append(ship, b"one\n")
+    run(shipment, True)
+    assert shipment.lines == 1 and ship.stored() == [b"one"]
 
 
 def test_over_tls_with_a_token_each_line_is_stored_once_and_a_wrong_token_sends_nothing(
