@@ -112,15 +112,17 @@ def create(
     _require_leader(settings)
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
-    while status.collect(settings).ready and time.monotonic() < deadline:
+    while True:
         found = topics.read(settings.data, name)
         from_seq = found.from_seq
-        if from_seq is not None:
+        if from_seq is not None:  # also where the broker has become unready since
             if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
                 text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
                 raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
             print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
             return
+        if not status.collect(settings).ready or time.monotonic() > deadline:
+            break
         time.sleep(_POLL_S)
     where = os.path.abspath(settings.data)
     print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has adopted it")

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import typer.main
+from brokers import PATIENCE_S
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
@@ -419,21 +420,46 @@ def test_a_topic_that_cannot_be_declared_is_refused_with_the_reason(broker):
     refused(broker.kmq("topics", "create", "orders"), CONFIG, "topic 'orders' already exists with 1 partition(s)")
 
 
+HELD = """
+import sys
+from kmq.__main__ import main
+from kmq.log import topics
+declare = topics.declare
+def held(*args, **more):
+    declare(*args, **more)
+    sys.stdin.read()
+topics.declare = held
+main()
+"""
+
+
 def test_a_declaration_that_comes_behind_a_message_says_that_it_failed(broker):
+    """Commands held between asking and looking, however long each takes to start. The second looks when all has ended."""
+    broker.gateway = False
     broker.up()
     router = broker.pids()["router"]
     os.kill(router, signal.SIGSTOP)
     broker.send_lines([b"orders.k|0|1|x", b"jobs.k|0|1|x"])
     broker.wait(lambda: broker.status()["durability"]["seq"] == "2", "both are numbered")
-    with ThreadPoolExecutor() as pool:
-        asked = [
-            pool.submit(broker.kmq, "topics", "create", "orders", "--set", "retention_age=30d"),
-            pool.submit(broker.kmq, "topics", "create", "jobs", "--partitions", "4"),
-        ]
-        broker.wait(lambda: len(list(broker.data.glob("topics/.request-*"))) == 2, "both are asked for")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with ExitStack() as stack:
+        held = []
+        for way in (("orders", "--set", "retention_age=30d"), ("jobs", "--partitions", "4")):
+            command = [sys.executable, "-c", HELD, "topics", "create", *way]
+            held.append(
+                stack.enter_context(subprocess.Popen(command, env=broker.env, cwd=broker.root, text=True, **pipes))
+            )
+            stack.callback(held[-1].kill)
+            declared = broker.data / "topics" / way[0] / "topic.toml"
+            broker.wait(declared.exists, "it is asked for")
+        assert len(list(broker.data.glob("topics/.request-*"))) == 2
         os.kill(router, signal.SIGCONT)
-    for declared in asked:
-        refused(declared.result(), FAILED, "exists with 1 partition(s): a message or another command was first")
+        broker.wait_routed(2)
+        for command in held:
+            _, said = command.communicate(timeout=PATIENCE_S)
+            done = subprocess.CompletedProcess(command.args, command.returncode, "", said)
+            refused(done, FAILED, "exists with 1 partition(s): a message or another command was first")
+            broker.down()
 
 
 # --- redrive ---------------------------------------------------------------------------------------------------------
