@@ -127,7 +127,7 @@ class TopicAdmin:
     def states(self, names: Iterable[str]) -> list[TopicState]:
         """Return these topics, in this order. Looks at a file for each: call it in a thread.
 
-        Parsed are only files that have changed, and limits once: 20,000 topics took 2 s before, a poll of the console.
+        Parsed are only files that have changed, and equal limits once: the console asks for all topics at each poll.
         """
         check_data(self._data)
         # Requests stand in the directory of all topics. To list it for each topic would cost 4 s for 2,000 topics.
