@@ -332,10 +332,11 @@ class _Url(NamedTuple):
         """Return the parts of an URL. Raises ValueError."""
         parts = urlsplit(url)
         port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
-        user, _, name = parts.netloc.rpartition("@")
+        coded, _, name = parts.netloc.rpartition("@")
+        user = unquote(coded)
         if user and ":" not in user:
             user += ":"  # an empty password
-        login = base64.b64encode(unquote(user).encode()).decode()
+        login = base64.b64encode(user.encode()).decode()
         return cls(
             parts.scheme, parts.hostname or "", port, name.encode("idna").decode(), quote(parts.path, "/%"), login
         )

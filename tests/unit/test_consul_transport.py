@@ -231,17 +231,18 @@ def test_token_login_and_prefix_are_sent_and_parameters_are_escaped():
     assert f"Authorization: Basic {base64.b64encode(b'me:p@ss').decode()}" in headers
 
 
-def test_a_login_without_a_password_has_its_colon():
+@pytest.mark.parametrize(("login", "sent"), [("me", b"me:"), ("me%3As%253A", b"me:s%3A"), ("me:s%253A", b"me:s%3A")])
+def test_a_login_has_one_colon_also_without_a_password_or_with_an_encoded_one(login, sent):
     server = Server(EMPTY)
 
     async def scene():
         async with server:
-            transport = Transport(ConsulAddress.of(f"http://me@{server.address}"))
+            transport = Transport(ConsulAddress.of(f"http://{login}@{server.address}"))
             await transport.ask(GET)
             await transport.close()
 
     asyncio.run(scene())
-    assert f"Authorization: Basic {base64.b64encode(b'me:').decode()}" in server.heads[0].split("\r\n")
+    assert f"Authorization: Basic {base64.b64encode(sent).decode()}" in server.heads[0].split("\r\n")
 
 
 @pytest.mark.parametrize(
