@@ -92,6 +92,14 @@ def exit_code_of(err: BaseException) -> int:
     return error.exit_code if isinstance(error, KmqError) else EXIT_FAILED
 
 
+def named_address(setting: str, text: str, shown: str, which: str = "the address") -> str:
+    """Return how an error names a wrong address in `text`: as `shown`, unless a login is in the text.
+
+    Any part of the text may be of a password then, also a part that looks like another address.
+    """
+    return f"{setting}: {which}, which is not shown because of a login," if "@" in text else shown
+
+
 def pip_install(extra: str) -> str:
     """Return the command that adds an extra to this installation. KMQ is in no package index, so its name finds nothing."""
     import json

@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import h11
 
-from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped
+from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped, named_address
 
 T = TypeVar("T")
 
@@ -301,9 +301,9 @@ class ConsulAddress(NamedTuple):
         urls = []
         for number, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
             url = part if "://" in part else f"http://{part}"
-            what, why = f"KMQ_CONSUL={text!r}: {part!r}", "must be host:port, http://… or https://…"
-            if "@" in text:  # any part may be of a password, also one that an error names
-                what = f"KMQ_CONSUL: address {number}, which is not shown because of a login,"
+            what = named_address("KMQ_CONSUL", text, f"KMQ_CONSUL={text!r}: {part!r}", f"address {number}")
+            why = "must be host:port, http://… or https://…"
+            if "@" in text:  # an error of _Url.of may name a part of it
                 why += ", special characters of the login as %40"
             try:
                 parsed = _Url.of(url)

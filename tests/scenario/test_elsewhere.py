@@ -105,6 +105,12 @@ def test_a_lookup_that_finds_nothing_says_so(far):
         (("--url", "http://127.0.0.1:1", "status"), CONFIG, "kmq status: looks at this machine"),
         (("--url", "127.0.0.1", "topics", "list"), CONFIG, "must be http://"),
         (("--url", "http://a:99999", "topics", "list"), CONFIG, "must be http://"),
+        (
+            ("--url", "http://me:secret@a:99999", "topics", "list"),
+            CONFIG,
+            "--url: the address, which is not shown because",
+        ),
+        (("top", "--once", "--url", "me:secret@a"), CONFIG, "--url: the address, which is not shown because"),
         (("--url", "http://a", "--host", "b", "topics", "list"), CONFIG, "exclude each other"),
         (("--token", "t", "topics", "list"), CONFIG, "--token needs"),
         (("--url", "http://127.0.0.1:1", "groups", "list"), RETRY, "http://127.0.0.1:1: "),
@@ -118,7 +124,8 @@ def test_a_lookup_that_finds_nothing_says_so(far):
     ],
 )
 def test_what_cannot_be_is_refused_by_name(far, words, code, text):
-    assert text in said(far.near.kmq(*words), code)
+    found = said(far.near.kmq(*words), code)
+    assert text in found and "secret" not in found
 
 
 def test_a_port_that_speaks_something_else_is_named(far):
