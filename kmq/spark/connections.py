@@ -15,14 +15,16 @@ The names of the TLS options follow librdkafka. Files are opened where they are 
 need them at the same paths.
 """
 
+import re
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kmq.config.values import parse_duration
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, RetryError, named_address
 
 TIMEOUT_S = PATIENCE_S = 30.0
 CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certificate", "key"))
@@ -119,6 +121,39 @@ def duration(options: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < seconds < 1e9:
         raise ConfigError(f"{name}={text!r}: must be above 0, such as 30s")
     return seconds
+
+
+# --- addresses of gateways -------------------------------------------------------------------------------------------
+
+_PORTS = {"http": 8082, "https": 8443}
+_NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
+
+
+class GatewayAddress(NamedTuple):
+    """Where a gateway listens."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+def gateway_address(name: str, access: Access) -> GatewayAddress:
+    """Return the address that a user's `name` means. Raises ConfigError."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[3] or 0) > 65535:
+        what = named_address("kmq.bootstrap.servers", name, f"kmq.bootstrap.servers: {name!r}")
+        raise ConfigError(f"{what} is not host:port, nor https://host:port")
+    if match[1] == "http" and access.tls:
+        raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
+    scheme = match[1] or ("https" if access.tls else "http")
+    return GatewayAddress(scheme, match[2], int(match[3] or _PORTS[scheme]))
+
+
+def check_logins(names: Sequence[str]) -> None:
+    """Raise ConfigError if a name has a login: before others, because with commas they may be parts of its password."""
+    for name in names:
+        if "@" in name:
+            gateway_address(name, PLAIN)
 
 
 # --- brokers that are away --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
+from kmq.spark.sink.targets import WriteOptions
 from kmq.spark.source import brokers, ends, planner
 from kmq.spark.source.brokers import Directory, Layout, ShardDoors, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
@@ -127,9 +128,10 @@ def test_a_gateway_that_says_not_now_is_asked_again():
         assert Remote(gateway.name).identity() == "me"
 
 
+@pytest.mark.parametrize("body", [b"<html>", b'{"code":4,"message":"no healthy upstream"}', b'{"error":"upstream"}'])
 @pytest.mark.parametrize("status", [502, 503, 504])
-def test_a_proxy_that_does_not_reach_the_gateway_is_asked_again(status):
-    page = answer(b"<html>", status)
+def test_a_proxy_that_does_not_reach_the_gateway_is_asked_again(status, body):
+    page = answer(body, status)
     with Gateway(page, page, answer(b'{"data_id": "me"}')) as gateway:
         assert Remote(gateway.name).identity() == "me"
 
@@ -386,12 +388,35 @@ def test_a_refusal_is_said_with_broker_and_url_and_not_tried_again(reply, kind, 
     )
 
 
+@pytest.mark.parametrize("page", [b"<html>", b"{}", b"[]", b'"up"'])
+def test_another_service_at_the_address_of_a_planned_read_is_named_at_once(page):
+    """As by the planner, which does not wait for it either."""
+    read, identify = lambda it: list(it.read("t", 0, 0, 9)), PatientRemote.identity
+    for ask, data_id in ((read, "me"), (identify, "me"), (identify, "")):
+        with Gateway(answer(page)) as gateway, pytest.raises(ConfigError) as raised:
+            ask(PatientRemote(gateway.name, Access(patience_s=0.5), data_id))
+        text = f"broker {gateway.name}: http://{gateway.name}/v1/broker: HTTP 200; this is no gateway of KMQ"
+        assert str(raised.value).startswith(text)
+
+
 @pytest.mark.parametrize(
     "name", ["", ":8082", "host:port", "host:99999", "ftp://host:1", "host/path", "a b@c:1", "::1"]
 )
-def test_a_name_that_is_no_address_is_refused(name):
+def test_a_name_that_is_no_address_is_refused_and_its_login_not_shown(name):
     with pytest.raises(ConfigError, match=r"kmq\.bootstrap\.servers: .* is not host:port"):
         Remote(name)
+
+
+@pytest.mark.parametrize("names", ["http://me:secret@h", "a,me:secret@h:1", "me:secret,secret@h", "a:b@h,,secret"])
+def test_a_login_is_never_shown(names):
+    for ask in (
+        lambda: ReadOptions({"kmq.bootstrap.servers": names, "subscribe": "t"}),
+        lambda: WriteOptions({"kmq.producers": "h", "kmq.bootstrap.servers": names}),
+        lambda: recognised(names.split(",")) and Remote(names),
+    ):
+        with pytest.raises(ConfigError, match=r"^kmq.bootstrap.servers: the address, which is not shown") as raised:
+            ask()
+        assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

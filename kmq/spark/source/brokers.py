@@ -28,7 +28,7 @@ import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
@@ -43,7 +43,15 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.log.segment import COMPACT
 from kmq.logfmt import Logger
-from kmq.spark.connections import PLAIN, Access, ReplacedError, Tls, UnreachableError
+from kmq.spark.connections import (
+    PLAIN,
+    Access,
+    ReplacedError,
+    Tls,
+    UnreachableError,
+    check_logins,
+    gateway_address,
+)
 
 if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
@@ -233,31 +241,11 @@ class Directory(Broker):
 
 _PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
-_PORTS = {"http": 8082, "https": 8443}
-_NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
+_PROXY = (502, 504)  # no gateway answers a reader so
 LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
 # OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
-
-
-class GatewayAddress(NamedTuple):
-    """Where a gateway listens."""
-
-    scheme: str
-    host: str
-    port: int
-
-
-def gateway_address(name: str, access: Access) -> GatewayAddress:
-    """Return the address that a user's `name` means. Raises ConfigError."""
-    match = _NAME.fullmatch(name)
-    if match is None or int(match[3] or 0) > 65535:
-        raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
-    if match[1] == "http" and access.tls:
-        raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
-    scheme = match[1] or ("https" if access.tls else "http")
-    return GatewayAddress(scheme, match[2], int(match[3] or _PORTS[scheme]))
 
 
 class Remote(Broker):
@@ -394,11 +382,15 @@ class Remote(Broker):
     def _get_now(self, target: str) -> Any:
         """Return the JSON of the response. Raises one of _AGAIN if a repeated request may have one."""
         with self._connected() as connection:
-            body = self._ask(connection, target).read()
-        try:
-            return json.loads(body)
-        except ValueError:  # another service has this address
-            raise self._refusal(target, 200, body) from None
+            return self._json(connection, target)
+
+    def _json(self, connection: HTTPConnection, target: str) -> Any:
+        body = self._ask(connection, target).read()
+        with suppress(ValueError, TypeError):
+            found = json.loads(body)
+            if target != "/v1/broker" or "data_id" in found:
+                return found
+        raise self._refusal(target, 200, body)  # another service has this address
 
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
@@ -408,7 +400,7 @@ class Remote(Broker):
             connection.close()
         try:
             if self._data_id and connection.sock is None:
-                now = json.loads(self._ask(connection, "/v1/broker").read())["data_id"]
+                now = self._json(connection, "/v1/broker")["data_id"]
                 if now != self._data_id:
                     raise ReplacedError(self.name, self._data_id, now)
             yield connection
@@ -477,10 +469,10 @@ class Remote(Broker):
 
     def _refusal(self, target: str, status: int, body: bytes) -> Exception:
         try:
-            said = json.loads(body)
+            said = {} if status in _PROXY else json.loads(body)  # some proxies send JSON of the same form
             code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
         except (ValueError, KeyError, TypeError):
-            if status in (502, 503, 504):  # the page of a proxy before a broker that is away
+            if status in (*_PROXY, 503):  # the page of a proxy before a broker that is away
                 return _LaterError(f"HTTP {status} of a proxy that does not reach the gateway")
             return ConfigError(
                 f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
@@ -602,6 +594,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
     without its broker. Two addresses of one data directory that is no shard's stay two names.
     Raises RetryError when one has been silent for kmq.patience; unless it `waits`, that one is a broker of its own.
     """
+    check_logins(names)
     if len(names) < 2:
         return [*names]
     quick = replace(access, timeout_s=min(access.timeout_s, LOOK_S))

@@ -51,7 +51,7 @@ from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark import connections
-from kmq.spark.connections import Access, check_options
+from kmq.spark.connections import Access, check_logins, check_options
 from kmq.spark.source import ends
 from kmq.spark.source.brokers import recognised
 
@@ -289,6 +289,7 @@ def _assigned(text: str) -> dict[str, list[int]]:
 def places(options: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the gateways and data directories in `options`, whose names are in lower case."""
     paths = [path for part in _paths(options) for path in _expand(part)]
+    check_logins([options.get("kmq.bootstrap.servers", "")])
     return _list(options, "kmq.bootstrap.servers"), paths
 
 
