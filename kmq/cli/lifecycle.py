@@ -59,18 +59,18 @@ def up(
         typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
     ] = True,
     listen_addr: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--listen-addr",
-            help="With --foreground: \\[host]:port for gRPC, over KMQ_HOST and KMQ_GRPC_PORT. Without a host KMQ_HOST stays.",
+            help="With --foreground: \\[host]:port for gRPC, over KMQ_GRPC_PORT. Host: none, that of KMQ_HOST, or 0.0.0.0.",
         ),
-    ] = "",
+    ] = None,
     data_dir: Annotated[
-        str, typer.Option("--data-dir", help="With --foreground: directory of the messages, over KMQ_DATA.")
-    ] = "",
+        str | None, typer.Option("--data-dir", help="With --foreground: directory of the messages, over KMQ_DATA.")
+    ] = None,
 ) -> None:
     """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
-    if listen_addr or data_dir:
+    if listen_addr is not None or data_dir is not None:
         _override(foreground, listen_addr, data_dir)
     settings = load()
     with_gateway = with_gateway and gateway.is_installed()
@@ -89,14 +89,14 @@ def up(
     _print_started(settings, startup, startup.wait())
 
 
-def _override(foreground: bool, listen_addr: str, data_dir: str) -> None:
+def _override(foreground: bool, listen_addr: str | None, data_dir: str | None) -> None:
     """Put what the command line says over the environment. Raises ConfigError that names the option."""
     if not foreground:
         raise ConfigError(
             "--listen-addr and --data-dir are for --foreground, because later commands would look elsewhere;"
             " set KMQ_HOST, KMQ_GRPC_PORT and KMQ_DATA"
         )
-    if listen_addr:
+    if listen_addr is not None:
         host, colon, port = listen_addr.rpartition(":")
         if not colon or not port.isdecimal() or int(port) > 65_535:
             raise ConfigError(
@@ -104,9 +104,25 @@ def _override(foreground: bool, listen_addr: str, data_dir: str) -> None:
             )
         os.environ["KMQ_GRPC_PORT"] = port
         if host:
-            os.environ["KMQ_HOST"] = host.removeprefix("[").removesuffix("]")
-    if data_dir:
+            os.environ["KMQ_HOST"] = _probed_host(listen_addr, host.removeprefix("[").removesuffix("]"))
+    if data_dir is not None:
+        if not data_dir:
+            raise ConfigError("--data-dir=: is empty; give a directory, such as /data, or leave the option out")
         os.environ["KMQ_DATA"] = data_dir
+
+
+def _probed_host(listen_addr: str, host: str) -> str:
+    """Return the host if the probes reach it. Raises ConfigError for any other host.
+
+    Probes and commands in the container have its environment and not its arguments, so they look at KMQ_HOST.
+    """
+    looked_at = load().host
+    if host == looked_at or (host == "0.0.0.0" and ":" not in looked_at):  # 0.0.0.0 has no IPv6
+        return host
+    raise ConfigError(
+        f"--listen-addr={listen_addr}: the probes look at KMQ_HOST={looked_at}, and would never find this broker;"
+        f" leave the host out, or set KMQ_HOST={host} in env"
+    )
 
 
 def _check_cluster(settings: Settings) -> None:

@@ -55,6 +55,14 @@ def running(broker, *command, **env):
             process.wait()
 
 
+def until(run):
+    """What the command says once it has succeeded, or at the end of all patience: a probe may fail for a moment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (done := run()).returncode and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return done
+
+
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze (Debian: systemd) is missing")
@@ -129,6 +137,12 @@ def test_the_entry_point_runs_another_command_as_it_is(new_broker):
         (["--data-dir=d"], "are for --foreground"),
         (["--foreground", "--listen-addr=8080"], "--listen-addr=8080: must be [host]:port"),
         (["--foreground", "--listen-addr=:65536"], "with a port up to 65535"),
+        (["--foreground", "--listen-addr="], "--listen-addr=: must be [host]:port"),
+        (["--foreground", "--data-dir="], "--data-dir=: is empty; give a directory"),
+        (["--data-dir="], "are for --foreground"),
+        (["--foreground", "--listen-addr=[::]:8080"], "--listen-addr=[::]:8080: the probes look at KMQ_HOST=127.0.0.1"),
+        (["--foreground", "--listen-addr=10.0.0.5:8080"], "set KMQ_HOST=10.0.0.5 in env"),
+        (["--foreground", "--listen-addr=localhost:8080"], "leave the host out"),
     ],
 )
 def test_an_option_of_a_container_that_cannot_be_meant_is_named(new_broker, options, said):
@@ -136,12 +150,31 @@ def test_an_option_of_a_container_that_cannot_be_meant_is_named(new_broker, opti
     assert done.returncode == 78 and said in done.stderr
 
 
-def test_an_address_with_a_host_is_the_host_of_all_ports(new_broker):
+@pytest.mark.parametrize(
+    ("host", "env", "reached"),
+    [
+        ("", {}, "127.0.0.1"),
+        ("127.0.0.1", {}, "127.0.0.1"),
+        ("0.0.0.0", {}, "127.0.0.2"),
+        ("127.0.0.2", {"KMQ_HOST": "127.0.0.2"}, "127.0.0.2"),
+        ("0.0.0.0", {"KMQ_HOST": "127.0.0.2"}, "127.0.0.1"),
+    ],
+)
+def test_the_probes_of_a_container_reach_each_address_that_its_arguments_may_name(new_broker, host, env, reached):
     broker = new_broker()
-    command = ["kmq", "up", "--foreground", "--no-gateway", "--listen-addr=127.0.0.2:0"]
-    with running(broker, *command, KMQ_HOST="127.0.0.1"):
+    broker.env |= env  # of the container: its probes have it too, and not its arguments
+    with running(broker, *of_containerfile("ENTRYPOINT"), f"--listen-addr={host}:0", f"--data-dir={broker.data}"):
+        for kind in ("live", "ready"):
+            passes = until(lambda kind=kind: broker.run("python", "-m", "kmq.probe", kind, "gateway"))
+            assert passes.returncode == 0, passes.stdout
         port = int((broker.pipes / "ingress.port").read_text())
-        socket.create_connection(("127.0.0.2", port), timeout=30).close()
+        socket.create_connection((reached, port), timeout=30).close()
+
+
+@pytest.mark.parametrize(("host", "env"), [("0.0.0.0", "::1"), ("127.0.0.1", "127.0.0.2")])
+def test_an_address_that_does_not_cover_the_one_of_the_environment_is_refused(new_broker, host, env):
+    done = new_broker().kmq("up", "--foreground", f"--listen-addr={host}:0", KMQ_HOST=env)
+    assert done.returncode == 78 and f"the probes look at KMQ_HOST={env}" in done.stderr
 
 
 def test_the_init_container_of_a_repair_heals_the_volume_and_never_holds_up_a_start(new_broker):
