@@ -138,13 +138,24 @@ def test_snapshots_that_never_became_ready_are_not_counted_among_those_kept(clus
     assert "volumeSnapshotClassName" not in cluster.snapshots[-1]["spec"]
 
 
-def test_nothing_is_deleted_where_the_new_one_does_not_become_ready(cluster):
+def test_a_driver_that_is_too_slow_fails_the_job_once_and_the_oldest_are_deleted_all_the_same(cluster):
     for _ in range(9):
         cluster.add("data-kmq-0", {}, looks=9)
     cluster.fails = True
-    code, _, errors = cluster.run(KEEP="1", WAIT_S="0.1")
+    code, said, errors = cluster.run(KEEP="2", WAIT_S="0.1")
     assert code == 1 and "data-kmq-0-10 is not ready after 0.1 s: no space in the pool" in errors
-    assert len(cluster.snapshots) == 10 and "DELETE" not in cluster.asked
+    assert cluster.names() == ["data-kmq-0-8", "data-kmq-0-9", "data-kmq-0-10"], "the new one may become ready yet"
+    assert "data-kmq-0-7 deleted" in said
+    job = yaml.safe_load((OVERLAY / "cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    assert cluster.asked.count("POST") == 1 and job["backoffLimit"] == 0, "each retry would make one more"
+
+
+def test_where_all_are_late_none_of_those_that_can_be_restored_is_deleted(cluster):
+    for _ in range(3):
+        cluster.add("data-kmq-0", {}, looks=9)
+    cluster.fails = True
+    assert [cluster.run(KEEP="3", WAIT_S="0.1")[0] for _ in range(2)] == [1, 1]
+    assert cluster.names() == [f"data-kmq-0-{n}" for n in range(1, 6)] and "DELETE" not in cluster.asked
 
 
 def test_a_refusal_of_the_api_server_is_shown(cluster):
