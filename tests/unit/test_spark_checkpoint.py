@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kmq.log import identity
 from kmq.spark.streaming import checkpoint, reset, status
 
 V1 = "v1\n"
+PAGE = Path(__file__).parents[2] / "docs/spark-writing.md"
 
 
 def log_batch(path, number, *sources, committed=True):
@@ -127,6 +130,24 @@ def test_another_data_directory_at_the_same_place_is_not_asked(read_to, tmp_path
         reset.plan(checkpoint.Checkpoint(path), "latest")
     old = status.Sources(paths=(str(tmp_path / "old"),))
     assert status.of(checkpoint.Checkpoint(path), old)["lag"] == 7
+
+
+def test_the_metrics_of_the_page_have_a_broker_that_has_never_answered(read_to, tmp_path):
+    (line,) = re.findall(r"(?m)^\$ kmq pipeline status \S+ --json (\| python3 .*)$", PAGE.read_text())
+    (tmp_path / "data").rename(tmp_path / "old")
+    said = CliRunner().invoke(app, ["pipeline", "status", str(read_to[0]), "--json"]).stdout
+    shown = {"one": said, "two": said.replace(str(tmp_path / "data"), "b:8082")}
+    done = subprocess.run(["bash", "-c", f"cat {line}"], input="".join(shown.values()), capture_output=True, text=True)
+    label = 'kmq_pipeline_lag{query="t",broker="%s",state="unreachable"} NaN'
+    assert done.stdout.splitlines() == [label % (tmp_path / "data"), label % "b:8082"], done.stderr
+
+
+def test_the_timer_of_the_page_leaves_the_old_metrics_where_the_status_fails(tmp_path):
+    (line,) = re.findall(r"`(set -o pipefail; … > \S+ && mv \S+ \S+)`", " ".join(PAGE.read_text().split()))
+    (tmp_path / "kmq.prom").write_text("before\n")
+    for pipeline, code, after in [("false | cat", 1, "before\n"), ("echo now | cat", 0, "now\n")]:
+        done = subprocess.run(["bash", "-c", line.replace("…", pipeline)], cwd=tmp_path)
+        assert (done.returncode, (tmp_path / "kmq.prom").read_text()) == (code, after)
 
 
 @pytest.mark.parametrize(
