@@ -23,8 +23,8 @@ class Declarations:
             (self.data / "topics" / name).mkdir(parents=True, exist_ok=True)
             (self.data / "topics" / name / "topic.toml").write_text("partitions = 1\n")
 
-    def declared(self, topic):
-        found = self.rows[topic]
+    def declared_of(self, names):
+        found = {name: self.rows[name] for name in names if name in self.rows}
         self.before_answering()
         return found
 

@@ -185,6 +185,26 @@ def test_an_empty_partition_begins_where_a_deleted_one_ended(data):
         partitions.bounds("empty", 7)
 
 
+def test_a_data_directory_that_goes_during_a_look_has_deleted_nothing(data, monkeypatch):
+    partitions = Partitions(data)
+    log, declared = partitions.open("t", 0), partitions._bounds.declared
+
+    def declared_of_none(topic):
+        if os.path.isdir(data):
+            os.rename(data, f"{data}.away")
+        return declared(topic)
+
+    for look in (log.check, lambda: partitions.declared_of(["t", "none"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(partitions._bounds, "declared", declared_of_none)
+            with pytest.raises(RequestRefused) as refused:
+                look()
+        assert refused.value.code == "not_ready"
+        os.rename(f"{data}.away", data)
+        log.check()
+    assert partitions.declared_of(["t", "none"]) == {"t": partitions.declared("t")}
+
+
 def test_a_deleted_topic_is_another_when_it_comes_back(data):
     partitions = Partitions(data)
     log = partitions.open("t", 0)

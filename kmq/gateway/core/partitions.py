@@ -20,7 +20,7 @@ Not covered Who may read, and how far a group has come. A disk that returns othe
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import NamedTuple
@@ -450,14 +450,31 @@ class Partitions:
 
     def count(self, topic: str) -> int:
         """Return how many partitions a topic has. Raises RequestRefused if there is no such topic."""
-        if not (record.is_topic_name(topic) and os.path.isdir(f"{self.data}/topics/{topic}")):
-            check_data(self.data)
-            raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
-        return self._bounds.declared(topic)[0]
+        return self.declared(topic)[0]
 
     def declared(self, topic: str) -> tuple[int, int | None]:
-        """Return (partitions, from_seq) of a topic that exists; from_seq is None while its declaration is pending."""
-        return self._bounds.declared(topic)
+        """Return (partitions, from_seq) of a topic; from_seq is None while its declaration is pending.
+
+        Raises RequestRefused if there is no such topic.
+        """
+        if record.is_topic_name(topic):
+            found = self._bounds.declared(topic)
+            # Behind the read: a data directory that goes meanwhile reads as a topic that is another.
+            if os.path.isdir(f"{self.data}/topics/{topic}"):
+                return found
+        check_data(self.data)
+        raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
+
+    def declared_of(self, topics: Iterable[str]) -> dict[str, tuple[int, int | None]]:
+        """Return what `declared` says of those of these topics that exist. Raises RequestRefused without any topics."""
+        found = {}
+        for topic in topics:
+            try:
+                found[topic] = self.declared(topic)
+            except RequestRefused as err:
+                if err.code != "unknown_topic":
+                    raise
+        return found
 
     def first_count(self, topic: str) -> int:
         """Return how many partitions a topic that exists had before it grew for the first time."""
@@ -466,8 +483,7 @@ class Partitions:
 
     def from_seq(self, topic: str) -> int | None:
         """Return the seq from which on the topic is in force; None while its declaration is pending."""
-        self.count(topic)
-        return self._bounds.declared(topic)[1]
+        return self.declared(topic)[1]
 
     def open(self, topic: str, number: int) -> Partition:
         """Return a partition. Raises RequestRefused if it does not exist."""

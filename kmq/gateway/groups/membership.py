@@ -60,7 +60,6 @@ from kmq.gateway.groups.protocol import (
 from kmq.log import topics
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.message import record
 from kmq.wire.requests import Position
 
 # --- starts ----------------------------------------------------------------------------------------------------------
@@ -136,18 +135,14 @@ class DeclaredTopics:
 
     async def know(self, names: Iterable[str]) -> None:
         """Look at topics that are named now, because they may be younger than the last look."""
-        found = await asyncio.to_thread(self._look_at, names)
+        found = await asyncio.to_thread(self._partitions.declared_of, names)
         self._take(self._declared | found)  # not before the look: meanwhile another one may have found more
 
     def _look_at_all(self) -> _Declared:
         names = topics.names(self._data)
         if not self._has_looked:
             self._first = {name: self._partitions.first_count(name) for name in names}
-        return {name: self._partitions.declared(name) for name in names}
-
-    def _look_at(self, names: Iterable[str]) -> _Declared:
-        there = [n for n in names if record.is_topic_name(n) and os.path.isdir(f"{self._data}/topics/{n}")]
-        return {name: self._partitions.declared(name) for name in there}
+        return self._partitions.declared_of(names)
 
     def _take(self, declared: _Declared) -> None:
         # A topic that is pending keeps its former from_seq: else the router's next word would be its first life.
