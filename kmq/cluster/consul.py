@@ -500,8 +500,10 @@ class Transport:
             return found
         url = self._urls[at]
         tls, connect = self._tls if url.scheme == "https" else None, asyncio.get_running_loop().create_connection
+        # The race is for names with several addresses. It forgets a socket that has connected when it is cancelled.
+        delay = None if re.fullmatch(r"[\d.]+|.*:.*", url.host) else _EYEBALLS_S
         async with asyncio.timeout(_CONNECT_S if tls is None else 2 * _CONNECT_S):  # TCP, then TLS
-            _, made = await connect(_Connection, url.host, url.port, ssl=tls, happy_eyeballs_delay=_EYEBALLS_S)
+            _, made = await connect(_Connection, url.host, url.port, ssl=tls, happy_eyeballs_delay=delay)
         return made
 
     async def _ask(self, connection: _Connection, at: int, asked: Request) -> Response:

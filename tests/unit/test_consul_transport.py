@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import contextlib
+import gc
+import os
 import socket
 import ssl
 import time
@@ -300,3 +302,31 @@ def test_what_is_no_address_is_refused_with_the_setting(text):
 def test_addresses_of_all_forms_are_taken():
     urls = ConsulAddress.of("127.0.0.1:8500, [::1]:8500,consul,https://consul.example/x/").urls
     assert urls == ["http://127.0.0.1:8500", "http://[::1]:8500", "http://consul", "https://consul.example/x"]
+
+
+def test_a_request_that_is_cancelled_while_it_connects_leaves_no_socket():
+    """At whichever turn of the loop that happens. The collector would close it, with a warning, at some later time."""
+
+    async def left_after(turns, listener):
+        transport = Transport(ConsulAddress.of(f"127.0.0.1:{listener.getsockname()[1]}"))
+        before = len(os.listdir("/proc/self/fd"))
+        asking = asyncio.create_task(transport.ask(GET))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        await transport.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return len(os.listdir("/proc/self/fd")) - before
+
+    async def scene():
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+            return [await left_after(turns, listener) for turns in range(40)]
+
+    gc.disable()
+    try:
+        assert asyncio.run(scene()) == [0] * 40
+    finally:
+        gc.enable()
