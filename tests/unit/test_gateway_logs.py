@@ -428,3 +428,21 @@ def test_a_segment_that_was_replaced_is_not_sent_as_the_one_that_was_looked_at(l
         made.write_bytes(paths[1].read_bytes())
         made.rename(paths[1])
         assert slow.rest() == first
+
+
+def test_a_data_directory_that_goes_during_a_look_is_no_topic_without_partitions(broker, data, monkeypatch):
+    """A reader would take the answer for a topic that was deleted, or has one partition."""
+    declared = logs.Bounds.declared
+
+    def declared_of_none(bounds, topic):
+        if os.path.isdir(data):
+            os.rename(data, f"{data}.away")
+        return declared(bounds, topic)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logs.Bounds, "declared", declared_of_none)
+        for _ in range(2):  # the second time it is away from the start
+            assert refused(broker, "/v1/logs?topic=empty")[:2] == (503, "not_ready")
+    os.rename(f"{data}.away", data)
+    assert [row["partition"] for row in get_json(broker, "/v1/logs?topic=empty")] == [0, 1]
+    assert get_json(broker, "/v1/logs?topic=none") == []

@@ -34,19 +34,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from os.path import basename, isdir
+from os.path import isdir
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from kmq.broker.door import advertised
-from kmq.gateway.core.broker import Broker, RequestRefused
+from kmq.gateway.core.broker import Broker, RequestRefused, check_data
 from kmq.gateway.core.partitions import END, Range, Span
 from kmq.gateway.http.request import answering
 from kmq.log import identity, reader, topics
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL, LogReader
+from kmq.message import record
 from kmq.repair import ledger
 
 PAGES = {
@@ -170,8 +171,12 @@ class LogCalls:
         """Return how many partitions a topic has; 0 if it does not exist."""
         if topic == WAL:
             return 1
-        is_name = topic == basename(topic) and not topic.startswith(".")  # the name comes from a remote reader
-        return self._bounds.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
+        found = self._bounds.declared(topic)[0] if record.is_topic_name(topic) else 0
+        # Behind the read: a data directory that goes meanwhile reads as a topic of one partition.
+        if found and isdir(f"{self._data}/topics/{topic}"):
+            return found
+        check_data(self._data)
+        return 0
 
     def _ends(self, topic: str, partition: int) -> tuple[int, int]:
         if topic != WAL:
