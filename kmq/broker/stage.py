@@ -167,9 +167,7 @@ class Stage:
 
     def has_work(self) -> bool:
         """Return True if this stage has work in the role of its broker, and begin it. Else write a heartbeat."""
-        page = self._waits_on
-        if page is None or not page.is_in_place():
-            page = self._waits_on = RolePage.find(self.settings.instance, self.data_id)
+        page = self._waits_on = RolePage.find(self.settings.instance, self.data_id, self._waits_on)
         role = page.read() if page is not None else None
         if page is not None and role is not None and role.role in _WORKS_IN[self.name]:
             if self.role is None:

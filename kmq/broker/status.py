@@ -121,9 +121,8 @@ class StagePace:
         spent_s = new.at - old.at
         rows: list[dict[str, object]] = []
         for row, was in zip(now, old.intakes, strict=False):
-            counts = [(int(row[name]), int(was[name])) for name in ("lines", "bytes")]
-            is_new = counts[0] < counts[0][::-1]  # an ingress that was started since counts from 0
-            more = [count - before * (not is_new) for count, before in counts]
+            is_new = int(row["lines"]) < int(was["lines"])  # an ingress that was started since counts from 0
+            more = [int(row[name]) - (0 if is_new else int(was[name])) for name in ("lines", "bytes")]
             rate, bytes_rate = (round(count / spent_s, 1) if spent_s else None for count in more)
             rows.append({**row, "rate": rate, "bytes_rate": bytes_rate})
         return rows

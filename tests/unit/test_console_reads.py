@@ -49,6 +49,15 @@ def test_a_search_has_one_deadline_for_all_partitions(broker, monkeypatch):
         assert later["next"][0]["offset"] > 0, "the search goes on in each partition"
 
 
+def assert_too_many(broker, path):
+    """The next request is refused, whatever the ones before it are waiting for."""
+    connection = HTTPConnection("127.0.0.1", broker.port, timeout=5)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert (answer.status, json.loads(answer.read())["code"]) == (429, "too_many")
+    connection.close()
+
+
 def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeypatch):
     monkeypatch.setattr(console, "_WAITING", 2, raising=False)
     begun, may_end, statuses = threading.Semaphore(0), threading.Event(), []
@@ -68,11 +77,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
         for thread in threads:
             thread.start()
         assert begun.acquire(timeout=PATIENCE_S) and begun.acquire(timeout=PATIENCE_S)
-        connection = HTTPConnection("127.0.0.1", broker.port, timeout=5)
-        connection.request("GET", "/api/topics/t/letters")
-        answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())["code"]) == (429, "too_many")
-        connection.close()
+        assert_too_many(broker, "/api/topics/t/letters")
     finally:
         may_end.set()
         for thread in threads:
@@ -300,11 +305,7 @@ def test_requests_that_wait_for_the_table_of_topics_are_bounded(broker, monkeypa
     try:
         thread.start()
         assert begun.wait(PATIENCE_S)
-        connection = HTTPConnection("127.0.0.1", broker.port, timeout=5)
-        connection.request("GET", "/api/overview/topics")
-        answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())["code"]) == (429, "too_many")
-        connection.close()
+        assert_too_many(broker, "/api/overview/topics")
     finally:
         may_end.set()
         thread.join(PATIENCE_S)

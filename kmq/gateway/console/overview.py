@@ -26,7 +26,7 @@ from kmq.broker.overview import Overview
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.topics import OPTIONS, UNLIMITED
+from kmq.gateway.core.topics import UNLIMITED
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition
 from kmq.log.damage import DamageError
@@ -329,20 +329,21 @@ class ConsoleOverview:
         table = self._broker.topics.table(_TABLE_S)
         part, column = wanted["contains"].lower(), wanted["sort"]
         names = [name for name in table if part in name.lower()]
-        if column in OPTIONS:
-            values = {state.name: state.options[column] for state in self._topics.states(names)}
-        else:
-            values = {name: table[name][column] for name in names}
+        options = self._options(names) if column in TABLE_OPTIONS else {}
+        values = {name: (options or table)[name][column] for name in names}
         names = _ordered(values, wanted["order"] == "desc")
         shown = names[wanted["first"] : wanted["first"] + wanted["limit"]]
         rows = self._broker.topics.visit(shown, _BUDGET_S * 10)
-        options = {state.name: state.options for state in self._topics.states(shown)}
+        options = options or self._options(shown)
         return {
             "as_of": round(time.time(), 3),
             "total": len(table),
             "found": len(names),
             "topics": [rows[name] | {option: options[name][option] for option in TABLE_OPTIONS} for name in shown],
         }
+
+    def _options(self, names: list[str]) -> dict[str, dict[str, int | str]]:
+        return {state.name: state.options for state in self._topics.states(names)}
 
 
 def _ordered(values: Mapping[str, Any], is_descending: bool) -> list[str]:

@@ -204,7 +204,8 @@ class Directory(Broker):
 
         mine = f"data_id={identity.read(self.path, 'id')} "
         for path in glob.glob(f"{SHM}/*.stats"):
-            if (page := stats.peek(os.path.basename(path).removesuffix(".stats"))) and mine in page.identity():
+            page = stats.peek(os.path.basename(path).removesuffix(".stats"))
+            if page is not None and mine in page.identity():
                 return page.rows[stage].seq
         return 0
 
@@ -542,7 +543,8 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
     """Yield the body in blocks of whole lines; if it breaks off, response.length tells how much is missing."""
     while response.length:
         data = response.read(BLOCK_BYTES) + response.readline()
-        if whole := data.rfind(b"\n") + 1:
+        whole = data.rfind(b"\n") + 1
+        if whole:
             yield data[:whole]  # no copy if the block ends with a whole line
         if whole < len(data) or not data:
             return
