@@ -13,7 +13,8 @@ Invariant   A register is promised, on disk, before our note or any other write 
             A change of the ISR counts for the leader before it is written (Work.asks).
 Identity    Each session begins with a mark that is on our disk before it is in Consul. So we are the replica of our id
             unless the key has a mark that this directory has not written, or notes more than it has. Then this is a copy,
-            or an older state, and takes a new id, without a promise. Where the register went back this is not asked.
+            or an older state, and takes a new id, without a promise. Where the register went back this is not asked, nor
+            where the note is this process's last: what the directory lacks since, the process has cut itself.
             A key that another session holds two TTLs long is that of a copy: 69. Unless Consul went back, or the key names
             our own address: then that may be a session of our own, from a former start, and we enter once it has ended.
 Room        Without room for a promise, or for our identity, we give our key back and wait, as if we were not there.
@@ -133,7 +134,7 @@ class Replica:
         self._position = 0  # of the watch of the register
         self._found = ""  # the last session of a former start that a restored Consul had
         self._start = ""  # the mark with which our session began
-        self._note: Note | None = None  # as Consul has it
+        self._note: Note | None = None  # as we have written it last
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
         self._is_lost = False  # it does not, and the log has that
@@ -194,7 +195,7 @@ class Replica:
             except ConsulError as error:
                 self._lost(str(error))
                 yield Pause(_LOST_S)
-        yield from self._leave()
+        yield from self._leave(has_entered)
 
     def _lost(self, reason: str) -> None:
         if not self._is_lost:
@@ -210,15 +211,15 @@ class Replica:
             self.log.warn("disk_full", file=error.filename or self.files.data, lacks="disk_full", effect=effect)
             self._is_full = True
         self._work.act(None)
-        self._reached, self._note = None, None
+        self._reached = None
         with contextlib.suppress(ConsulError):  # then the session ends by itself
             yield from self._presence.close()
         yield Pause(_LOST_S)
 
-    def _leave(self) -> Steps[None]:
+    def _leave(self, has_entered: bool) -> Steps[None]:
         """Say where we stand, and give our key back."""
         try:
-            if self._note is not None:
+            if has_entered:
                 yield from self._say(self._new_note())
             yield from self._presence.close()
         except ConsulError as error:
@@ -228,7 +229,6 @@ class Replica:
 
     def _enter(self) -> Steps[None]:
         """Begin a session, find out who we are, and lock our key."""
-        self._note = None
         held_since: float | None = None
         if self._is_full or not self.files.identity.coming:  # no room: no session
             self.files.save(self.files.identity.about_to_start())
@@ -283,6 +283,8 @@ class Replica:
         if member is None:  # under a hold Consul has been emptied since: it says nothing, and who has a promise votes
             is_hold = view.register is not None and not view.register.leader
             return not identity.starts or (is_hold and promised is not None)
+        if member.note == self._note:
+            return True
         version = promised.version.number if promised is not None else 0
         return identity.knows(member.note.start) and (version, self._work.stored()) >= self._noted(member)
 

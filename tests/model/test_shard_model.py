@@ -126,6 +126,19 @@ def test_init_refuses_a_shard_that_is_there_and_one_whose_brokers_are_not(world,
         new.run(init(new.keys, [*BROKERS], None, False))
 
 
+def test_a_replica_that_lost_its_session_between_a_cut_and_its_note_keeps_its_id(world):
+    world.ends.update(a=3, b=3, c=3)
+    replica = world.running["c"].replica
+    for broker in BROKERS:
+        world.running[broker].replica._noted_at = -100.0
+    world.until("a note of c", lambda: replica._note is not None and replica._note.end == 3)
+    ids, start = dict(world.ids), replica._start
+    world.ends.update(a=2, b=2, c=2)  # a leader that lacks the last record, which was not committed
+    world.expire(world.running["c"])
+    world.until("another start of c", lambda: replica._start != start)
+    assert world.ids == ids
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_walks_keep_every_promise(tmp_path, kind):
     epochs = sum(walk((), tmp_path / str(seed), seed, kind).judge.registers[-1].epoch for seed in range(60))
