@@ -132,8 +132,9 @@ class Replica:
         self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
         self._presence = Presence(ttl_s, keeps_keys=True)
         self._position = 0  # of the watch of the register
-        self._found = ""  # the last session of a former start that a restored Consul had
+        self._found = ""  # the last former session of ours that a restored Consul had
         self._start = ""  # the mark with which our session began
+        self._lock = ""  # the session that has locked our key last
         self._note: Note | None = None  # as we have written it last
         self._noted_at = 0.0
         self._reached: float | None = None  # since when Consul answers
@@ -240,7 +241,7 @@ class Replica:
             member = view.members.get(identity.id)
             if member is not None and member.session not in ("", self._presence.session):
                 held_since = self._clock() if held_since is None else held_since
-                if member.note.start in identity.starts[:-1]:
+                if member.note.start in identity.starts[:-1] or member.session == self._lock:
                     self._say_found(member, "it is ended, and the replica goes on")
                     yield from consul.destroy_session(member.session)
                 elif not _descends(view.register, self.files.promised):
@@ -266,10 +267,10 @@ class Replica:
                 yield Pause(_AGAIN_S)
 
     def _say_found(self, member: Member, effect: str) -> None:
-        """Log that a session of a former start holds our key: Consul was restored, and that session with it.
+        """Log that a former session of ours holds our key: Consul was restored, and that session with it.
 
-        Its process is gone: its check was forgotten by the agent, and passes until the agent compares what it has with
-        Consul's servers. If we have written a later mark since, that is certain, and the session can be ended.
+        Its check was forgotten by the agent, and passes until the agent compares what it has with Consul's servers. If
+        we have written a later mark since, or this process has begun it, that is certain, and the session can be ended.
         """
         if member.session != self._found:
             self.log.warn("replica_own_session_found", session=member.session, start=member.note.start, effect=effect)
@@ -315,6 +316,7 @@ class Replica:
             return False
         self.files.save(identity.started())
         self._start, self._note, self._noted_at = identity.coming, note, self._clock()
+        self._lock = self._presence.session
         return True
 
     # --- a turn ------------------------------------------------------------------------------------------------------

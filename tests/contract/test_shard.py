@@ -306,10 +306,14 @@ def test_a_consul_restored_to_before_a_restart_keeps_nobody_out(tmp_path):
 
 
 def test_a_replica_that_was_away_when_consul_was_restored_waits_for_its_own_session(tmp_path):
-    """Consul has it again, under the last mark, and forgets it within two minutes: here a request does that."""
+    """Consul has it again, under the last mark, and forgets it within two minutes: here a request does, unless it was faster."""
     consul = Consul(tmp_path / "consul.log")
     shard = Shard(consul.address, tmp_path)
     url = f"http://{consul.address}/v1"
+
+    def found():
+        return shard.events("a", "replica_own_session_found")
+
     try:
         shard.begin()
         ids, place = shard.ids(), {"KMQ_REPLICA_PORT": str(free_ports(1)[0])}
@@ -322,10 +326,12 @@ def test_a_replica_that_was_away_when_consul_was_restored_waits_for_its_own_sess
         wait_for("an ISR without a", lambda: ids["a"] not in shard.register().isr)
         httpx.put(f"{url}/snapshot", content=snapshot, trust_env=False, timeout=PATIENCE_S).raise_for_status()
         wait_for("what is restored", lambda: ids["a"] in shard.register().isr and "a" in shard.alive())
+        entered = len(shard.events("a", "replica_entered"))
         shard.start("a", **place)
-        [found] = shard.await_event("a", "replica_own_session_found")
-        httpx.put(f"{url}/session/destroy/{found['session']}", trust_env=False).raise_for_status()
-        shard.await_event("a", "replica_entered", 3)
+        wait_for("a", lambda: found() or len(shard.events("a", "replica_entered")) > entered)
+        for each in found():
+            httpx.put(f"{url}/session/destroy/{each['session']}", trust_env=False).raise_for_status()
+        shard.await_event("a", "replica_entered", entered + 1)
         assert shard.command("recover", "--yes").returncode == 0
         shard.await_whole()
         assert shard.ids() == ids

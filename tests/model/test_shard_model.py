@@ -139,6 +139,18 @@ def test_a_replica_that_lost_its_session_between_a_cut_and_its_note_keeps_its_id
     assert world.ids == ids
 
 
+def test_a_replica_between_two_sessions_when_consul_was_restored_ends_its_former_one(world):
+    """Consul has that one again, and its check passes for some minutes. The process knows that it is its own."""
+    replica, snapshot = world.running["c"].replica, world.consul.snapshot()
+    former, start = replica._presence.session, replica._start
+    world.expire(world.running["c"])
+    world.until("another session of c", lambda: replica._presence.session not in ("", former))
+    world.consul.restore(snapshot)
+    world.beats |= dict.fromkeys(world.consul.state.sessions[former].checks, world.now + 1000.0)
+    world.until("another start of c", lambda: replica._start != start)
+    world.heal()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_walks_keep_every_promise(tmp_path, kind):
     epochs = sum(walk((), tmp_path / str(seed), seed, kind).judge.registers[-1].epoch for seed in range(60))
