@@ -4,7 +4,8 @@ writer      appends blocks until <file>.stop exists; content and size of a block
 reader      checks every block against that and says `next <first> <last>` of each in <file>, or `jumped <first> <last>` where the
             ring told it that blocks before this one were dropped. Ends when the writer is gone and nothing waits.
 ping, pong  writer and reader of a ring that one block fills, so that every block needs two wake-ups. Both hesitate a little,
-            so that one often goes to sleep just as it is woken, and say in <file>.<role> how many wake-ups were lost.
+            so that one often goes to sleep just as it is woken, and say in <file>.<role> how many wake-ups were lost. pong ends
+            when ping has.
 holder      takes the writing end, says `held` and waits to be killed
 contender   waits for <file>.go, tries once to take the writing end, says whether it has it, and waits to be killed
 """
@@ -24,7 +25,8 @@ from kmq.links.ownership import RingLock
 from kmq.links.ring import RingReader, RingWriter
 
 SLOTS, RING_BYTES = 512, 1 << 16
-ROUNDS = 10_000
+ROUNDS, ROUNDS_S = 10_000, 60.0  # whichever is reached first: on a busy machine each round waits for two turns to run
+LOST_S = 2.0  # in place of WAIT_S: a peer that has its turn later than that is no lost wake-up, but a rare one
 
 
 def identity(policy: str) -> layout.Identity:
@@ -101,7 +103,7 @@ class Sleeps:
         bell.wait = self.wait  # type: ignore[assignment,method-assign]
 
     def wait(self) -> bool:
-        self._timed_out = not self._wait()
+        self._timed_out = not self._wait(LOST_S)
         return not self._timed_out
 
     def over(self) -> None:
@@ -113,7 +115,9 @@ class Sleeps:
 def ping(instance: str, policy: str, path: str) -> None:
     writer = open_writer(instance, policy)
     sleeps = Sleeps(writer.writer_bell)
-    for _ in range(ROUNDS):
+    rounds, until = 0, time.monotonic() + ROUNDS_S
+    while rounds < ROUNDS and time.monotonic() < until:
+        rounds += 1
         writer.append(Framed(b"ping", Stamp(writer.last.next_seq, SLOTS, 0, 0)))
         hesitate()
         while not writer.wait_room(4, SLOTS):
@@ -125,12 +129,16 @@ def ping(instance: str, policy: str, path: str) -> None:
 def pong(instance: str, policy: str, path: str) -> None:
     reader = wait_for_reader(instance, policy)
     sleeps = Sleeps(reader.reader_bell)
-    for _ in range(ROUNDS):
-        while not (blocks := reader.take()):
+    is_over = False
+    while not is_over:
+        is_over = reader.writer_is_gone()
+        if blocks := reader.take():
+            sleeps.over()
+            hesitate()
+            reader.release(blocks[-1])
+            is_over = False
+        elif not is_over:
             reader.wait()
-        sleeps.over()
-        hesitate()
-        reader.release(blocks[-1])
     say(f"{path}.pong", sleeps.lost)
 
 

@@ -29,7 +29,7 @@ from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Displaced, Snapshot
 from kmq.errors import EXIT_CONFIG, BusyError, ConfigError
 
-TTL_S = 1.0
+TTL_S = 5.0  # on a busy machine a session that is wanted is not renewed for a second
 
 
 class Cluster:
@@ -680,7 +680,7 @@ def test_a_subscriber_of_asyncio_keeps_its_place_while_it_waits(cluster):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "kmq-session"]
+    return {thread for thread in threading.enumerate() if thread.name == "kmq-session"}
 
 
 def is_in(function, frame):
@@ -690,7 +690,7 @@ def is_in(function, frame):
 
 
 def test_ctrl_c_ends_a_wait_and_the_place_is_given_back_at_once(cluster):
-    main, before = threading.main_thread().ident, len(threads())
+    main, before = threading.main_thread().ident, threads()
 
     def interrupt():
         wait_until(lambda: is_in(Future.result, sys._current_frames()[main]), "it waits")
@@ -705,17 +705,17 @@ def test_ctrl_c_ends_a_wait_and_the_place_is_given_back_at_once(cluster):
             next(items)
         interrupting.join()
         assert node(queue).holder == "" and queue.publish("a") == 1
-    assert len(threads()) == before
+    assert threads() <= before
 
 
 def test_a_queue_that_nobody_has_any_more_ends_its_session_and_its_thread(cluster):
-    before, sessions = len(threads()), cluster.sessions()
+    before, sessions = threads(), cluster.sessions()
     queue = kmq.BroadcastQueue(cluster.place())
-    assert queue.publish("a") == 1 and len(threads()) == before + 1
-    assert cluster.sessions() > sessions
+    assert queue.publish("a") == 1 and len(threads() - before) == 1
+    assert cluster.sessions() - sessions
     del queue
     gc.collect()
-    assert len(threads()) == before and cluster.sessions() == sessions
+    assert threads() <= before and cluster.sessions() <= sessions  # one that an earlier test has left may end meanwhile
 
 
 def test_an_iteration_that_the_garbage_collector_finds_in_the_thread_of_its_queue_ends(cluster):
@@ -745,7 +745,7 @@ print(next(items).epoch, queue.publish("a"))
     command = [sys.executable, "-c", program, cluster.agent.address, cluster.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
-    assert cluster.sessions() == sessions
+    assert cluster.sessions() <= sessions
 
 
 def test_a_child_that_was_forked_from_a_program_with_a_queue_ends_and_is_told_that_it_has_none(cluster):
@@ -814,11 +814,11 @@ def test_a_thread_that_waits_is_ended_when_another_closes_the_queue(cluster):
 
 
 def test_a_queue_that_was_closed_before_its_first_use_begins_nothing(cluster):
-    before, queue = len(threads()), cluster.queue()
+    before, queue = threads(), cluster.queue()
     queue.close()
     with pytest.raises(RuntimeError, match="this queue is closed"):
         queue.publish("a")
-    assert len(threads()) == before
+    assert threads() <= before
 
 
 @pytest.mark.parametrize("taken", ["_take_lock", "_subscribe"])

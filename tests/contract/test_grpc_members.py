@@ -27,7 +27,7 @@ from kmq.gateway.grpc.service import kmq_handler
 from kmq.gateway.ports import Doors, DoorServers, grpc_server, listen
 from kmq.logfmt import Logger
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"
 Request = KMQ.request_of("Subscribe")
 RECORDS = 4000  # of 1 KB, in two partitions
@@ -216,21 +216,24 @@ async def until(condition, what):
 def test_a_member_that_is_stopped_beyond_its_session_loses_its_partitions(run, clock):
     async def work(gateway):
         async with gateway.client() as one, gateway.client() as two:
-            stopped, awake = await one.member("stopped", session_ms=6000), await two.member("awake")
+            stopped, awake = (
+                await one.member("stopped", session_ms=60_000),
+                await two.member("awake", session_ms=300_000),
+            )
             await stopped.next("revoke")
             await stopped.send("revoked")
             while len((await awake.next("assigned")).partitions) != 1:
                 pass
             gateway.heard.clear()
-            clock.ahead = 5.0
+            clock.ahead = 50.0
             await stopped.send("heartbeat")
             await awake.send("heartbeat")
             await gateway.until_heard("stopped", "awake")
-            clock.ahead = 10.0
+            clock.ahead = 100.0  # ten seconds are for a busy machine
             await gateway.until_looked()
             await stopped.send("commit", offsets=[{"topic": "none"}])
             await stopped.next("error")  # it was a sign of life
-            clock.ahead = 17.0
+            clock.ahead = 170.0
             assert await stopped.status() == ("FAILED_PRECONDITION", "session_timeout")
             assert len((await awake.next("assigned")).partitions) == 2
 
@@ -251,7 +254,7 @@ def test_a_member_that_does_not_read_is_cut_off_and_its_memory_is_free(run):
             await again.send("fetch", max_records=1)
             assert len((await again.next("batch")).records) == 1
 
-    run(work, KMQ_LINE_DEADLINE="300ms")
+    run(work, KMQ_LINE_DEADLINE="2s")
 
 
 def test_a_stopped_member_ends_although_it_has_not_read_its_batches(run, clock):
@@ -268,7 +271,7 @@ def test_a_stopped_member_ends_although_it_has_not_read_its_batches(run, clock):
             assert (await stopped.status())[0] in ("UNAVAILABLE", "FAILED_PRECONDITION")
             await until(lambda: len(gateway.streams) == 1, "the end of its stream")
 
-    run(work, KMQ_LINE_DEADLINE="300ms")
+    run(work, KMQ_LINE_DEADLINE="2s")
 
 
 def test_a_slow_reader_gives_way_when_others_need_its_memory(run, monkeypatch):
@@ -296,7 +299,7 @@ def test_a_stream_without_a_join_ends_at_the_deadline_and_a_silent_member_does_n
             await silent.send("fetch", max_records=1)
             assert len((await silent.next("batch")).records) == 1
 
-    run(work, KMQ_LINE_DEADLINE="300ms")
+    run(work, KMQ_LINE_DEADLINE="2s")
 
 
 def test_a_gateway_that_stops_says_so_to_members_and_to_fetches_that_wait(run):
@@ -337,7 +340,7 @@ def test_streams_and_fetches_that_wait_are_bounded_together(run):
 
 def test_messages_over_the_limit_are_refused_while_others_are_being_stored(run, monkeypatch):
     monkeypatch.setattr(kmq_v1, "_HELD_BYTES", 2000)
-    monkeypatch.setattr(producing, "ANSWER_S", 0.1)
+    monkeypatch.setattr(producing, "ANSWER_S", 5.0)
 
     async def work(gateway):
         async with gateway.client() as one:

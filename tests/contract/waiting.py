@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> object:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> object:
     """Wait for `condition`, which is asked often; returns what it gave."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
