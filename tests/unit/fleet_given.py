@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kmq.cluster import fleet
 from kmq.cluster.publisher import Message
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 def said(key: str, value: str, epoch: int) -> Message:

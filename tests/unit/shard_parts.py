@@ -42,7 +42,7 @@ from stages import durability, framer
 SECRET = b"a secret of a shard"
 LINEAGE = "1" * 32
 MAX_LINE = 4096
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 NAMES = ("a", "b", "c")
 
 

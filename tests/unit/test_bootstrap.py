@@ -25,7 +25,7 @@ from kmq.router.queues import Queues
 
 LINES = [b"t.k%d|0||%b" % (number, b"x" * 100) for number in range(3000)]
 LEADER_ID, FOLLOWER_ID = "a" * 16, "b" * 16
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 @pytest.fixture

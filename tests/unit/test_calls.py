@@ -14,7 +14,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc import calls
 from kmq.gateway.grpc.calls import Call, Calls
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 def within(coroutine):

@@ -14,7 +14,7 @@ from kmq.log import topics
 from kmq.message import record
 
 TEXT = b"%b|0|1|x\n"
-PATIENCE_S = 10
+PATIENCE_S = 100.0
 
 
 class World:

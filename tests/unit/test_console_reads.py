@@ -17,7 +17,7 @@ from kmq.gateway.http import console
 from kmq.log import compaction, identity, segment, topic_changes, topics
 from kmq.log.segment import COMPACT
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 LINES = [b"t|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 401)]
 
 

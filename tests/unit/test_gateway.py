@@ -49,7 +49,7 @@ from kmq.wire import refusals
 from kmq.wire.refusals import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 # --- the schema ------------------------------------------------------------------------------------------------------

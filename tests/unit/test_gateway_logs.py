@@ -17,7 +17,7 @@ from kmq.gateway.core import partitions
 from kmq.gateway.http import logs
 from kmq.log import reader, topics
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]
 ALL = "/v1/logs/t/0/records"
 

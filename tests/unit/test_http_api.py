@@ -17,7 +17,7 @@ from kmq.broker.stats import STATES
 from kmq.gateway.core import partitions
 from kmq.gateway.http import request, schema
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 KEYED = [b"t.k|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 501)]
 PRODUCE, CONSUME = "/api/topics/t/produce", "/api/topics/t/consume"
 pytestmark = pytest.mark.usefixtures("small_blocks")

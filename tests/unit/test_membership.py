@@ -31,7 +31,7 @@ from kmq.log import deletions, topics
 from kmq.logfmt import Logger
 from kmq.message.routing import Topic
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 ME = Client("test", "127.0.0.1")
 
 

@@ -598,7 +598,7 @@ def test_a_file_that_speaks_of_more_than_there_is_is_passed_over_whole(data):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

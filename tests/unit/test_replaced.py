@@ -317,7 +317,7 @@ def test_a_compactor_in_the_background_gives_way_to_another_one(data):
 
     with pytest.raises(BusyError):
         Compactor(data, FakeLogger(), Throttle(0), has_room, install_s=30).run()
-    assert given_back.wait(10) and passes.read(data) == {}
+    assert given_back.wait(60) and passes.read(data) == {}
     compaction.settle(data)
     assert compacted(data) > 0
 

@@ -81,7 +81,7 @@ def test_an_epoch_begins_with_its_record_although_who_made_the_ring_was_killed_b
     more |= {"KMQ_DATA": settings.data, "KMQ_PIPES": settings.pipes}
     framer = subprocess.Popen([sys.executable, "-m", "stages.framer"], env=os.environ | more)
     try:
-        ring, until = RingObserver.find(instance, "framed", begun.ring), time.monotonic() + 30
+        ring, until = RingObserver.find(instance, "framed", begun.ring), time.monotonic() + 100
         os.write(begun.raw, b"t|0||before it\n")
         while ring.committed().next_seq < 6 and time.monotonic() < until:
             time.sleep(0.01)

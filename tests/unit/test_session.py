@@ -20,7 +20,7 @@ from kmq.gateway.lines.service import Service
 from kmq.gateway.ports import Doors, listening
 from kmq.logfmt import Logger
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 MOST = 3  # connections
 
 

@@ -264,7 +264,7 @@ def test_a_batch_waits_for_its_least_number_of_records_or_its_time(tmp_path):
     assert numbers(next_offset(stream, start, ALL)) == {"0": 25}  # Trigger.Once
     append(made, lines(25, 35))
     assert numbers(next_offset(stream, start)) == {"0": 35}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     append(made, lines(35, 36))
     start = next_offset(planner(tmp_path / "data"), start)
     append(made, lines(36, 37))

@@ -12,7 +12,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Waiter, Waking
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 @pytest.fixture

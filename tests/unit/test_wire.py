@@ -60,7 +60,7 @@ MESSAGES = (
     NextLog("-"),
     LogRange("orders/0", 0, 1 << 40, 1 << 31),
 )
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 async def echo(link):
