@@ -1,7 +1,6 @@
 """A real Chromium, Debian's, driven by Playwright; nothing is downloaded. What a page did wrong is kept."""
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -121,10 +120,3 @@ class Watched:
 def http_base(pipes: Path) -> str:
     """Where a broker's gateway serves the console."""
     return f"http://127.0.0.1:{int((pipes / 'http.port').read_text())}"
-
-
-def free_port() -> int:
-    """A port that nobody has, for a gateway that shall have the same one after a restart."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port

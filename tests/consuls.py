@@ -1,5 +1,6 @@
 """A real Consul for tests: one development agent, on free ports, in memory."""
 
+import random
 import socket
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0
+_random = random.SystemRandom()  # tests seed the other one, several of them alike
 
 
 def program() -> str:
@@ -19,19 +21,17 @@ def program() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, neither for TCP nor for UDP."""
-    ports: list[int] = []
-    sockets: list[socket.socket] = []
+    """Return ports that nobody has, neither for TCP nor for UDP, and that stay free between two starts of a server.
+
+    The kernel gives higher ones to sockets that ask for any: tests beside this one open thousands of those.
+    """
+    ports: set[int] = set()
     while len(ports) < count:
-        tcp = socket.create_server(("127.0.0.1", 0))
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        sockets += [tcp, udp]
-        with suppress(OSError):
-            udp.bind(tcp.getsockname())
-            ports.append(tcp.getsockname()[1])
-    for sock in sockets:
-        sock.close()
-    return ports
+        address = "127.0.0.1", _random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(address), socket.socket(type=socket.SOCK_DGRAM) as udp:
+            udp.bind(address)
+            ports.add(address[1])
+    return [*ports]
 
 
 class Consul:

@@ -10,7 +10,7 @@ from hashlib import sha256
 import pytest
 from api_client import Api
 from brokers import PATIENCE_S, Broker
-from browsers import free_port
+from consuls import free_ports
 
 from kmq.gateway.http.server import HEADERS
 
@@ -151,7 +151,7 @@ def answers(broker):
 
 def test_a_lag_that_the_gateway_does_not_know_yet_is_no_0(new_broker):
     broker = new_broker()
-    broker.env["KMQ_HTTP_PORT"] = str(free_port())
+    broker.env["KMQ_HTTP_PORT"] = str(free_ports(1)[0])
     broker.up()
     with closing(Api(int(broker.env["KMQ_HTTP_PORT"]))) as api:
         api.post("/api/topics/lagging/produce?format=text", {"messages": [{"value": "x"}] * 10})

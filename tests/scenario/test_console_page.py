@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from brokers import Broker
-from browsers import Watched, chromium, free_port, http_base
+from browsers import Watched, chromium, http_base
+from consuls import free_ports
 
 PAGES = ["#/overview", "#/topics", "#/topics/orders", "#/groups", "#/groups/billing", "#/letters", "#/health"]
 # Text and what it stands on, as the browser has computed them, of every element that has text of its own.
@@ -78,7 +79,7 @@ def browser():
 def broker(browser, tmp_path_factory):
     """A broker with load: five keys of two topics, and a group that is behind."""
     made = Broker(tmp_path_factory.mktemp("console") / "broker")
-    made.env["KMQ_HTTP_PORT"] = str(free_port())  # the same after a restart, as for a user
+    made.env["KMQ_HTTP_PORT"] = str(free_ports(1)[0])  # the same after a restart, as for a user
     made.env["KMQ_INTAKES"] = "0=lines"
     made.up()
     try:

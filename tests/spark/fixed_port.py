@@ -1,16 +1,15 @@
 """A broker whose line protocol stays at one address over restarts, as a writer that is told `host:port` needs it."""
 
-import socket
 from typing import Any
 
 from brokers import Broker
+from consuls import free_ports
 
 
 def up(broker: Broker, **settings: Any) -> str:
     """Start `broker`, and return its address; the same one each time."""
     if broker.env["KMQ_PORT"] == "0":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            broker.env["KMQ_PORT"] = str(free.getsockname()[1])
+        broker.env["KMQ_PORT"] = str(free_ports(1)[0])
     broker.up(**settings)
     return address(broker)
 
