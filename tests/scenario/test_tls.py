@@ -21,7 +21,8 @@ from chaos import attacks_ports
 
 from kmq.gateway.http.server import STATIC
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+DEADLINE = "4s"  # of what is cut off; on a busy machine a handshake takes a second
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_the_python_producer_over_tls_and_with_a_token(secured, tmp_path):
 
 
 def test_who_does_not_do_the_handshake_is_cut_off_and_holds_up_nobody(secured):
-    broker = secured(KMQ_LINE_DEADLINE="1s")
+    broker = secured(KMQ_LINE_DEADLINE=DEADLINE)
     silent = socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S)
     slow = socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S)
     slow.sendall(b"\x16\x03\x01\x02\x00\x01")  # the begin of a ClientHello
@@ -285,6 +286,7 @@ def test_certificates_are_renewed_under_load_and_nobody_notices(secured, authori
 
     def renew():
         try:
+            broker.wait(lambda: "server" in seen, "the first certificate in use")
             for name in ("server-2", "server-3"):
                 for path, source in zip(files, authority.issue(name), strict=True):
                     shutil.copy(source, f"{path}.new")
@@ -634,7 +636,7 @@ def is_over(sock):
 
 
 def test_http_requests_and_grpc_handshakes_that_are_not_finished_are_cut_off(secured):
-    broker = secured(gateway=True, KMQ_LINE_DEADLINE="2s")
+    broker = secured(gateway=True, KMQ_LINE_DEADLINE=DEADLINE)
     wait_gateway(broker)
     begin = time.monotonic()
     slow = [socket.create_connection(("127.0.0.1", port_of(broker, name))) for name in ("http", "https", "grpcs")]
@@ -648,7 +650,7 @@ def test_http_requests_and_grpc_handshakes_that_are_not_finished_are_cut_off(sec
         assert client.getresponse().read() and client.sock is not None
         over += [sock for sock in slow if sock not in over and is_over(sock)]
         assert time.monotonic() - begin < PATIENCE_S
-    assert time.monotonic() - begin >= 2
+    assert time.monotonic() - begin >= 4
     for sock in (*slow, client):
         sock.close()
 
@@ -658,13 +660,13 @@ def test_http_requests_and_grpc_handshakes_that_are_not_finished_are_cut_off(sec
 
 @pytest.mark.parametrize("connect", [plain, secure])
 def test_a_silent_connection_is_ended_and_one_that_waits_for_replies_is_not(secured, connect):
-    broker = secured(KMQ_IDLE="2s")
+    broker = secured(KMQ_IDLE=DEADLINE)
+    durability = broker.pids()["durability"]
     silent, talking, waiting = connect(broker), connect(broker), connect(broker)
     begin = time.monotonic()
-    assert greet(waiting, "acks=1").startswith(b"!ok ")
-    durability = broker.pids()["durability"]
     os.kill(durability, signal.SIGSTOP)  # the reply will take its time
-    waiting.sendall(b"test.k|1|1|x\n")
+    waiting.sendall(b"!hello acks=1\ntest.k|1|1|x\n")
+    assert reply(waiting).startswith(b"!ok ")
     silent.settimeout(0.3)
     sent = 0
     while True:
@@ -675,7 +677,7 @@ def test_a_silent_connection_is_ended_and_one_that_waits_for_replies_is_not(secu
             break
         except TimeoutError:
             assert time.monotonic() - begin < PATIENCE_S
-    assert time.monotonic() - begin >= 2
+    assert time.monotonic() - begin >= 4
     silent.close()
     os.kill(durability, signal.SIGCONT)
     assert reply(waiting).startswith(b"!ack 1 ")
@@ -684,7 +686,7 @@ def test_a_silent_connection_is_ended_and_one_that_waits_for_replies_is_not(secu
 
 
 def test_a_line_that_is_never_finished_becomes_dead_malformed(secured):
-    broker = secured(KMQ_LINE_DEADLINE="1s")
+    broker = secured(KMQ_LINE_DEADLINE=DEADLINE)
     socks = [plain(broker), secure(broker)]
     for sock in socks:
         sock.sendall(b"test.k|1|1|whole\ntest.k|1|2|unfin")
@@ -697,7 +699,7 @@ def test_a_line_that_is_never_finished_becomes_dead_malformed(secured):
 
 
 def test_a_hello_that_is_never_finished_is_told_and_its_token_is_not_stored(secured):
-    broker = secured(KMQ_LINE_DEADLINE="1s")
+    broker = secured(KMQ_LINE_DEADLINE=DEADLINE)
     sock = secure(broker)
     sock.sendall(b"!hello acks=1 token=secret")
     assert end_of(sock).startswith(b"!err 0 bad_hello ")
