@@ -92,12 +92,19 @@ def exit_code_of(err: BaseException) -> int:
     return error.exit_code if isinstance(error, KmqError) else EXIT_FAILED
 
 
-def named_address(setting: str, text: str, shown: str, which: str = "the address") -> str:
-    """Return how an error names a wrong address in `text`: as `shown`, unless a login is in the text.
+_QUOTED = 200  # characters: a token or a table of offsets is long
 
-    Any part of the text may be of a password then, also a part that looks like another address.
+
+def shown(text: str, part: str | None = None, *, is_path: bool = False) -> str:
+    """Return how an error quotes the begin of a given text, and the `part` that is wrong. One with a login is not quoted.
+
+    Any part of such a text may be of a password, also a part that looks like another address. A directory may have an
+    @ in its name: a path is taken for an address with a login only if it has a colon, too.
     """
-    return f"{setting}: {which}, which is not shown because of a login," if "@" in text else shown
+    if "@" in text and (not is_path or ":" in text):
+        return "… (not shown because of a login)"
+    quoted = repr(text[:_QUOTED])
+    return quoted if part is None else f"{quoted}: {part!r}"
 
 
 def pip_install(extra: str) -> str:

@@ -258,7 +258,7 @@ def test_a_login_has_one_colon_also_without_a_password_or_with_an_encoded_one(lo
     ],
 )
 def test_an_address_that_is_wrong_is_named_without_its_login(text):
-    with pytest.raises(ConfigError, match=r"^KMQ_CONSUL: address 2, which is not shown .* must be host:port") as told:
+    with pytest.raises(ConfigError, match=r"^KMQ_CONSUL=… \(not shown .*\): address 2 must be host:port") as told:
         ConsulAddress.of(text)
     assert "secret" not in str(told.value)
 

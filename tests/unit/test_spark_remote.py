@@ -15,18 +15,21 @@ from made_data import FIRST_TS, append, write_data
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import StructType
 
+import kmq
 from kmq.access import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access
-from kmq.spark.sink.targets import WriteOptions
+from kmq.spark.pipelines.archive import LetterWriter
+from kmq.spark.sink.targets import Destination, WriteOptions
 from kmq.spark.source import brokers, ends, planner
 from kmq.spark.source.brokers import Directory, Layout, ShardDoors, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.planner import QueryLogs
 from kmq.spark.source.stream_reader import StreamReader
+from kmq.spark.tables import TableSpec
 
 PATIENCE_S = 100.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
@@ -409,14 +412,31 @@ def test_a_name_that_is_no_address_is_refused_and_its_login_not_shown(name):
 
 @pytest.mark.parametrize("names", ["http://me:secret@h", "a,me:secret@h:1", "me:secret,secret@h", "a:b@h,,secret"])
 def test_a_login_is_never_shown(names):
+    topic, table = {"subscribe": "t"}, json.dumps({names: {"t": {"0": 1}}})
     for ask in (
-        lambda: ReadOptions({"kmq.bootstrap.servers": names, "subscribe": "t"}),
+        lambda: ReadOptions({"kmq.bootstrap.servers": names, **topic}),
+        lambda: ReadOptions({"kmq.bootstrap.server": names, **topic}),
+        lambda: ReadOptions({"kmq.bootstrap.servers": "h", **topic, "startingOffsets": table}),
+        lambda: ReadOptions({"kmq.bootstrap.servers": "h", **topic, "startingOffsets": table[:-1]}),
+        lambda: ReadOptions({"path": f"{names},", **topic}),
+        lambda: Directory(names).identity(),
         lambda: WriteOptions({"kmq.producers": "h", "kmq.bootstrap.servers": names}),
+        lambda: WriteOptions({"kmq.producers": names}),
+        lambda: LetterWriter(ReadOptions({"path": "d", **topic}), Destination(names)),
+        lambda: LetterWriter(ReadOptions({"path": "d,e", **topic}), Destination(names)),
         lambda: recognised(names.split(",")) and Remote(names),
+        lambda: TableSpec(f"jdbc://{names}/t").open(),
+        lambda: TableSpec(f"s3://{names}/t").open("checkpoint"),
+        lambda: kmq.Producer(names),
     ):
-        with pytest.raises(ConfigError, match=r"^kmq.bootstrap.servers: the address, which is not shown") as raised:
+        with pytest.raises(ConfigError, match="not shown because of a login") as raised:
             ask()
         assert "secret" not in str(raised.value)
+
+
+def test_a_directory_may_have_an_at_sign_in_its_name():
+    with pytest.raises(ConfigError, match="path='/nope/me@work': no data directory"):
+        Directory("/nope/me@work").identity()
 
 
 @pytest.mark.parametrize(

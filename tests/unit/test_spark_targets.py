@@ -28,9 +28,7 @@ def test_addresses_are_read_and_written(text, made):
     assert addresses("x", ",".join(map(str, found))) == found
 
 
-@pytest.mark.parametrize(
-    "text", ["a:b", "a:0", "a:65536", "https://a:1", "tls://", "a b:1", "a@b:1", "tls://tls://a", ":5"]
-)
+@pytest.mark.parametrize("text", ["a:b", "a:0", "a:65536", "https://a:1", "tls://", "a b:1", "tls://tls://a", ":5"])
 def test_what_is_no_address_is_named_with_its_option(text):
     with pytest.raises(ConfigError, match="--producers='") as error:
         addresses("--producers", text)

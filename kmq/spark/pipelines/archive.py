@@ -54,7 +54,7 @@ from kmq.spark.pipelines.archive_task import DIRECT, FORMAT, STAGING, UNSURE, Ar
 from kmq.spark.pipelines.options import INFER, NONE, PARQUET, ArchiveOptions, complete, value
 from kmq.spark.pipelines.payloads import decide_schema, infer, keep_schema, parse
 from kmq.spark.pipelines.table import ADOPT_S, follow, is_adopted, starting
-from kmq.spark.sink.targets import Destination, Target, producer
+from kmq.spark.sink.targets import Destination, Target, addresses, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming.checkpoint import RECORDS
@@ -134,6 +134,7 @@ class LetterWriter:
         """Raise ConfigError if a broker cannot be reached: better at the start than at the first bad record."""
         self._options = options
         self._connection = to.connection_like(options.token)
+        addresses("--producers", to.producers)  # as a whole, because commas may be of a password
         given = [part.strip() for part in to.producers.split(",") if part.strip()]
         if given and len(options.brokers) == 1:
             given = [",".join(given)]  # of a shard, if there are several

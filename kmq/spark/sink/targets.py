@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from kmq.client.connection import local_address
 from kmq.client.producer import Producer
-from kmq.errors import ConfigError, RetryError
+from kmq.errors import ConfigError, RetryError, shown
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.text import request_line
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, Tls, check_options, duration, tls_of
@@ -61,10 +61,11 @@ def addresses(option: str, text: str, has_tls: bool = False) -> list[Address]:
 
     `has_tls`: addresses without a scheme have TLS.
     """
-    return [_address(option, part.strip(), has_tls) for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return [_address(f"{option}={shown(text if '@' in text else part)}", part, has_tls) for part in parts]
 
 
-def _address(option: str, text: str, has_tls: bool) -> Address:
+def _address(named: str, text: str, has_tls: bool) -> Address:
     scheme = next((scheme for scheme in (_TLS, _TCP) if text.lower().startswith(scheme)), "")
     is_tls, rest = scheme == _TLS or (has_tls and not scheme), text[len(scheme) :]
     host, colon, port = rest.rpartition(":")
@@ -72,7 +73,7 @@ def _address(option: str, text: str, has_tls: bool) -> Address:
         host, port = rest, str(_TLS_PORT if is_tls else _PORT)
     bare = host.removeprefix("[").removesuffix("]")
     if not bare or re.search(r"[\s/@\[\]]", bare) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{option}={text!r}: must be host:port, or tls://host:port")
+        raise ConfigError(f"{named}: must be host:port, or tls://host:port")
     return Address(bare, int(port), is_tls)
 
 

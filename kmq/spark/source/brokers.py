@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
 from kmq.config.settings import SHM
-from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.errors import ConfigError, CorruptError, RetryError, shown
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, segment_reader, topics
 from kmq.log.damage import DamageError
@@ -150,10 +150,12 @@ class Directory(Broker):
             why = "it has no file `id`" if os.path.isdir(self.path) else "it does not exist"
             inside = os.path.join(self.name, "data")
             advice = f"; did you mean {inside}?" if os.path.isfile(f"{inside}/id") else ""
-            raise ConfigError(f"path={self.name!r}: no data directory of KMQ: {why}{advice}") from None
+            raise ConfigError(
+                f"path={shown(self.name, is_path=True)}: no data directory of KMQ: {why}{advice}"
+            ) from None
         except OSError as err:
             raise ConfigError(
-                f"path={self.name!r}: no data directory of KMQ: {err.strerror} ({err.filename})"
+                f"path={shown(self.name, is_path=True)}: no data directory of KMQ: {err.strerror} ({err.filename})"
             ) from None
 
     def marks_from(self) -> int:

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.errors import ConfigError, KmqError, RetryError, shown
 from kmq.files import replace_file, sync_directory, sync_file
 
 if TYPE_CHECKING:
@@ -206,8 +206,9 @@ class S3:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._prefix = self.url.removeprefix(SCHEME)
-        if not all(self._prefix.split("/")) or "/" not in self._prefix:
-            raise ConfigError(f"--to {url!r}: must be s3://bucket/prefix")
+        bucket, *prefix = self._prefix.split("/")
+        if not all((bucket, prefix, *prefix)) or {*"@:"} & {*bucket}:
+            raise ConfigError(f"--to {shown(url)}: must be s3://bucket/prefix")
 
     @cached_property
     def _fs(self) -> "S3FileSystem":
