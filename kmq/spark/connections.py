@@ -155,6 +155,39 @@ def check_logins(names: Sequence[str]) -> None:
             gateway_address(name, PLAIN)
 
 
+class ShardDoors:
+    """What brokers say of their shards: by which lineage the records are known, and where all brokers have their doors.
+
+    Invariant   Two shards are never one: directories that were copied have one lineage, but no door in common.
+    """
+
+    def __init__(self) -> None:
+        self._doors: dict[str, set[tuple[str, int]]] = {}  # by lineage
+
+    def told(self, lineage: str, doors: Iterable[str]) -> str:
+        """Add what a broker says. Return the lineage; "" if a shard of copied records has answered under it before."""
+        new = {(host.strip("[]").lower(), port) for host, _, port in (door.rpartition(":") for door in doors)}
+        numbered = {(host, int(port)) for host, port in new if port.isdecimal()}
+        known = self._doors.setdefault(lineage, set())
+        if known and numbered and known.isdisjoint(numbered):
+            return ""
+        known |= numbered
+        return lineage
+
+    def shard_at(self, host: str, port: int) -> str:
+        """Return the lineage of the shard that has a door at this address; "" if none has.
+
+        `kmq-0.kmq` is `kmq-0.kmq.default.svc`: the domains that are left out are those of this machine.
+        """
+        mine = f"{host.strip('[]').lower()}."
+        for lineage, doors in self._doors.items():
+            for other, its_port in doors:
+                theirs = f"{other}."
+                if port == its_port and (theirs.startswith(mine) or mine.startswith(theirs)):
+                    return lineage
+        return ""
+
+
 # --- brokers that are away --------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -20,11 +21,11 @@ from kmq.access import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
-from kmq.spark.connections import Access
+from kmq.spark.connections import Access, ShardDoors
 from kmq.spark.pipelines.archive import LetterWriter
 from kmq.spark.sink.targets import Destination, WriteOptions
 from kmq.spark.source import brokers, ends, planner
-from kmq.spark.source.brokers import Directory, Layout, ShardDoors, open_broker, recognised
+from kmq.spark.source.brokers import Directory, Layout, open_broker, recognised
 from kmq.spark.source.brokers import Remote as PatientRemote
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.planner import QueryLogs
@@ -132,11 +133,29 @@ def test_a_gateway_that_says_not_now_is_asked_again():
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"code":4,"message":"no healthy upstream"}', b'{"error":"upstream"}'])
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_proxy_that_does_not_reach_the_gateway_is_asked_again(status, body):
     page = answer(body, status)
     with Gateway(page, page, answer(b'{"data_id": "me"}')) as gateway:
-        assert Remote(gateway.name).identity() == "me"
+        assert Remote(gateway.name, patience_s=PATIENCE_S).identity() == "me"
+
+
+@pytest.mark.parametrize("after", ["1", "date"])
+def test_a_proxy_is_asked_again_when_it_says(after):
+    begin = time.time()
+    after = formatdate(int(begin) + 3, usegmt=True) if after == "date" else after
+    page = answer(b"<html>", 429).replace(b"\r\n", f"\r\nRetry-After: {after}\r\n".encode(), 1)
+    with Gateway(page, answer(b'{"data_id": "me"}')) as gateway:
+        assert Remote(gateway.name, patience_s=PATIENCE_S).identity() == "me"
+    assert time.time() >= begin + 1
+
+
+def test_a_proxy_that_says_a_long_time_is_waited_for_within_the_patience():
+    page = answer(b"<html>", 429).replace(b"\r\n", b"\r\nRetry-After: 3600\r\n", 1)
+    with Gateway(page) as gateway, pytest.raises(RetryError, match="nothing else for"):
+        Remote(gateway.name).identity()
+    with Gateway(page) as a, Gateway(answer(b'{"data_id": "me"}')) as b:  # each address has its turn before it
+        assert PatientRemote(f"{a.name},{b.name}", Access(patience_s=3600)).identity() == "me"
 
 
 def test_more_or_fewer_records_than_announced_are_an_error():

@@ -26,8 +26,8 @@ from kmq.client.producer import Producer
 from kmq.errors import ConfigError, RetryError, shown
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.text import request_line
-from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, Tls, check_options, duration, tls_of
-from kmq.spark.source.brokers import Broker, Directory, ShardDoors, open_broker, recognised
+from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, ShardDoors, Tls, check_options, duration, tls_of
+from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
 from kmq.spark.source.options import places
 from kmq.wire.refusals import RETRYABLE
 

@@ -11,10 +11,11 @@ Invariant   Only whole lines are handed out, and those of a partition are counte
             offset and its size in bytes. The missing rest of a response is requested again.
 Connection  A Remote keeps one, for one question after the other. Records that are not read to their end lose theirs.
 Older       A gateway without `stamps` is asked for its id and each stamp one by one, as in the release before.
-Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
-            reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
-            the gateway in the middle of a read goes unnoticed. A Remote of one data id waits without a limit, and
-            asks each new connection for that id: records of another directory are never taken for those planned.
+Retries     Every request only reads. It is repeated, with growing pauses, while the gateway or a proxy before it is
+            down or too busy, and reading resumes at the next offset. It fails only when nothing has arrived for
+            kmq.patience: a restart of the gateway in the middle of a read goes unnoticed. A proxy's Retry-After only
+            makes pauses within it longer. A Remote of one data id waits without a limit, and asks each new connection
+            for that id: records of another directory are never taken for those planned.
 Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
 Start       The planner of each stream is a fresh process. What only some questions need is imported there.
 """
@@ -26,10 +27,11 @@ import random
 import re
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -44,9 +46,11 @@ from kmq.log.reader import WAL
 from kmq.log.segment import COMPACT
 from kmq.logfmt import Logger
 from kmq.spark.connections import (
+    PATIENCE_S,
     PLAIN,
     Access,
     ReplacedError,
+    ShardDoors,
     Tls,
     UnreachableError,
     check_logins,
@@ -244,7 +248,7 @@ class Directory(Broker):
 
 _PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
-_LATER = (429, 503)
+_LATER = (429, 503)  # of a gateway, or a proxy before it
 _PROXY = (502, 504)  # no gateway answers a reader so
 LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
 # OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
@@ -468,15 +472,16 @@ class Remote(Broker):
             raise ConfigError(f"{self.describe(target)}: {err}; see {advice}") from err
         if response.status == 200:
             return response
-        raise self._refusal(target, response.status, response.read())
+        raise self._refusal(target, response.status, response.read(), response.headers["Retry-After"] or "")
 
-    def _refusal(self, target: str, status: int, body: bytes) -> Exception:
+    def _refusal(self, target: str, status: int, body: bytes, retry_after: str) -> Exception:
         try:
             said = {} if status in _PROXY else json.loads(body)  # some proxies send JSON of the same form
             code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
         except (ValueError, KeyError, TypeError):
-            if status in (*_PROXY, 503):  # the page of a proxy before a broker that is away
-                return _LaterError(f"HTTP {status} of a proxy that does not reach the gateway")
+            if status in (*_PROXY, *_LATER):  # the page of a proxy
+                why = "has too many requests" if status == 429 else "does not reach the gateway"
+                return _LaterError(f"HTTP {status} of a proxy that {why}", _seconds(retry_after))
             return ConfigError(
                 f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
             )
@@ -491,7 +496,20 @@ class Remote(Broker):
 
 
 class _LaterError(Exception):
-    """The gateway asks for a later retry."""
+    """The gateway asks for a later retry, or a proxy, which may say after how many seconds."""
+
+    def __init__(self, text: str, after_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.after_s = after_s
+
+
+def _seconds(retry_after: str) -> float:
+    """Return what a header Retry-After asks for, as seconds or as a date; 0 for anything else."""
+    if retry_after.isascii() and retry_after.isdecimal():
+        return float(retry_after)
+    with suppress(ValueError, TypeError):
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    return 0.0
 
 
 _AGAIN = (OSError, HTTPException, _LaterError)
@@ -524,7 +542,10 @@ class _Trial:
                 effect = "a batch that was planned has records of it, and waits for it"
                 Logger("spark").warn("broker_held", at=remote.name, reason=why, effect=effect)
             self._is_warned = True
-        time.sleep(self._pause * random.uniform(0.5, 1))  # random, so that the tasks of a job do not retry all at once
+        # Random, so that the tasks of a job do not retry all at once. Another address may answer at once.
+        later = getattr(err, "after_s", 0.0) if self._failures % len(remote.addresses) == 0 else 0.0
+        rest = self._patience_s if self._is_endless else max(0.0, self._deadline - time.monotonic())
+        time.sleep(self._pause * random.uniform(0.5, 1) + max(0.0, min(later, rest, PATIENCE_S)))
         self._pause = min(2 * self._pause, _PAUSES_S[1])
 
 
@@ -555,39 +576,6 @@ def _blocks(response: HTTPResponse) -> Iterator[bytes]:
 # --- the addresses of a shard ----------------------------------------------------------------------------------------
 
 _SPELLING = "; if it is of the shard that answers, spell it as that broker's KMQ_ADVERTISE and port, or leave it out"
-
-
-class ShardDoors:
-    """What brokers say of their shards: by which lineage the records are known, and where all brokers have their doors.
-
-    Invariant   Two shards are never one: directories that were copied have one lineage, but no door in common.
-    """
-
-    def __init__(self) -> None:
-        self._doors: dict[str, set[tuple[str, int]]] = {}  # by lineage
-
-    def told(self, lineage: str, doors: Iterable[str]) -> str:
-        """Add what a broker says. Return the lineage; "" if a shard of copied records has answered under it before."""
-        new = {(host.strip("[]").lower(), port) for host, _, port in (door.rpartition(":") for door in doors)}
-        numbered = {(host, int(port)) for host, port in new if port.isdecimal()}
-        known = self._doors.setdefault(lineage, set())
-        if known and numbered and known.isdisjoint(numbered):
-            return ""
-        known |= numbered
-        return lineage
-
-    def shard_at(self, host: str, port: int) -> str:
-        """Return the lineage of the shard that has a door at this address; "" if none has.
-
-        `kmq-0.kmq` is `kmq-0.kmq.default.svc`: the domains that are left out are those of this machine.
-        """
-        mine = f"{host.strip('[]').lower()}."
-        for lineage, doors in self._doors.items():
-            for other, its_port in doors:
-                theirs = f"{other}."
-                if port == its_port and (theirs.startswith(mine) or mine.startswith(theirs)):
-                    return lineage
-        return ""
 
 
 def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True) -> list[str]:
