@@ -421,6 +421,24 @@ def test_another_service_at_the_address_of_a_planned_read_is_named_at_once(page)
         assert str(raised.value).startswith(text)
 
 
+@pytest.mark.parametrize("page", [b"{}", b'{"status":"ok"}', b'[{"name":"t"}]', b"7"])
+def test_another_service_that_answers_a_plan_with_json_is_named_with_what_was_expected(page):
+    for ask, expected in (
+        (lambda it: QueryLogs(ReadOptions({"kmq.bootstrap.servers": it.name, "subscribe": "t"})).survey(), "data_id"),
+        (PatientRemote.topics, "name, partitions"),
+        (lambda it: it.bounds(["t"]), "data_id"),
+        (lambda it: it.offset_of_seq("t", 0, 1), "offset"),
+        (lambda it: it.cuts("t", 0, 0, 9, 9), "cuts"),
+        (PatientRemote.ledger, "routed_seq"),
+        (lambda it: list(it.read("t", 0, 0, 9)), "KMQ-First-Offset"),
+    ):
+        with Gateway(answer(page)) as gateway, pytest.raises(ConfigError) as raised:
+            ask(PatientRemote(gateway.name, Access(patience_s=0.5)))
+        assert str(raised.value).startswith(f"broker {gateway.name}: http://{gateway.name}/v1/")
+        assert "this is no gateway of KMQ, or one too old to read from; expected " in str(raised.value)
+        assert expected in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "name", ["", ":8082", "host:port", "host:99999", "ftp://host:1", "host/path", "a b@c:1", "::1"]
 )

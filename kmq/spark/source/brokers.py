@@ -277,14 +277,16 @@ class Remote(Broker):
     # --- the interface -----------------------------------------------------------------------------------------------
 
     def identity(self) -> str:
-        return str(self._get("/v1/broker")["data_id"])
+        return str(self._get("/v1/broker", "data_id")["data_id"])
 
     def marks_from(self) -> int:
-        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # an older gateway does not send it
+        return int(
+            self._get("/v1/broker", "data_id").get("marks_from", identity.NEVER)
+        )  # an older gateway does not send it
 
     def topics(self) -> dict[str, Layout]:
         # A gateway of a release before names no partitioner, because there was one.
-        rows = self._get("/v1/topics?internal=true")
+        rows = self._get("/v1/topics?internal=true", rows=("name", "partitions"))
         return {
             row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32"), row.get("cleanupPolicy") == COMPACT)
             for row in rows
@@ -305,7 +307,8 @@ class Remote(Broker):
         asked = urlencode([*(("topic", name) for name in topics), *query.items()])
         # Request all topics if a request line cannot name these.
         asked = asked if len(asked) < _LONGEST_QUERY else urlencode(query)
-        return self._get(f"/v1/logs?{asked}" if asked else "/v1/logs")
+        target = f"/v1/logs?{asked}" if asked else "/v1/logs"
+        return self._get(target, "data_id", "logs", rows=("topic", "partition", "first_offset", "end_offset"))
 
     @staticmethod
     def _bounds(rows: Any, wants: Callable[[str], bool]) -> LogBounds:
@@ -335,16 +338,16 @@ class Remote(Broker):
         return {log: found[log] if log in found else self.offset_of_time(*log, micros) for log in logs}
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
-        return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
+        return int(self._get(_at(topic, partition, "offset", time=max(0, micros)), "offset")["offset"])
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
-        return int(self._get(_at(topic, partition, "offset", seq=seq))["offset"])
+        return int(self._get(_at(topic, partition, "offset", seq=seq), "offset")["offset"])
 
     def ledger(self) -> dict[str, Any]:
-        return dict(self._get("/v1/ledger"))
+        return dict(self._get("/v1/ledger", "routed_seq"))
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
-        return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])
+        return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes), "cuts")["cuts"])
 
     def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
         from kmq.spark.source import columns
@@ -355,7 +358,10 @@ class Remote(Broker):
             try:
                 with self._connected() as connection:
                     response = self._ask(connection, target)
-                    first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
+                    offsets = [response.headers[f"KMQ-{name}-Offset"] for name in ("First", "Next")]
+                    if None in offsets:
+                        raise self._foreign(target, 200, "expected the header KMQ-First-Offset")
+                    first, following = map(int, offsets)
                     if not response.length:  # the log ends here, or begins after `end`
                         response.read()
                         return
@@ -377,27 +383,28 @@ class Remote(Broker):
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _get(self, target: str) -> Any:
-        """Return the JSON of the response."""
+    def _get(self, target: str, *fields: str, rows: Sequence[str] = ()) -> Any:
+        """Return the JSON of the response: an object with these fields, or a list of objects with those of `rows`."""
         trial = _Trial(self._access.patience_s, bool(self._data_id))
         while True:
             try:
-                return self._get_now(target)
+                return self._get_now(target, *fields, rows=rows)
             except _AGAIN as err:
                 self._again(trial, err, target)
 
-    def _get_now(self, target: str) -> Any:
-        """Return the JSON of the response. Raises one of _AGAIN if a repeated request may have one."""
+    def _get_now(self, target: str, *fields: str, rows: Sequence[str] = ()) -> Any:
+        """Return the same. Raises one of _AGAIN if a repeated request may have it."""
         with self._connected() as connection:
-            return self._json(connection, target)
+            return self._json(connection, target, *fields, rows=rows)
 
-    def _json(self, connection: HTTPConnection, target: str) -> Any:
+    def _json(self, connection: HTTPConnection, target: str, *fields: str, rows: Sequence[str] = ()) -> Any:
         body = self._ask(connection, target).read()
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, AttributeError):
             found = json.loads(body)
-            if target != "/v1/broker" or "data_id" in found:
+            objects, names = (found, rows) if isinstance(found, list) else ([found], fields)
+            if names and all(each.keys() >= {*names} for each in objects):
                 return found
-        raise self._refusal(target, 200, body)  # another service has this address
+        raise self._foreign(target, 200, f"expected JSON with {', '.join(fields or rows)}")
 
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
@@ -407,7 +414,7 @@ class Remote(Broker):
             connection.close()
         try:
             if self._data_id and connection.sock is None:
-                now = self._json(connection, "/v1/broker")["data_id"]
+                now = self._json(connection, "/v1/broker", "data_id")["data_id"]
                 if now != self._data_id:
                     raise ReplacedError(self.name, self._data_id, now)
             yield connection
@@ -482,9 +489,7 @@ class Remote(Broker):
             if status in (*_PROXY, *_LATER):  # the page of a proxy
                 why = "has too many requests" if status == 429 else "does not reach the gateway"
                 return _LaterError(f"HTTP {status} of a proxy that {why}", _seconds(retry_after))
-            return ConfigError(
-                f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
-            )
+            return self._foreign(target, status)
         if status in _LATER:
             return _LaterError(f"{code}: {text}")
         if code == "damaged":
@@ -493,6 +498,11 @@ class Remote(Broker):
         if code == "unauthorized":
             return ConfigError(f"{self.describe(target)}: option kmq.token: {text}")
         return (RetryError if status >= 500 else ConfigError)(f"{self.describe(target)}: {code}: {text}")
+
+    def _foreign(self, target: str, status: int, expected: str = "") -> ConfigError:
+        """Return the error that another service has this address."""
+        why = "this is no gateway of KMQ, or one too old to read from"
+        return ConfigError(f"{self.describe(target)}: HTTP {status}; {why}" + (f"; {expected}" if expected else ""))
 
 
 class _LaterError(Exception):
@@ -620,7 +630,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
 def _look(remote: Remote) -> Any:
     """Return what the gateway says of itself, or why it says nothing now."""
     try:
-        return remote._get_now("/v1/broker")
+        return remote._get_now("/v1/broker", "data_id")
     except _AGAIN as err:
         return err
     finally:
