@@ -32,6 +32,12 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
+def whole_lines(paths: list[Path]) -> list[bytes]:
+    """The lines of these logs, without one that is being written."""
+    texts = (path.read_bytes() for path in paths)
+    return b"".join(text[: text.rfind(b"\n") + 1] for text in texts).splitlines()
+
+
 class Broker:
     """One instance: its settings as environment, its directories, the commands that drive it."""
 
@@ -101,11 +107,10 @@ class Broker:
 
     def lines(self, topic: str) -> list[bytes]:
         """The stored lines of a topic, partition by partition."""
-        paths = sorted((self.data / "topics" / topic).glob("*/*.log"))
-        return b"".join(path.read_bytes() for path in paths).splitlines()
+        return whole_lines(sorted((self.data / "topics" / topic).glob("*/*.log")))
 
     def wal(self) -> list[bytes]:
-        return b"".join(path.read_bytes() for path in sorted((self.data / "append").glob("*.log"))).splitlines()
+        return whole_lines(sorted((self.data / "append").glob("*.log")))
 
     def get(self, path: str, port: str = "http") -> tuple[int, str]:
         """(status, body) of an HTTP request to the gateway; `port`: http or metrics."""

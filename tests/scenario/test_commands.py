@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer.main
 from brokers import PATIENCE_S
+from consuls import free_ports
 from typer.testing import CliRunner
 
 from kmq.cli.app import app
@@ -108,6 +109,10 @@ def test_up_twice_names_the_one_that_is_up(broker):
 
 
 def test_up_that_down_overtakes_says_so_and_fails(broker):
+    (broker.root / "sitecustomize.py").write_text(
+        "import sys, time\nif 'stages.router' in sys.orig_argv:\n    time.sleep(600)\n"
+    )
+    broker.env["PYTHONPATH"] = str(broker.root)  # it is not ready before
     up = subprocess.Popen(["kmq", "up"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE, text=True)
     owner = broker.pipes / "supervisor.owner"
     broker.wait(lambda: owner.exists() and owner.read_text().startswith("pid="), "the supervisor")
@@ -317,7 +322,7 @@ def test_a_ring_with_messages_older_than_the_wal_is_refused_and_the_wal_stays_wh
     other.wait_routed(9)
     other.down()
     before = broker.wal()
-    alone = broker.run("timeout", "20", "python", "-m", "stages.durability")  # it has no framer to stop it in time
+    alone = broker.run("timeout", "50", "python", "-m", "stages.durability")  # it has no framer to stop it in time
     refused(alone, CORRUPT, "the WAL ends at seq 9, but the ring", "remove")
     refused(broker.run("kmq", "up"), CORRUPT, "but the ring", "remove")  # whichever stage sees it first
     assert broker.wal() == before and len(before) == 9
@@ -381,8 +386,7 @@ def test_produce_sends_messages_lines_of_stdin_or_whole_lines(broker):
 
 def test_produce_says_when_nobody_listens(broker):
     refused(broker.kmq("produce", "test.a", "-m", "x"), CONFIG, "is the broker up?")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     refused(broker.kmq("produce", "test.a", "-m", "x", KMQ_PORT=port), RETRY, f"127.0.0.1:{port}", "is the broker up?")
 
 
@@ -397,7 +401,7 @@ def test_topics_are_declared_listed_and_used(broker):
         "topic orders: 4 partition(s), in force from seq 1\n"
     )
     broker.send_lines([b"orders.k%d|0|%d|x" % (n % 7, n) for n in range(100)])
-    broker.wait_routed(100)
+    broker.wait_routed(1 + 100)  # the declaration has a seq, too
     rows = [
         dict(f.split("=") for f in line.split())
         for line in broker.kmq("topics", "list", "--logfmt").stdout.splitlines()
@@ -584,11 +588,11 @@ FOREGROUND = "kmq up --foreground"
 
 def test_up_in_the_foreground_logs_to_stderr_and_ends_with_ctrl_c(broker):
     with subprocess.Popen(shlex.split(FOREGROUND), env=broker.env, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while broker.kmq("status").returncode != 0:
             assert process.poll() is None and time.monotonic() < deadline
         process.send_signal(signal.SIGINT)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert log.splitlines()[-1].endswith("stage=supervisor event=stopped exit_code=0")
     assert broker.processes() == []

@@ -206,7 +206,7 @@ def test_what_was_given_back_and_is_damaged_now_keeps_nothing_else_back(torn):
         while len(found) < 300:
             found += consumer.poll(timeout=0.1)
         for n in (10, 190, 290):
-            consumer.nack(found[n], delay=1)
+            consumer.nack(found[n], delay=5)  # due after the damage
         consumer.commit()
         flip(path, 200)
         torn.send_lines([b"hurt|0||new"])

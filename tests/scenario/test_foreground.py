@@ -23,12 +23,12 @@ class Terminal:
     def __init__(self, broker):
         self.broker = broker
         self.keyboard, inside = pty.openpty()
+        broker.pipes.mkdir()  # before the broker does
         command = ["setsid", "--ctty", "kmq", "up", "--foreground", "--no-gateway"]
         self.process = subprocess.Popen(
             command, env=broker.env, cwd=broker.root, stdin=inside, stdout=inside, stderr=inside
         )
         os.close(inside)
-        broker.pipes.mkdir()
         self._log = (broker.pipes / "kmq.log").open("wb", buffering=0)
         self._is_open = True
         self._reader = threading.Thread(target=self._read)

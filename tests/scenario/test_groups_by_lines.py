@@ -19,7 +19,7 @@ def broker(tmp_path_factory):
     made.up()
     for topic in (b"orders", b"eaten", b"moved"):
         made.send_lines([b"%b|0||%d" % (topic, n) for n in range(400)])
-    made.wait_routed(1200)
+    made.wait_routed(3 + 1200)  # the declarations have seqs, too
     yield made
     made.close()
 

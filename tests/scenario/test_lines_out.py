@@ -240,10 +240,10 @@ def resident(broker):
 def test_readers_that_do_not_read_cost_little_memory_and_are_cut_off(broker):
     ask(port(broker), "CONSUME long raw")
     before, cut_off = resident(broker), stats.peek(broker.instance).rows["gateway"].cut_off
-    clients = [LineClient(port(broker)) for _ in range(40)]
-    for number, client in enumerate(clients):
-        client.send("CONSUME long raw" if number % 2 else "ASSIGN long/0")
-        client.send(*["!fetch 2000000"] * (number % 2 == 0) * 20)
+    clients = []
+    for number in range(40):  # each says what it wants at once: the deadline counts from its connection
+        clients.append(LineClient(port(broker)))
+        clients[-1].send(*(["CONSUME long raw"] if number % 2 else ["ASSIGN long/0", *["!fetch 2000000"] * 20]))
     broker.wait(lambda: stats.peek(broker.instance).rows["gateway"].cut_off >= cut_off + 40, "all are cut off")
     assert resident(broker) - before < 40 << 20  # of 54 MB for each that would read
     for client in clients:
