@@ -406,11 +406,14 @@ def test_the_heir_of_a_latest_consumer_begins_where_that_one_has_subscribed(brok
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_latest_member_that_comes_after_the_growth_begins_young_partitions_at_their_start(broker, grows):
     """The group had subscribed before, so what came before this member did is not older than the subscription."""
-    topic, options = f"young-{grows}", {"group_id": f"young-{grows}", "start": "latest", "session_s": 6}
+    topic, options = f"young-{grows}", {"group_id": f"young-{grows}", "start": "latest", "session_s": 12}
     if grows:
         assert broker.kmq("topics", "create", topic).returncode == 0
     with Away(broker, topic, **options) as first:
-        broker.wait(lambda: first.poll(timeout=0.1) == [] and first.connected, "the first member")
+        first.connect()
+        # Once it has committed its start, or is a member of a topic that is not there yet, the group has subscribed.
+        has_begun = lambda: not grows or first.committed((topic, 0)) == 0  # noqa: E731
+        broker.wait(lambda: first.poll(timeout=0.1) == [] and has_begun(), "the start of the first member")
         first.go_away()
         assert broker.kmq("topics", "set" if grows else "create", topic, "--partitions", "3").returncode == 0
         with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:

@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from brokers import PATIENCE_S
 
 import kmq
 
@@ -68,7 +69,7 @@ def test_a_broker_waits_for_its_data_directory_and_makes_no_other(sending, is_mo
         broker.wait(lambda: reasons(broker) == [], "a broker that goes on by itself")
         stored = stop()
         while len(read) < len(stored):
-            messages = consumer.poll(timeout=10)
+            messages = consumer.poll(timeout=PATIENCE_S)
             assert messages, "not all messages came"
             read += [int(message.value) for message in messages]
     assert read == list(range(len(stored)))

@@ -329,7 +329,7 @@ def kill_pod(env):
     assert len(pod) == 6
     for process in pod:
         process.kill()
-    _, alive = psutil.wait_procs(pod, timeout=10)
+    _, alive = psutil.wait_procs(pod, timeout=60)
     assert not alive
 
 

@@ -31,7 +31,7 @@ def used(path):
     return total
 
 
-@pytest.mark.timeout(90)  # refused for good, the load stands still
+@pytest.mark.timeout(280)  # refused for good, the load stands still
 def test_steady_load_on_twelve_partitions_stays_under_the_quota(broker):
     given = settings_of_dev()
     limits = load(given, "/nonexistent.toml")

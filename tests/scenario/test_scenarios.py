@@ -17,7 +17,7 @@ def fields(line):
     return dict(part.split("=", 1) for part in line.split())
 
 
-def run(broker, scripts, number, patience_s=60, errors="", **settings):
+def run(broker, scripts, number, patience_s=140, errors="", **settings):
     """Run a scenario that prints these errors; returns its checks (name → got) and its whole output."""
     result = broker.run(str(scripts / f"scenario-{number}"), patience_s=patience_s, **settings)
     assert result.returncode == 0, result.stdout + result.stderr + broker.log()[-3000:]
