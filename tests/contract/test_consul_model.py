@@ -22,7 +22,7 @@ class Both:
     """Sends each request to both, with the real one's numbers and sessions in the real one's request."""
 
     def __init__(self, address):
-        self.client = httpx.Client(base_url=f"http://{address}", trust_env=False)
+        self.client = httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=60)
         self.root = f"model-{uuid.uuid4().hex[:8]}/"
         self.model = ConsulModel(time.monotonic)
         self.model.restore(self.model.snapshot())
@@ -58,7 +58,7 @@ class Both:
         check = f"{self.root[:-1]}-{name}"
         self.run(steps.register(check, 30.0))
         create = next(steps.create_session(check, keeps_keys))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             real = self.client.put(create.path, content=create.body)
             if real.status_code == 200:
@@ -192,7 +192,7 @@ def test_a_lost_session_and_its_lock_delay_are_as_in_consul(both):
     assert both.txn(KvOperation("lock", key, b"", session=one)) == [0], "by the dead"
     assert both.txn(check_session(key, one)) == [0]
     assert both.client.get(f"/v1/session/info/{both.real_of[one]}").json() == []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while both.client.put("/v1/txn", content=both._real(_locking(key, two))).status_code == 409:
         assert time.monotonic() < until
         time.sleep(0.05)

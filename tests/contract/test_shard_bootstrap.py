@@ -34,10 +34,6 @@ class Copies(Brokers):
             started = self.kmq(name, "up", "--no-gateway", **SMALL | SLOW | more)
             assert started.returncode == 0, started.stderr
 
-    def init(self, *arguments):
-        begun = self.command("init", "--brokers", "a,b,c", *arguments)
-        assert begun.returncode == 0, begun.stderr
-
     def send(self, name, topic, count, payload="x" * 200):
         """Send plain lines; once more, from the first on, where a change of role ends the connection."""
         lines = "".join(f"{topic}|0||{payload}{number}\n" for number in range(count)).encode()

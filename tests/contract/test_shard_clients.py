@@ -5,7 +5,6 @@ import threading
 from contextlib import suppress
 
 import httpx
-import psutil
 import pytest
 from test_shard import BROKERS, PATIENCE_S, wait_for
 from test_shard_status import Brokers
@@ -22,7 +21,7 @@ class Whole(Brokers):
         for name in BROKERS:
             started = self.kmq(name, "up")
             assert started.returncode == 0, started.stderr
-        assert self.command("init", "--brokers", "a,b,c").returncode == 0
+        self.init()
         self.await_whole()
         for name in BROKERS:
             wait_for(f"readiness of {name}", lambda name=name: self.status(name)["ready"])
@@ -44,19 +43,6 @@ class Whole(Brokers):
             if response.status_code == 200:
                 return response.json()
         return None
-
-    def kill(self, name):
-        """SIGKILL all of a broker, until nothing is left: its supervisor may have started a stage just now."""
-        while left := [process for process in psutil.process_iter() if self._is_of(process, name)]:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, PATIENCE_S)
-
-    def _is_of(self, process, name):
-        with suppress(psutil.Error):
-            return process.environ().get("KMQ_INSTANCE") == f"{self.cluster}-{name}"
-        return False
 
 
 @pytest.fixture

@@ -122,7 +122,8 @@ def test_a_task_a_checkpoint_and_a_writer_go_on_when_the_leader_is_killed(shard)
 
     group = GroupOffsets("g", whole.servers, whole.access)
     group.commit({(whole.brokers[0], "t", 0): 300})
-    rows = httpx.get(f"http://{shard.hosts('http', others[0])}/api/groups/g", trust_env=False).json()["partitions"]
+    url = f"http://{shard.hosts('http', others[0])}/api/groups/g"
+    rows = httpx.get(url, trust_env=False, timeout=PATIENCE_S).json()["partitions"]
     assert [row["committed"] for row in rows] == [300]
     Target.of(to["kmq.producers"], {}).check()
 
