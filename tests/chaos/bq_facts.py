@@ -23,7 +23,7 @@ from kmq.cluster.presence import Keys
 from kmq.cluster.publisher import Mark, Message
 
 WORKER = Path(__file__).with_name("bq_worker.py")
-DEADLINE_S = 60.0  # until something that goes on by itself has gone on; a busy machine needs a part of it
+DEADLINE_S = 120.0  # until something that goes on by itself has gone on; a busy machine needs a part of it
 
 
 class Fact(NamedTuple):

@@ -26,7 +26,7 @@ from kmq.links import doorbell, layout
 
 STAGES = ("ingress", "framer", "durability", "router")
 RINGS = ("received", "framed", "durable")
-PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 _number = itertools.count()
 
 

@@ -20,7 +20,7 @@ from chaos.pod import PATIENCE_S, STAGES, Pod
 pytestmark = pytest.mark.root
 DISK = 256 << 20
 LEFT = 12 << 20  # room for some seconds of load
-RESUME_S = 10.0  # a fraction of a second where the machine has nothing else to do
+RESUME_S = 60.0  # a fraction of a second where the machine has nothing else to do
 
 Start = Callable[[Load], Load]
 

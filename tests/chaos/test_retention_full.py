@@ -22,7 +22,7 @@ SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}
 LIMITS = {"KMQ_RETENTION_BYTES": 4 * MIB, "KMQ_SEGMENT_BYTES": 2 * MIB}
 WIDE = {"KMQ_RETENTION_BYTES": 4 * MIB}  # segments may be larger than all that is to be kept
 FIRST = {"append": f"{1:020d}.log", "topics/wide/0": f"{0:020d}.log"}
-RESUME_S = 30.0  # two or three seconds where the machine has nothing else to do
+RESUME_S = 60.0  # two or three seconds where the machine has nothing else to do
 CHECK_GAP = Path(__file__).resolve().parents[2] / "scripts/check-gap"
 
 Make = Callable[..., Pod]

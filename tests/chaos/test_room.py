@@ -18,7 +18,7 @@ from chaos.load import FifoLoad, Load, TcpLoad
 from chaos.loopfs import disk_of
 from chaos.pod import STAGES, Pod
 
-RESUME_S = 10.0  # 2 s where the machine has nothing else to do
+RESUME_S = 60.0  # 2 s where the machine has nothing else to do
 MIB = 1 << 20
 QUOTA = 96 * MIB
 SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}  # little is on the way, and kept room for
