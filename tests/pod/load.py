@@ -50,6 +50,7 @@ def connect(pod: Pod) -> socket.socket:
     processes do. Such a connection ends after `GONE_S` with one of `NOBODY`; else it would wait for a quarter of an hour.
     """
     sock = socket.create_connection((pod.ip, PORT), timeout=5)
+    sock.settimeout(PATIENCE_S)  # of all of a sendall, however much it is
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GONE_S * 1000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)

@@ -93,10 +93,17 @@ def said(pod: Pod, container: str, *words: str) -> int:
     return sum(all(word in line for word in words) for line in pod.logs(container).splitlines())
 
 
-def topic(pod: Pod, name: str) -> dict | None:
-    """What `kmq topics show` says in a container that never speaks to Consul; None: there is no such topic."""
-    done = pod.exec("gateway", "kmq", "topics", "show", name, "--json")
-    return json.loads(done.stdout) if done.returncode == 0 else None
+def topic(pod: Pod, name: str) -> dict:
+    """What `kmq topics show` says in a container that never speaks to Consul, once there is such a topic."""
+    shown: list[str] = []
+
+    def is_there() -> bool:
+        done = pod.exec("gateway", "kmq", "topics", "show", name, "--json")
+        shown.append(done.stdout)
+        return done.returncode == 0
+
+    wait(is_there, f"the topic {name}", 0.2)
+    return json.loads(shown[-1])
 
 
 def has_topics(pod: Pod, *names: str) -> bool:
@@ -150,7 +157,9 @@ def test_a_command_names_each_pod(fleet: Fleet) -> None:
     shown = fleet.say("run", "verify", "--wait", at="kmq-2")
     assert shown.splitlines()[1:] == [f"{name}: ok" for name in NAMES]
     for name, pod in fleet.brokers.items():
-        assert said(pod, "agent", "event=command_done", "command=verify") == done[name] + 1
+        told = lambda pod=pod: said(pod, "agent", "event=command_done", "command=verify")  # noqa: E731
+        wait(lambda told=told, name=name: told() > done[name], "a line of it", 0.2)
+        assert told() == done[name] + 1
 
 
 def greeting(pod: Pod, token: str) -> bytes:
@@ -165,7 +174,7 @@ def status_of(pod: Pod, path: str, token: str = "") -> int:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"http://{pod.ip}:{pod.port('http')}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as err:
         return err.code
@@ -198,7 +207,7 @@ def test_a_pod_that_was_away_learns_it_when_it_comes_back(fleet: Fleet) -> None:
     fleet.wait_health()
     away.wait_ready()
     wait(lambda: topic(away, "missed")["limits"]["segment_age"]["from"] == "topic.toml", "the limit", 0.2)
-    assert said(away, "agent", "event=state_applied", "state=topics/missed") == 2
+    wait(lambda: said(away, "agent", "event=state_applied", "state=topics/missed") == 2, "a line for each", 0.2)
     wait(lambda: fleet.status()["kmq-2"]["results"]["retain"]["outcome"] == "ok", "the command", 0.2)
 
 

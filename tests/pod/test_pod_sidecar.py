@@ -93,10 +93,10 @@ def test_the_application_may_also_ask_for_acknowledgements(pod: Pod) -> None:
 
 def test_metrics_can_be_scraped_from_outside_and_nothing_else_be_reached(pod: Pod) -> None:
     address = f"http://{pod.ip}:{pod.port('kmq-metrics')}"
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
         assert 'kmq_end_offset{partition="0",topic="orders"}' in response.read().decode()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{address}/v1/logs", timeout=10)
+        urllib.request.urlopen(f"{address}/v1/logs", timeout=60)
     for port in (5673, 5675, 8080, 8082):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((pod.ip, port), 5)

@@ -42,7 +42,7 @@ class Secured:
 
     def get(self, path: str, token: str = "") -> int:
         """The status of GET `path` over HTTPS."""
-        sock = self.trust.wrap_socket(socket.create_connection((self.pod.ip, HTTPS), 5), server_hostname="localhost")
+        sock = self.trust.wrap_socket(socket.create_connection((self.pod.ip, HTTPS), 60), server_hostname="localhost")
         connection = http.client.HTTPSConnection(self.pod.ip, HTTPS)
         connection.sock = sock
         try:
@@ -80,7 +80,7 @@ def test_a_stranger_is_refused(secured: Secured) -> None:
     """Without a token; and he who does not know the authority does not talk to us either."""
     producer = secured.producer(token="")
     with pytest.raises(kmq.Refused, match="unauthorized"):
-        producer.connect(timeout=10)
+        producer.connect(timeout=60)
     producer.abort()
     unknown = ssl.create_default_context()
     with (
@@ -97,7 +97,7 @@ def test_https_and_grpc_answer_with_the_certificate(secured: Secured, authority:
     credentials = grpc.ssl_channel_credentials(authority.path.read_bytes())
     named = (("grpc.ssl_target_name_override", "localhost"),)
     with grpc.secure_channel(f"{secured.pod.ip}:{GRPCS}", credentials, named) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
