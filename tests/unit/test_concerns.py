@@ -41,7 +41,8 @@ def page(tmp_path, monkeypatch):
 
 def begin(row):
     row.begin(0)
-    row.state, row.heartbeat = STATES.index("ready"), time.monotonic_ns()
+    row.state = STATES.index("ready")
+    row.heartbeat = time.monotonic_ns() + 10**12  # ahead: however long a test takes, it lives
 
 
 def found(page):

@@ -51,7 +51,7 @@ def test_a_search_has_one_deadline_for_all_partitions(broker, monkeypatch):
 
 def assert_too_many(broker, path):
     """The next request is refused, whatever the ones before it are waiting for."""
-    connection = HTTPConnection("127.0.0.1", broker.port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", broker.port, timeout=PATIENCE_S)
     connection.request("GET", path)
     answer = connection.getresponse()
     assert (answer.status, json.loads(answer.read())["code"]) == (429, "too_many")
@@ -87,7 +87,7 @@ def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeyp
 
 def test_a_stream_that_is_followed_ends_after_its_time(broker, monkeypatch):
     monkeypatch.setattr(console, "_FOLLOWED_S", 0.3, raising=False)
-    connection = HTTPConnection("127.0.0.1", broker.port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", broker.port, timeout=PATIENCE_S)
     connection.request("GET", "/api/topics/t/follow")
     lines = connection.getresponse().read().splitlines()
     connection.close()

@@ -37,7 +37,7 @@ def test_what_comes_before_grpc_knows_of_the_connection_is_handed_over() -> None
             relay = Hasty(Front(address))
             await loop.create_connection(lambda: relay, sock=ours)
             theirs.sendall(b"late")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await server.is_whole.wait()
             relay.force_close()
             listener.close()

@@ -38,7 +38,8 @@ def page(settings):
     """The stats page of processes that are all ready."""
     page = StatsPage(settings.instance, open_data(settings.data), settings.data)
     for number, row in enumerate(page.rows.values(), 1):
-        row.pid, row.state, row.heartbeat = number, STATES.index("ready"), time.monotonic_ns()
+        row.pid, row.state = number, STATES.index("ready")
+        row.heartbeat = time.monotonic_ns() + 10**12  # ahead: however long a test takes, it lives
     yield page
     os.unlink(page.path)
 
