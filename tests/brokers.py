@@ -21,7 +21,7 @@ from kmq.links import layout
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")
-PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 _number = count()
 
 

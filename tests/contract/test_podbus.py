@@ -376,10 +376,11 @@ def test_a_full_disk_is_unavailable_with_the_reason_until_there_is_room(small_di
     bus = new_bus()
     bus.stored("before")
     filler = small_disk / "filler"
-    filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 64 * KIB))
-    wait_until(lambda: bus.produce("full")["code"] == "UNAVAILABLE", "refused")
-    answer = bus.produce("full")
-    assert answer["details"].startswith("disk_full: the disk has no room for more")
+    with contextlib.suppress(OSError):  # the broker has just taken some of it
+        filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 64 * KIB))
+    refused = "disk_full: the disk has no room for more"
+    wait_until(lambda: bus.produce("full").get("details", "").startswith(refused), "refused")
+    assert bus.produce("full")["code"] == "UNAVAILABLE"
     filler.unlink()
     offset = wait_until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room")
     assert bus.call("Consume", offset=offset)["record"] == b"stored at last"
@@ -400,7 +401,7 @@ def test_a_damaged_record_is_data_loss_naming_file_and_seq_and_never_served(new_
     content = path.read_bytes()
 
     def is_indexed():
-        *_, last = index.read_bytes().splitlines()
+        last = index.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] if index.exists() else b""
         return b"|" in last and int(last.split(b"|")[1]) > len(content) // 2
 
     wait_until(is_indexed, "index lines")
