@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from aiohttp import web, web_app
-from aiohttp.test_utils import unused_port
+from consuls import free_ports
 
 from kmq.access.tokens import open_tokens
 from kmq.broker.overview import Events
@@ -44,7 +44,7 @@ class Up:
         self.page.rows["durability"].seq = synced
         self.lock = FileLock(f"{data}/append/.owner")
         self.lock.acquire("this WAL", "a test")
-        self.port = unused_port()
+        self.port = free_ports(1)[0]
         self._serving: _Thread | None = None
 
     def serve(self) -> None:
@@ -90,7 +90,7 @@ class _Thread:
         self._ended, ready = asyncio.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(up, ready))
         self._thread.start()
-        assert ready.wait(30)
+        assert ready.wait(100)
 
     def _run(self, up: Up, ready: threading.Event) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -127,7 +127,7 @@ class _Thread:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(30)
+        self._thread.join(100)
         assert not self._thread.is_alive()
 
 
