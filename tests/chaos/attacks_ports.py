@@ -105,6 +105,13 @@ class Http2:
     def __init__(self, host: str, port: int, window: int = _WINDOW) -> None:
         """`window`: how much of each stream it says it would take."""
         self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+        try:
+            self._begin(window)
+        except BaseException:  # a server that has enough closes at once: nobody else would close ours
+            self.sock.close()
+            raise
+
+    def _begin(self, window: int) -> None:
         self.sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         self.frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW, window))
         if window > _WINDOW:
