@@ -56,7 +56,8 @@ class Holder(namedtuple("Holder", ("name", "roles"))):
     def refusal(self, act: str) -> str:
         """Return the text that refuses it."""
         needed = NEEDED.get(act, ADMIN)
-        return f"the token of {self.name} has {text(self.roles)}; this needs {needed} (kmq token new --role {needed})"
+        has = f"the token of {self.name} has {text(self.roles)} and may not do {act}"
+        return f"{has}; this needs {needed}: kmq token new <name> --role {needed}"
 
 
 def parse(words: str) -> frozenset[str] | None:

@@ -131,7 +131,8 @@ def _opens_page(method: str, path: str, headers: Headers) -> bool:
 
 # --- access ----------------------------------------------------------------------------------------------------------
 
-UNAUTHORIZED = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
+_NO_TOKEN = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
+_UNKNOWN_TOKEN = "this token is not known here, or was revoked; make one with: kmq token new <name>"
 _BY_ROUTE = {(operation.method, operation.path): operation for operation in OPERATIONS}
 _OPEN = {"health", "readiness", *(operation.name for operation in CONSOLE_PAGES)}
 _OPEN_PATHS = ("/healthz", "/readyz", "/")
@@ -139,6 +140,12 @@ _CONSOLE = {operation.name for operation in (*CONSOLE, *CONSOLE_PAGES)}
 _OF_CONSOLE = {"replay", "resetGroup"}  # changes that only the console has
 _READS = {"GET", "HEAD"}
 _FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
+
+
+def unauthorized(shown: str) -> RequestRefused:
+    """Return the refusal of a request without a valid token. `shown`: its header `authorization`."""
+    is_token = shown.lower().startswith("bearer ")
+    return RequestRefused("unauthorized", _UNKNOWN_TOKEN if is_token else _NO_TOKEN)
 
 
 class HttpAccess:
@@ -197,7 +204,7 @@ class HttpAccess:
         holder = self._tokens.find_header(shown)
         if holder is None:
             self._strangers.refuse(request.remote or "", "HTTP without a valid token", "" if shown else "token")
-            raise RequestRefused("unauthorized", UNAUTHORIZED)
+            raise unauthorized(shown)
         if act and not holder.may(act):
             self._strangers.refuse(request.remote or "", f"{act}: the token of {holder.name} may not")
             raise RequestRefused("forbidden", holder.refusal(act))

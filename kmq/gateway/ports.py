@@ -40,7 +40,7 @@ from kmq.broker.tls import Certificates
 from kmq.config.settings import Settings
 from kmq.config.values import KIB, MIB
 from kmq.files import replace_file
-from kmq.gateway.access import UNAUTHORIZED
+from kmq.gateway.access import unauthorized
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front, Relay
@@ -301,7 +301,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await continuation(details)
         if holder is None:
             self._strangers.refuse("", "gRPC without a valid token", "" if shown else "token")
-            return _refusing(RequestRefused("unauthorized", UNAUTHORIZED))
+            return _refusing(unauthorized(shown))
         self._strangers.refuse("", f"{details.method}: the token of {holder.name} may not")
         return _refusing(RequestRefused("forbidden", holder.refusal(details.method)))
 

@@ -104,7 +104,21 @@ def test_http_serves_what_the_role_allows(apis, method, path, body, allowed):
         assert (answer.status == 403) is (role not in allowed), (role, answer)
         if answer.status == 403:
             assert answer.value["code"] == "forbidden" and f"the-{role}" in answer.value["message"]
+            assert f"has {role} and may not do " in answer.value["message"]
     assert apis["none"].call(method, path, body).refusal == (401, "unauthorized", "")
+
+
+def test_a_token_that_is_not_known_is_told_so_and_not_that_there_is_none(broker, apis):
+    stranger = Api(port(broker, "http"), f"{broker.token['consume']}x")
+    try:
+        answer = stranger.get("/api/overview")
+    finally:
+        stranger.close()
+    assert answer.refusal == (401, "unauthorized", "")
+    assert (
+        answer.value["message"] == "this token is not known here, or was revoked; make one with: kmq token new <name>"
+    )
+    assert "is required" in apis["none"].get("/api/overview").value["message"]
 
 
 def test_grpc_serves_what_the_role_allows(broker):
