@@ -12,7 +12,8 @@ from api_client import Api
 from brokers import PATIENCE_S, Broker
 from consuls import free_ports
 
-from kmq.gateway.http.server import HEADERS
+from kmq.broker import health
+from kmq.gateway.http.server import DOCS, HEADERS, render
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,32 @@ def test_no_answer_can_be_taken_for_a_script_and_no_page_has_inline_code(broker,
 @pytest.mark.parametrize("path", ["/console/none.js", "/console/..%2fpage.py", "/console/%2e%2e", "/console/"])
 def test_only_the_files_of_the_page_are_served(broker, path):
     assert page(broker, path)[0] == 404
+
+
+def test_every_finding_has_a_section_of_the_runbook_and_no_link_of_a_document_leads_nowhere(broker):
+    documents, waiting = {}, ["operations.md"]
+    while waiting:
+        name = waiting.pop()
+        status, text, headers = page(broker, f"/console/{name}")
+        assert status == 200 and headers.get_content_type() == "text/html" and b"style=" not in text
+        assert headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
+        documents[name] = text.decode()
+        links = re.findall(r'href="([^"#/:]+)', documents[name])
+        waiting += [link for link in links if link not in documents and link not in waiting]
+    assert documents.keys() == {path.name for path in DOCS.iterdir()}
+    assert all(f'<h3 id="{code}">' in documents["operations.md"] for code in (*health.REASONS, *health.WARNINGS))
+    for name, text in documents.items():
+        for target, anchor in re.findall(r'href="([^"#/:]*)#([^"]+)"', text):
+            assert f'id="{anchor}"' in documents[target or name], (name, target, anchor)
+
+
+def test_a_document_shows_markup_as_text_and_links_only_to_what_is_served():
+    text = (
+        "# a <b>\n<script>alert(1)</script>\n\n[x](javascript:alert(1)) [y](none.md) [z](https://a.example) [w](w.md#v)"
+    )
+    body = render(text, ["w.md"]).partition("<main")[2]
+    assert "<script" not in body and "<b>" not in body and "<img" not in body and "&lt;script&gt;" in body
+    assert re.findall(r'href="([^"]*)"', body) == ["https://a.example", "w.md#v"] and "<span>y</span>" in body
 
 
 def test_the_overview_shows_what_status_shows(broker, api):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from brokers import ROOT, Broker
 
+from kmq.gateway.http.server import DOCS
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
@@ -55,7 +57,7 @@ def test_a_broker_of_the_wheel_stores_messages_and_gives_them_out(installed):
     assert installed.kmq("consume", "test").stdout == "hello\n"
     checks = installed.kmq("doctor")
     assert checks.returncode in (0, 1) and "Traceback" not in checks.stderr and "disk: " in checks.stdout
-    assert installed.get("/readyz")[0] == installed.get("/")[0] == 200
+    assert installed.get("/readyz")[0] == installed.get("/")[0] == installed.get("/console/operations.md")[0] == 200
     installed.down()
 
 
@@ -66,6 +68,10 @@ def test_the_wheel_has_the_extras_and_no_tests(built):
         "stages",
         "pyspark_kmq",
     }
+    documents = {name for name in wheel.namelist() if name.endswith(".md") and "dist-info" not in name}
+    assert documents == {f"kmq/gateway/console/docs/{path.name}" for path in DOCS.iterdir()}
+    page = wheel.read("kmq/gateway/console/docs/operations.md")
+    assert page == (ROOT / "docs/operations.md").read_bytes(), "the file, and not the link that the checkout has"
     [metadata] = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
     extras = {
         line.removeprefix("Provides-Extra: ") for line in metadata.splitlines() if line.startswith("Provides-Extra: ")

@@ -1,7 +1,8 @@
 """HTTP: the broker's state, the topics, and the application with everything else that HTTP serves.
 
-The start page is the console: the files in kmq/gateway/console/static, at `/` and /console/<file>. /pages lists what else
-a browser can open; its row of PAGES says what it returns.
+The start page is the console: the files in kmq/gateway/console/static, at `/` and /console/<file>. So are the documents
+that it links to, the runbook and what that links to, as pages. /pages lists what else a browser can open; its row of PAGES
+says what it returns.
 
 Invariant   The console's page is the same for everybody and holds nothing of the broker, so it needs no token. Everything
             it shows it asks the API for.
@@ -9,18 +10,23 @@ Invariant   The console's page is the same for everybody and holds nothing of th
             other page may show this one in a frame: HEADERS forbid it, whatever the files say.
 Cache       A browser asks each time and gets 304 until the file changes, so an upgraded broker is never shown by an old
             script.
-Memory      The files are read once, at the start; a path of a request is only looked up among their names.
+Memory      The files are read once, at the start, a document when it is first asked for; a path of a request is only
+            looked up among their names.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Collection
+from functools import cache
 from hashlib import sha256
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
+import kmq
 from kmq.broker.health import Finding, Verdict
 from kmq.broker.stats import REPLICA
 from kmq.gateway.console.overview import ConsoleOverview
@@ -185,16 +191,58 @@ class _File(NamedTuple):
 def _read(directory: Path) -> dict[str, _File]:
     """Return the files that a browser may have, by name."""
     paths = [path for path in sorted(directory.iterdir()) if path.suffix in _TYPES and path.is_file()]
-    found = {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in paths}
-    return {name: _File(content, kind, sha256(content).hexdigest()[:32]) for name, (content, kind) in found.items()}
+    return {path.name: _file(path.read_bytes(), _TYPES[path.suffix]) for path in paths}
+
+
+def _file(content: bytes, kind: str) -> _File:
+    return _File(content, kind, sha256(content).hexdigest()[:32])
+
+
+DOCS = STATIC.parent / "docs"  # links to docs/: docs/operations.md, which findings name, and the pages that it links to
+_DOCUMENT = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+    ' initial-scale=1"><meta name="color-scheme" content="light dark"><title>{title} · KMQ</title>'
+    '<link rel="icon" href="/console/icon.svg" type="image/svg+xml"><link rel="stylesheet" href="/console/console.css">'
+    '</head><body><header class="top"><p class="brand"><a href="/">KMQ</a> <span>{version}</span></p><nav><ul><li>'
+    '<a href="/#/health">Health</a></li><li><a href="/console/operations.md#runbook">Runbook</a></li></ul></nav></header>'
+    '<main class="document">{body}</main></body></html>\n'
+)
+
+
+@cache
+def _document(name: str) -> _File:
+    names = [path.name for path in DOCS.iterdir()]
+    return _file(render((DOCS / name).read_text(), names).encode(), _TYPES[".html"])
+
+
+def render(text: str, names: Collection[str]) -> str:
+    """Return a document (Markdown) as a page. HTML in it is shown as text, and so are links to files not in `names`."""
+    from markdown_it import MarkdownIt  # which rich brings; only who reads a document pays for it
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    tokens = parser.parse(text)
+    for token, after in pairwise(tokens):
+        token.attrs.pop("style", None)  # of a column, which the page's policy forbids
+        if token.type == "heading_open":
+            token.attrSet("id", re.sub(r"[^\w\- ]", "", after.content.lower()).replace(" ", "-"))
+        for child in token.children or ():
+            if child.type == "link_open":
+                target = str(child.attrs["href"])
+                is_link = target.startswith(("#", "https://")) or target.partition("#")[0] in names
+            if child.type in ("link_open", "link_close") and not is_link:
+                child.tag, child.attrs = "span", {}
+    title = next((after.content for token, after in pairwise(tokens) if token.type == "heading_open"), "")
+    body = parser.renderer.render(tokens, parser.options, {})
+    return _DOCUMENT.format(title=escape(title), version=kmq.__version__, body=body)
 
 
 def add_page(app: web.Application) -> None:
-    """Register the page and its files with `app`."""
-    files = _read(STATIC)
+    """Register the page, its files and the documents with `app`."""
+    files, documents = _read(STATIC), {path.name for path in DOCS.iterdir()}
 
     async def serve(request: web.Request) -> web.StreamResponse:
-        found = files.get(request.match_info.get("file", INDEX))
+        name = request.match_info.get("file", INDEX)
+        found = await asyncio.to_thread(_document, name) if name in documents else files.get(name)
         if found is None:
             raise web.HTTPNotFound
         charset = "utf-8" if found.kind.startswith("text/") else None

@@ -3,13 +3,16 @@
 import { h } from "./dom.js";
 import { count, visible } from "./text.js";
 
+const SERVED = /^docs\/([\w-]+\.md#[\w-]+)$/;
+
 /** Return one finding as a list item. */
 export function finding(one) {
+  const [, page] = SERVED.exec(one.section ?? "") ?? [];
   const about = one.about ? `${visible(one.about)}: ` : "";
   return h("li", { class: `finding ${one.severity}`, "data-code": one.code, "data-key": `${one.code} ${one.about ?? ""}` },
     h("p", null, h("span", { class: "severity" }, one.severity), " ", h("code", null, visible(one.code)), " ", about, visible(one.why)),
     one.advice ? h("p", { class: "do" }, h("b", null, "Do this: "), visible(one.advice)) : null,
-    one.section ? h("p", { class: "small" }, "More: ", h("span", { class: "path" }, visible(one.section))) : null);
+    page ? h("p", { class: "small" }, h("a", { href: `/console/${page}` }, `Runbook: ${visible(one.code)}`)) : null);
 }
 
 /** Return the banner of the overview: ready or not, and the findings. */
