@@ -148,7 +148,9 @@ def _duration(seconds: float) -> str:
 def _damage(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     found = {name: row.damage for name, row in page.rows.items() if row.damage}
     if found:
-        why = f"{sum(found.values())} damaged blocks or files were found: what is in them is not handed out"
+        count = sum(found.values())
+        what = "1 damaged block or file was found" if count == 1 else f"{count} damaged blocks or files were found"
+        why = f"{what}: what is damaged is not handed out"
         advice = f"kmq verify names them; heal from the other copy {of_repair()}; then look at the disk ({of_kernel()})"
         yield _warning("damage_found", settings.data, why, advice, *found)
 

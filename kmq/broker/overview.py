@@ -63,6 +63,10 @@ class _Counted:
         self.told_at, self.count, self.last = told_at, 0, ""
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 class Events:
     """The last events of one gateway."""
 
@@ -96,7 +100,7 @@ class Events:
         with self._lock:
             for name, known in self._refused.items():
                 if known.count and now - known.told_at >= _COALESCED_S:
-                    self.add("refused", name, f"{known.count} times: {known.last}")
+                    self.add("refused", name, f"{_times(known.count)}: {known.last}")
                     known.told_at, known.count = now, 0
 
     def after(self, id: int = 0) -> list[Event]:
@@ -203,7 +207,7 @@ class Overview:
             known = self._starts.get(name)
             before = self._states.get(name, state)
             if known is not None and starts > known and starts > 1:
-                self.events.add("restarted", name, f"{name} was started again; {starts - 1} times since kmq up")
+                self.events.add("restarted", name, f"{name} was started again; {_times(starts - 1)} since kmq up")
             elif known is not None and starts != known and starts:
                 self.events.add("started", name, f"{name} was started, pid {row.pid}")
             if state == "stopped" != before:

@@ -289,7 +289,7 @@ def test_a_damaged_place_is_counted_once_until_a_check_finds_nothing(page):
     assert "2 damaged blocks" in found(page)["damage_found"].why
     damage.tell(load(), 0, is_complete=True)
     reader.note(DamageError("/data/t/0/0.log", 10, 15, 0, 1, "wrong checksum"))
-    assert "1 damaged blocks" in found(page)["damage_found"].why
+    assert "1 damaged block or file was found" in found(page)["damage_found"].why
 
 
 # --- what stages tell of their delays ----------------------------------------------------------------------------
