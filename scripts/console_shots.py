@@ -2,8 +2,8 @@
 
     scripts/console_shots.py [--all DIRECTORY]
 
-Writes docs/console.png: the overview, light. With --all also every page light, dark and narrow, into a directory, to look at
-them. Needs Chromium (Debian: apt-get install chromium fonts-dejavu-core) and Playwright, which the extra `dev` has.
+Writes docs/console.png: the overview, light. With --all also every page, light and dark, wide and narrow, into a directory,
+to look at them. Needs Chromium (Debian: apt-get install chromium fonts-dejavu-core) and Playwright, which the extra `dev` has.
 Everything is on loopback and in a directory that is removed.
 """
 
@@ -42,11 +42,12 @@ PAGES = {
     "letters": "#/letters",
     "letter": "#/letters/payments.dlq",
     "health": "#/health",
+    "runbook": "console/operations.md#disk_full",
 }
 LOOKS: dict[str, dict[str, Any]] = {
-    "light": {"viewport": {"width": 1280, "height": 1000}, "color_scheme": "light"},
-    "dark": {"viewport": {"width": 1280, "height": 1000}, "color_scheme": "dark"},
-    "narrow": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
+    f"{kind}{name}": {"viewport": {"width": width, "height": height}, "color_scheme": kind}
+    for kind in ("light", "dark")
+    for name, width, height in (("", 1440, 1000), ("-narrow", 390, 844))
 }
 
 
@@ -132,9 +133,9 @@ def call(url: str, body: dict[str, Any] | None = None, method: str | None = None
 def shoot(page: Page, base: str, name: str, path: Path) -> None:
     """One page, when it has its numbers."""
     page.goto(f"{base}/{PAGES[name]}")
-    page.wait_for_selector("#main h1")
+    page.wait_for_selector("main h1")
     page.wait_for_timeout(2500)
-    page.screenshot(path=str(path), full_page=name == "overview")
+    page.screenshot(path=str(path), full_page=name != "runbook")
 
 
 def main(

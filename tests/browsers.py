@@ -53,7 +53,7 @@ class Watched:
         self._context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self._context.add_init_script(_WATCH)
         self.page = self._context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(PATIENCE_S * 1000)
         self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
         self.page.on("dialog", self._dialog)
         self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))

@@ -81,14 +81,23 @@ def test_hostile_keys_values_and_headers_are_text(tab, broker):
     assert page.locator(".message .left").count() == len(HOSTILE)
     seen = text(page, ".messages")
     assert HOSTILE[0] in seen and HOSTILE[1] in seen and HOSTILE[5] in seen
-    assert "\u2039U+202E\u203atxt.exe\u2039U+200B\u203a␇␛[31m␡\u2039U+0085\u203a" in seen, (
-        "what cannot be seen is named"
-    )
+    hidden = "<U+202E>txt.exe<U+200B><BEL><ESC>[31m<DEL><U+0085>".replace("<", "\u2039").replace(">", "\u203a")
+    assert hidden in seen, "what cannot be seen is named"
     named = ("3164", "034F", "FE0F", "E0041", "180E")
     assert "a{}b{}c{}d{}e{}f".format(*(f"\u2039U+{code}\u203a" for code in named)) in seen
     assert page.locator("main :is(script, iframe, img, style, [onload], [onerror])").count() == 0
     assert page.locator("main a[href^='javascript']").count() == 0
     assert tab.hosts == {tab.base.removeprefix("http://")}
+
+
+def test_a_tab_or_line_feed_is_named_in_a_row_and_seen_as_itself_in_an_open_message(tab, broker):
+    produce(broker, "layout", {"key": "k\t1", "value": "a\tb\nc"})
+    page = tab.open("#/topics/layout")
+    row = [text(page, f".message {part}") for part in (".key-of", ".short")]
+    assert [one.replace("\u2039", "<").replace("\u203a", ">") for one in row] == ["k<TAB>1", "a<TAB>b<LF>c"]
+    open_all(page)
+    assert text(page, ".message .value") == "a\tb\nc"
+    assert text(page, ".said").startswith("1 message shown")
 
 
 MARKUP = "<img src=x onerror=alert(1)><b>"

@@ -186,6 +186,7 @@ def test_topics_and_groups_show_what_their_documents_say(tab):
     page.wait_for_selector("[data-group=billing] [data-field=lag]:not([data-value=''])")  # the group was looked at
     as_of, found = shown(page, "[data-group=billing]")
     [expected] = [each for each in tab.document("/api/overview", as_of)["groups"] if each["group"] == "billing"]
+    assert "1 group." in page.inner_text(".now")
     assert (found["lag"], found["state"]) == (as_shown(expected["lag"]), expected["state"])
 
 
@@ -238,6 +239,59 @@ def test_a_gateway_that_hangs_is_said_before_the_request_to_it_is_given_up(tab, 
         os.kill(gateway, signal.SIGCONT)
     page.wait_for_selector("#connection", state="hidden", timeout=60_000)
     assert page.evaluate("document.body.className") == ""
+
+
+_AGES = """() => [...document.querySelectorAll("main .stale")].map((element) => {
+  const { color, backgroundColor, content } = getComputedStyle(element, "::before");
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number).slice(0, 3);
+  return [element.title, content, parse(color), parse(backgroundColor)];
+})"""
+
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_numbers_that_are_older_than_three_seconds_are_marked_with_their_age(browser, broker, look):
+    tab = Watched(browser, http_base(broker.pipes), color_scheme=look, reduced_motion="reduce")
+    page = loaded(tab)
+    tab.wait("() => document.querySelector('.columns [data-topic=orders]')")
+    assert page.evaluate(_AGES) == []
+    gateway = broker.pids()["gateway"]
+    os.kill(gateway, signal.SIGSTOP)
+    try:
+        tab.wait("() => document.querySelectorAll('main > .stale').length === 2")  # the charts are drawn every 10 s
+        for age, drawn, front, back in page.evaluate(_AGES):
+            assert int(re.fullmatch(r"as of (\d+) s ago", age)[1]) >= 3 and drawn == f'"{age}"'
+            assert contrast(front, back) >= 4.5
+        low = [row for row in page.evaluate(_CONTRASTS) if contrast(*row[1:]) < 4.5]
+        assert not low
+        assert page.evaluate("getComputedStyle(document.querySelector('[data-field=seq]')).fontStyle") == "italic"
+    finally:
+        os.kill(gateway, signal.SIGCONT)
+    tab.wait("() => !document.querySelector('.stale')")
+    tab.close()
+
+
+def test_numbers_of_a_process_that_hangs_are_marked_and_its_finding_leads_to_the_runbook(tab, broker):
+    page = loaded(tab)
+    page.wait_for_selector("[data-stage=framer]")
+    framer = broker.pids()["framer"]
+    os.kill(framer, signal.SIGSTOP)
+    try:
+        page.wait_for_selector("[data-stage=framer].stale[title^='as of ']")
+        assert page.locator(".stale").count() == 1, "the others go on"
+        page.evaluate("location.hash = '#/health'")
+        page.wait_for_selector("tr[data-stage=framer].stale")
+        page.locator(".finding[data-code=silent]").get_by_role("link", name="Runbook: silent").click()
+        page.wait_for_selector("h3#silent:has-text('silent')")
+    finally:
+        os.kill(framer, signal.SIGCONT)
+    assert page.url.endswith("/console/operations.md#silent")
+    page.get_by_role("link", name="A full disk").first.click()
+    page.wait_for_selector("h2#a-full-disk")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.get_by_role("link", name="Health").click()
+    page.wait_for_selector("[data-stage=framer]:not(.stale)")
 
 
 def test_health_says_when_a_process_was_started(tab):

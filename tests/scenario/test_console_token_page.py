@@ -30,6 +30,7 @@ def broker(browser, tmp_path_factory):
     made.env["KMQ_TOKENS"] = path
     made.all_roles = tokens.new(path, "chief")
     made.reader = tokens.new(path, "viewer", ["consume"])
+    made.producer = tokens.new(path, "sender", ["produce"])
     made.up()
     call(made, "/api/topics/bills/produce?format=text", {"messages": [{"value": f"bill {n}"} for n in range(5)]})
     call(made, "/api/topics/bills/commit", {"group": "ledger", "offsets": [{"partition": 0, "offset": 4}]})
@@ -76,6 +77,33 @@ def test_a_token_is_typed_once_and_kept_in_the_tab_alone(tab, broker):
     assert kept[:3] == [0, "", [broker.reader]] and broker.reader not in kept[3]
 
 
+def test_a_token_that_is_not_known_is_asked_for_again_once_and_no_oftener(tab, broker):
+    page = tab.open("#/overview")
+    page.wait_for_selector("dialog[open] >> text=The gateway wants a token.")
+    page.fill("dialog input", f"{broker.reader}x")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(
+        "dialog[open] >> text=does not know this token, or it was revoked. Make one with kmq token new"
+    )
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#connection >> text=Refused: this token is not known here")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(7000)  # more than two polls: an absence has no condition
+    assert asked == [] and page.locator("dialog").count() == 0
+    page.get_by_role("button", name="Token…").click()
+    page.fill("dialog input", broker.reader)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-stage=router]")
+    assert page.locator("#connection").is_hidden()
+
+
+def test_a_token_that_may_not_look_is_told_its_roles_and_what_it_needs(tab, broker):
+    page = enter(tab, broker.producer, "#/letters/bills")
+    text = "Refused: the token of sender has produce and may not do letters; this needs consume: kmq token new"
+    page.wait_for_selector(f"#connection >> text={text}")
+
+
 def test_a_token_that_only_reads_is_told_why_it_cannot_change_anything(tab, broker):
     page = enter(tab, broker.reader, "#/groups/ledger")
     page.wait_for_selector("[data-place='bills/0']")
@@ -120,8 +148,9 @@ def test_dead_letters_go_back_after_a_dry_run_and_a_yes(tab, broker):
     call(broker, "/api/topics/sent/nack", {"group": "ledger", "partition": 0, "offset": 0, "reason": "no such account"})
     page = enter(tab, broker.all_roles, "#/letters/sent.dlq")
     page.wait_for_selector("main button.danger:enabled")
+    page.wait_for_selector(".now:has-text('1 letter, as of') details:has-text('1 example')")
     page.get_by_role("button", name="Replay…").click()
-    page.wait_for_selector("dialog[open] >> text=1 letter would be sent again")
+    page.wait_for_selector("dialog[open] >> text=1 letter would be sent again to where it came from")
     assert call(broker, "/api/admin/topics/sent")["partitions"][0]["endOffset"] == 1
     page.locator("dialog").get_by_role("button", name="Replay").click()
     page.wait_for_selector("text=Done: 1 letter replayed")

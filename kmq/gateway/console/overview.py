@@ -1,6 +1,7 @@
 """The broker as one document for the console: its overview, an hour of it in steps, and how far groups are behind.
 
-Task        `run` looks once a second at the stats page, the links and topics, and every 5 s at groups.
+Task        `run` looks once a second at the stats page, the links and topics, and every 5 s at groups; at these once a
+            second, too, while somebody asks for the document.
 Invariant   A step of the history that nobody has measured shows null, never the number of another step.
 Cost        At most _LAGS_AT_ONCE groups and _PLACES partitions a look, in turn, so thousands of groups take several
             looks. Only for the groups that are shown one record each is read, for its time, and again only when its
@@ -130,6 +131,7 @@ class _Lag(NamedTuple):
     asked: Asked
     messages: int
     oldest: tuple[str, int, int] | None  # the partition with the largest lag, and its first offset not committed
+    at: float  # unix seconds
 
 
 class GroupLags:
@@ -211,6 +213,7 @@ class GroupLags:
                 "members": lag.asked.members,
                 "lag": lag.messages,
                 "lag_seconds": self._seconds(lag, now),
+                "as_of": round(lag.at, 3),
             }
             for lag in self._shown()
         ]
@@ -237,13 +240,14 @@ def _lag_of(asked: Asked, bounds: Mapping[Partition, tuple[int, int] | None]) ->
         total += lag
         if lag > largest:
             largest, oldest = lag, (place[0], place[1], first)
-    return _Lag(asked, total, oldest)
+    return _Lag(asked, total, oldest, time.time())
 
 
 # --- overview --------------------------------------------------------------------------------------------------------
 
 _LOOK_S, _BUDGET_S = 1.0, 0.005  # how often it looks, and for how long at topics
 _YOUNG_S = 0.2  # a document of this age is given again, so many callers cost no more than a few
+_WATCHED_S = 5.0  # so long after a document somebody may ask for the next one
 _TOPICS = 20
 TABLE_OPTIONS = ("retentionMs", "cleanupPolicy")  # that the table of topics shows
 _TABLE_S = 0.5  # for topics that nobody has visited since the gateway began: 2,000 of them take about so long
@@ -266,7 +270,8 @@ class ConsoleOverview:
         while True:
             try:
                 now = int(time.monotonic() / STEP_S)
-                asked = self.groups.ask() if now != step else None
+                is_watched = time.monotonic() - self._made[0] < _WATCHED_S
+                asked = self.groups.ask() if now != step or is_watched else None
                 await self._run(self._look, asked)
                 step = now
             except Exception:

@@ -127,6 +127,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         members=number("how many"),
         lag=number("messages that are not committed"),
         lag_seconds=or_null(decimal("since the oldest of them was received; null: not known")),
+        as_of=AS_OF,
     ),
     "Messages": record(
         as_of=AS_OF,

@@ -160,8 +160,8 @@ export function pause(milliseconds, signal) {
 }
 
 /**
- * Load and render until the signal is raised; `report(error, waitMs)` hears of each failure, and of an answer that is
- * late, `report(null)` of success.
+ * Load and render until the signal is raised, or the token is refused, which asking again does not change.
+ * `report(error, waitMs)` hears of each failure, and of an answer that is late, `report(null)` of success.
  */
 export async function poll(load, render, everyMs, signal, report) {
   for (let failures = 0; !signal.aborted; ) {
@@ -178,6 +178,7 @@ export async function poll(load, render, everyMs, signal, report) {
       failures += 1;
       wait = Math.min(MOST_WAIT_MS, Math.max(everyMs, 500 * 2 ** failures)) * (0.8 + 0.4 * Math.random());
       report(error, wait);
+      if (error.status === 401 || error.status === 403) return;
     } finally {
       clearTimeout(late);
     }

@@ -1,11 +1,11 @@
 // The frame of the console: pages by hash, who is asking, how old the numbers are.
 //
-// Invariant: one page is open at a time, and everything it started ends with its signal. Numbers that are old are marked
-// as old from the first failure on.
+// Invariant: one page is open at a time, and everything it started ends with its signal. Numbers are marked as old when they
+// are, and from the first failure on.
 
 import { ApiError, get, keepToken, path, poll, token } from "./api.js";
 import { ask } from "./dialog.js";
-import { h, show } from "./dom.js";
+import { h, mark, show } from "./dom.js";
 import * as groups from "./groups.js";
 import * as health from "./health.js";
 import * as letters from "./letters.js";
@@ -21,6 +21,7 @@ let open = new AbortController();
 let goneSince = null;
 let newest = null; // as_of of the newest document
 let isAsking = false;
+const drawn = new Map(); // view → when it was drawn last, and after how many seconds its numbers are old
 
 /** What a page may use of the frame. */
 const app = {
@@ -30,24 +31,32 @@ const app = {
   announce(text) {
     at("announce").textContent = text;
   },
-  /** Load and render again and again while the page is open; the first document also fills `data-as-of`. */
-  watch(load, render, everyMs, signal) {
-    return poll(load, render, everyMs, signal, (error, wait, found) => report(error, wait, found));
+  /** Load and render into `views` again and again while the page is open. */
+  watch(views, load, render, everyMs, signal) {
+    return poll(load, render, everyMs, signal, (error, wait, found) => {
+      if (!error) for (const view of views) drawn.set(view, { at: Date.now(), late: everyMs / 1000 + 1 });
+      markViews();
+      report(error, wait, found);
+    });
   },
 };
+
+function markViews() {
+  for (const [view, { at, late }] of drawn) mark(view, (Date.now() - at) / 1000, late);
+}
 
 function report(error, wait, found) {
   if (!error) {
     const seen = found?.as_of;
-    if (seen) newest = seen;
-    if (seen) show(at("as-of"), h("span", { "data-field": "as_of", "data-value": String(seen) }, `As of ${clock(seen)} UTC`));
+    newest = seen ?? Date.now() / 1000;
+    show(at("as-of"), seen ? h("span", { "data-field": "as_of", "data-value": String(seen) }, `As of ${clock(seen)} UTC`) : `Received at ${clock(newest)} UTC`);
     if (goneSince !== null) learnSession();
     goneSince = null;
     document.body.classList.remove("stale");
     at("connection").hidden = true;
     return;
   }
-  if (error.status === 401) askToken("This gateway wants a token.");
+  if (error.status === 401) askToken(unauthorized());
   if (error instanceof ApiError && !error.isGone) {
     showTrouble(`Refused: ${visible(error.message)}.`, "");
     const loading = at("main").querySelector(".now > .loading");
@@ -72,7 +81,7 @@ async function learnSession() {
   try {
     session = await get(path("session"));
   } catch (error) {
-    if (error.status === 401) askToken("This gateway wants a token.");
+    if (error.status === 401) askToken(unauthorized());
     return;
   }
   const may = session.writable ? "may change" : "reads only";
@@ -80,6 +89,10 @@ async function learnSession() {
   show(at("instance"), visible(session.instance ?? ""));
   show(at("version"), `KMQ ${visible(session.version ?? "")}`);
   document.body.dataset.role = session.role;
+}
+
+function unauthorized() {
+  return token() ? "The gateway does not know this token, or it was revoked." : "The gateway wants a token.";
 }
 
 async function askToken(why) {
@@ -90,7 +103,7 @@ async function askToken(why) {
     const said = await ask({
       title: "Token",
       body: [
-        h("p", null, `${why} Make one with `, h("code", null, "kmq token new"), ". It stays in this tab until you close it."),
+        h("p", null, `${why} Make one with `, h("code", null, "kmq token new <name>"), ", where the broker runs. It stays in this tab until you close it."),
         h("label", { for: "token-text" }, "Token"), field,
       ],
       yes: "Use it",
@@ -119,6 +132,7 @@ function parts() {
 function route(isFirst) {
   open.abort();
   open = new AbortController();
+  drawn.clear();
   const [name, ...rest] = parts();
   const known = Object.hasOwn(PAGES, name) ? name : "overview";
   for (const link of at("nav").querySelectorAll("a")) {
@@ -144,5 +158,6 @@ at("skip").onclick = (event) => {
   at("main").focus();
 };
 addEventListener("hashchange", route);
+setInterval(markViews, 500);
 learnSession();
 route(true);

@@ -3,12 +3,13 @@
 // Invariant: what comes from the broker always reaches the page as a text node or as the value of an attribute that is
 // neither a style nor a script; markup is never parsed. A list of more than ROWS rows is never put into the page.
 
-import { number } from "./text.js";
+import { duration, number } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HANDLERS = ["onclick", "oninput", "onchange", "onsubmit", "onpointermove", "onpointerleave"];
 const KEPT = new Set(["open"]); // what the reader has opened stays open
 export const ROWS = 500;
+const OLD_S = 3;
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -94,6 +95,15 @@ function morphChildren(old, fresh) {
     at.remove();
     at = next;
   }
+}
+
+/** Mark a view, or take the mark away, by the age of its numbers; `late`: the seconds after which they are old. */
+export function mark(view, seconds, late = OLD_S) {
+  const isOld = seconds > Math.max(OLD_S, late);
+  view.classList.toggle("stale", isOld);
+  if (isOld) view.title = `as of ${duration(Math.round(seconds))} ago`;
+  else view.removeAttribute("title");
+  return view;
 }
 
 /** Return a table: `heads` are [text, class, attributes], `rows` elements; a caption names it for screen readers. */

@@ -3,26 +3,26 @@
 import { curl, get, path, post } from "./api.js";
 import { chart } from "./chart.js";
 import { change, command } from "./dialog.js";
-import { ROWS, h, show, shown, table } from "./dom.js";
+import { ROWS, h, mark, show, shown, table } from "./dom.js";
 import { state } from "./overview.js";
 import { count, duration, number, visible } from "./text.js";
 
 function all(main, app, signal) {
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
   main.append(h("h1", null, "Groups"), view);
-  const heads = [["Group"], ["State"], ["Members", "n"], ["Lag", "n"], ["Behind", "n"]];
-  app.watch(async (stop) => {
+  const heads = [["Group"], ["State"], ["Members", "n wide"], ["Lag", "n"], ["Behind", "n"]];
+  app.watch([view], async (stop) => {
     const [overview, groups] = await Promise.all([get(path("overview"), null, stop), get(path("groups"), null, stop)]);
     return { ...overview, all: groups };
   }, (doc) => {
     main.dataset.asOf = String(doc.as_of);
     const live = new Map(doc.groups.map((group) => [group.group, group]));
     const others = doc.all.filter((group) => !live.has(group.group)).sort((a, b) => (a.group < b.group ? -1 : 1));
-    const rows = [...doc.groups, ...others].slice(0, ROWS).map((group) => h("tr", { "data-key": group.group, "data-group": group.group },
+    const rows = [...doc.groups, ...others].slice(0, ROWS).map((group) => mark(h("tr", { "data-key": group.group, "data-group": group.group },
       h("th", { scope: "row" }, h("a", { href: `#/groups/${encodeURIComponent(group.group)}` }, visible(group.group))),
-      h("td", null, state(group.state)), shown("td", "members", group.members, null, { class: "n" }),
-      shown("td", "lag", group.lag, null, { class: "n" }), shown("td", "lag_seconds", group.lag_seconds, duration(group.lag_seconds), { class: "n" })));
-    show(view, h("p", { class: "quiet" }, shown("span", "groups_total", doc.groups_total), " groups, the largest lag first."),
+      h("td", null, state(group.state)), shown("td", "members", group.members, null, { class: "n wide" }),
+      shown("td", "lag", group.lag, null, { class: "n" }), shown("td", "lag_seconds", group.lag_seconds, duration(group.lag_seconds), { class: "n" })), doc.as_of - group.as_of));
+    show(view, h("p", { class: "quiet" }, shown("span", "groups_total", doc.groups_total), doc.groups_total === 1 ? " group." : " groups, the largest lag first."),
       table("Groups", heads, rows, "No consumer groups: kmq consume TOPIC --group NAME makes one."));
   }, 2000, signal);
 }
@@ -36,11 +36,11 @@ function members(group) {
 
 function partitions(group) {
   const owners = new Map(group.members.flatMap((member) => member.assignment.map((place) => [`${place.topic}/${place.partition}`, member.id])));
-  const heads = [["Topic"], ["Partition", "n"], ["Committed", "n"], ["End", "n"], ["Lag", "n"], ["Behind", "n"], ["Given back", "n wide"], ["Member", "wide"]];
+  const heads = [["Topic"], ["Partition", "n"], ["Committed", "n"], ["End", "n wide"], ["Lag", "n"], ["Behind", "n"], ["Given back", "n wide"], ["Member", "wide"]];
   const rows = group.partitions.map((one) => h("tr", { "data-key": `${one.topic}/${one.partition}`, "data-place": `${one.topic}/${one.partition}` },
     h("th", { scope: "row" }, h("a", { href: `#/topics/${encodeURIComponent(one.topic)}` }, visible(one.topic))),
     h("td", { class: "n" }, String(one.partition)),
-    ...["committed", "end", "lag"].map((name) => shown("td", name, one[name], null, { class: "n" })),
+    ...["committed", "end", "lag"].map((name) => shown("td", name, one[name], null, { class: name === "end" ? "n wide" : "n" })),
     shown("td", "lagSeconds", one.lagSeconds, duration(one.lagSeconds), { class: "n" }),
     shown("td", "nacked", one.nacked, null, { class: "n wide" }),
     h("td", { class: "wide" }, visible(owners.get(`${one.topic}/${one.partition}`) ?? "–"))));
@@ -86,13 +86,13 @@ function one(main, name, app, signal) {
   const history = h("div", { class: "charts" });
   const form = resetForm(name, app);
   main.append(h("p", { class: "crumb" }, h("a", { href: "#/groups" }, "Groups")), h("h1", null, visible(name)), view, history, form.root);
-  app.watch((stop) => get(path("groups", name), null, stop), (group) => {
+  app.watch([view], (stop) => get(path("groups", name), null, stop), (group) => {
     const lag = group.partitions.reduce((sum, row) => sum + row.lag, 0);
     show(view, h("p", null, state(group.state), ` · generation ${number(group.generation)} · lag `, shown("b", "lag_total", lag)),
       h("h2", null, "Offsets and lag"), partitions(group), h("h2", null, "Members"), members(group));
     form.refresh(group);
   }, 2000, signal);
-  app.watch((stop) => get(path("groups", name, "history"), null, stop), (found) => {
+  app.watch([history], (stop) => get(path("groups", name, "history"), null, stop), (found) => {
     history.dataset.asOf = String(found.as_of);
     const from = found.times_from ?? found.as_of - found.step * Math.max(0, found.lag.length - 1);
     show(history, chart({ title: "Lag", from, step: found.step, say: number, series: [{ name: "messages", values: found.lag, kind: "s0" }] }));

@@ -4,14 +4,14 @@ import { curl, get, path, post } from "./api.js";
 import { change, command } from "./dialog.js";
 import { h, show, shown, table } from "./dom.js";
 import { examples } from "./message.js";
-import { count, moment, number, visible } from "./text.js";
+import { clock, count, moment, number, visible } from "./text.js";
 
 const IS_DEAD = /(^dead$|\.dlq$|_dlq$|-dlq$)/;
 
 function all(main, app, signal) {
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
   main.append(h("h1", null, "Dead letters"), view);
-  app.watch(async (stop) => ({ topics: await get(path("admin", "topics"), null, stop) }), ({ topics }) => {
+  app.watch([view], async (stop) => ({ topics: await get(path("admin", "topics"), null, stop) }), ({ topics }) => {
     const rows = topics.filter((topic) => IS_DEAD.test(topic.name)).slice(0, 200).map((topic) => h("tr", { "data-key": topic.name, "data-topic": topic.name },
       h("th", { scope: "row" }, h("a", { href: `#/letters/${encodeURIComponent(topic.name)}` }, visible(topic.name))),
       h("td", { class: "n" }, number(topic.partitions))));
@@ -20,17 +20,22 @@ function all(main, app, signal) {
   }, 5000, signal);
 }
 
+function period(group) {
+  const [first, last] = [group.first_at, group.last_at].map((at) => moment(at * 1000).slice(0, 19));
+  return first === last ? first : `${first} to ${last}`;
+}
+
 function reasons(found, more) {
   return found.groups.map((group) => h("section", { class: "reason", "data-key": group.reason, "data-reason": group.reason },
     h("h3", null, visible(group.reason) || "no reason given"),
-    h("p", null, shown("b", "count", group.count), ` ${group.count === 1 ? "letter" : "letters"}, ${moment(group.first_at * 1000).slice(0, 19)} to ${moment(group.last_at * 1000).slice(0, 19)} UTC`),
-    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(found.topic, group.examples, more))));
+    h("p", null, shown("b", "count", group.count), ` ${group.count === 1 ? "letter" : "letters"}, ${period(group)} UTC`),
+    h("details", null, h("summary", null, count(group.examples.length, "example")), examples(found.topic, group.examples, more))));
 }
 
 function others(found) {
-  const parts = Object.entries(found.stayed ?? {}).map(([why, n]) => `; ${number(n)} stay: ${visible(why)}`);
+  const parts = Object.entries(found.stayed ?? {}).map(([why, n]) => `; ${number(n)} ${n === 1 ? "stays" : "stay"}: ${visible(why)}`);
   if (found.repeated) parts.unshift(`; ${number(found.repeated)} had gone back before`);
-  if (found.strangers) parts.push(`; ${number(found.strangers)} say nothing about an origin, so only kmq redrive can send them`);
+  if (found.strangers) parts.push(`; ${number(found.strangers)} ${found.strangers === 1 ? "says" : "say"} nothing about an origin: only kmq redrive can send that`);
   return parts.join("");
 }
 
@@ -55,7 +60,7 @@ function replayForm(name, app) {
     return change({
       title: `Replay ${visible(name)}`, yes: "Replay", place, dry: () => send(true), apply: () => send(false),
       preview: (found) => ({ isEmpty: !found.would_replay, body: [h("p", { class: found.would_replay ? "" : "quiet" },
-        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${found.complete ? "" : ", and more by the same replay again"}${others(found)}. They stay in this topic, too.` : `No letter would be replayed${others(found)}.`),
+        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where ${found.would_replay === 1 ? "it" : "they"} came from${found.complete ? "" : ", and more by the same replay again"}${others(found)}. Letters stay in this topic, too.` : `No letter would be replayed${others(found)}.`),
         found.would_replay ? command(curl(where, { body: { ...body, dryRun: false } })) : null] }),
       done: (found) => `${found.complete ? "Done" : "Not all, the same replay goes on"}: ${count(found.replayed, "letter")} replayed${others(found)}.`,
     });
@@ -75,10 +80,10 @@ function one(main, name, app, signal) {
   const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
   const form = replayForm(name, app);
   main.append(h("p", { class: "crumb" }, h("a", { href: "#/letters" }, "Dead letters")), h("h1", null, visible(name)), view, form.root);
-  app.watch((stop) => get(path("topics", name, "letters"), null, stop), (found) => {
+  app.watch([view], (stop) => get(path("topics", name, "letters"), null, stop), (found) => {
     main.dataset.asOf = String(found.as_of);
     form.refresh();
-    show(view, h("p", null, shown("b", "total", found.total), ` ${found.total === 1 ? "letter" : "letters"}${found.more ? " looked at; there are older ones" : ""}.`),
+    show(view, h("p", null, shown("b", "total", found.total), ` ${found.total === 1 ? "letter" : "letters"}${found.more ? " looked at; there are older ones" : ""}, as of ${clock(found.as_of)} UTC.`),
       found.error ? h("p", { class: "warn" }, `Damaged: ${visible(found.error.message)}`) : null,
       h("h2", null, "By reason"), found.groups.length ? h("div", null, reasons(found, form.one)) : h("p", { class: "empty" }, "No letters."));
   }, 5000, signal);

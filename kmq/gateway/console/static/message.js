@@ -3,7 +3,7 @@
 import { curl, path } from "./api.js";
 import { ask, command } from "./dialog.js";
 import { h } from "./dom.js";
-import { bytes, cut, decoded, moment, number, visible } from "./text.js";
+import { LAYOUT, bytes, count, cut, decoded, moment, number, visible } from "./text.js";
 
 const IN_ROW = 300; // characters: what a line of a screen has room for
 const IN_DETAIL = 1500; // the rest is shown when asked for
@@ -13,7 +13,7 @@ const HEADS = [["Message"], ["Time (UTC)", "wide"], ["Key"], ["Value"], ["Size",
 function value(one, most) {
   if (one.value === null || one.value === undefined) return [h("p", { class: "quiet" }, "no value (a tombstone)"), 0];
   const text = one.encoding === "base64" ? one.value : decoded(one.value);
-  const [shownText, rest] = cut(text, most);
+  const [shownText, rest] = cut(text, most, LAYOUT);
   return [h("pre", { class: "value" }, shownText), rest];
 }
 
@@ -27,13 +27,13 @@ function fields(one) {
 }
 
 function pair(one, most) {
-  const [raw, rawRest] = cut(one.raw ?? "", most);
+  const [raw, rawRest] = cut(one.raw ?? "", most, LAYOUT);
   const [decodedValue, valueRest] = value(one, most);
   const isCut = rawRest > 0 || valueRest > 0;
   const columns = h("div", { class: "pair" },
     h("div", { class: "left" }, h("p", { class: "side" }, "Line"), h("pre", { class: "raw" }, raw, rawRest ? h("span", { class: "quiet" }, ` … ${number(rawRest)} more`) : null)),
     h("div", { class: "right" }, h("p", { class: "side" }, one.encoding === "base64" ? "Message (base64: not UTF-8)" : "Message"), fields(one), decodedValue,
-      valueRest ? h("p", { class: "quiet" }, `… ${number(valueRest)} characters more`) : null));
+      valueRest ? h("p", { class: "quiet" }, `… ${count(valueRest, "character")} more`) : null));
   return [columns, isCut];
 }
 

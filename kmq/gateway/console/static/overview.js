@@ -4,7 +4,7 @@
 
 import { get, path } from "./api.js";
 import { chart } from "./chart.js";
-import { bar, h, show, shown, table } from "./dom.js";
+import { bar, h, mark, show, shown, table } from "./dom.js";
 import { banner } from "./findings.js";
 import { bytes, clock, count, duration, number, visible } from "./text.js";
 
@@ -35,7 +35,12 @@ function stageBox(stage, rate) {
       h("p", null, perSecond), h("p", null, "seq ", shown("span", "seq", stage.seq)));
   }
   if (stage.restarts) lines.push(h("p", { class: "warn" }, count(stage.restarts, "restart")));
-  return h("section", { class: "box", "data-stage": stage.name, "data-key": stage.name, "aria-label": `${stage.name}: ${stage.state}` }, lines);
+  return old(h("section", { class: "box", "data-stage": stage.name, "data-key": stage.name, "aria-label": `${stage.name}: ${stage.state}` }, lines), stage);
+}
+
+/** Mark what shows a process that has written no numbers for a while. */
+export function old(element, stage) {
+  return stage.pid ? mark(element, stage.age_s) : element;
 }
 
 function linkBox(place, links) {
@@ -111,11 +116,11 @@ function busiest(doc) {
 }
 
 function lagging(doc) {
-  const rows = doc.groups.slice(0, 8).map((group) => h("tr", { "data-key": group.group, "data-group": group.group },
+  const rows = doc.groups.slice(0, 8).map((group) => mark(h("tr", { "data-key": group.group, "data-group": group.group },
     h("th", { scope: "row" }, h("a", { href: `#/groups/${encodeURIComponent(group.group)}` }, visible(group.group))),
     h("td", null, state(group.state)),
     shown("td", "lag", group.lag, null, { class: "n" }),
-    shown("td", "lag_seconds", group.lag_seconds, duration(group.lag_seconds), { class: "n" })));
+    shown("td", "lag_seconds", group.lag_seconds, duration(group.lag_seconds), { class: "n" })), doc.as_of - group.as_of));
   return h("section", { "data-key": "groups", "aria-labelledby": "lagging" }, h("h2", { id: "lagging" }, "Groups by lag"),
     table("Groups by lag", [["Group"], ["State"], ["Lag", "n"], ["Behind", "n"]], rows, "No consumer groups."));
 }
@@ -151,12 +156,12 @@ export function open(main, _rest, app, signal) {
   show(main, h("h1", null, "Overview"), now,
     h("section", { id: "history", "aria-labelledby": "hour" }, h("h2", { id: "hour" }, "The last hour"), history), more);
   const views = { now: main.querySelector(".now"), history: main.querySelector(".charts"), more: main.querySelector(".columns") };
-  app.watch((stop) => get(path("overview"), null, stop), (doc) => {
+  app.watch([views.now, views.more], (stop) => get(path("overview"), null, stop), (doc) => {
     main.dataset.asOf = String(doc.as_of);
     show(views.now, banner(doc.status), pipeline(doc));
     show(views.more, intakes(doc), busiest(doc), lagging(doc), events(doc));
   }, 2000, signal);
-  app.watch((stop) => get(path("history"), null, stop), (found) => {
+  app.watch([views.history], (stop) => get(path("history"), null, stop), (found) => {
     document.getElementById("history").dataset.asOf = String(found.as_of);
     show(views.history, charts(found));
   }, 10000, signal);

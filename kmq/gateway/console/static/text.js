@@ -56,15 +56,17 @@ export function moment(milliseconds) {
   return Number.isNaN(at.getTime()) ? "–" : at.toISOString().replace("T", " ").replace("Z", "");
 }
 
-// Tab and line feed are seen as what they are. Default_Ignorable_Code_Point is whatever a font draws as nothing.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Default_Ignorable_Code_Point}]/gu;
+// Default_Ignorable_Code_Point is whatever a font draws as nothing.
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Default_Ignorable_Code_Point}]/gu;
+const CONTROLS = "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
+export const LAYOUT = "\t\n"; // are seen as what they are where a text has several lines
 
 /** Return text in which every character can be seen: control characters, and those that turn the text around, by name. */
-export function visible(text) {
+export function visible(text, kept = "") {
   return String(text).replace(HIDDEN, (character) => {
+    if (kept.includes(character)) return character;
     const code = character.codePointAt(0);
-    if (code < 0x20) return String.fromCharCode(0x2400 + code);
-    return code === 0x7f ? "\u2421" : `‹U+${code.toString(16).toUpperCase().padStart(4, "0")}›`;
+    return `‹${CONTROLS[code] ?? (code === 0x7f ? "DEL" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`)}›`;
   });
 }
 
@@ -75,10 +77,10 @@ export function json(value) {
 }
 
 /** Return at most `most` characters of a text, and how many are left out. */
-export function cut(text, most) {
+export function cut(text, most, kept) {
   const whole = String(text);
-  if (whole.length <= most) return [visible(whole), 0];
-  return [visible(whole.slice(0, most)), whole.length - most];
+  if (whole.length <= most) return [visible(whole, kept), 0];
+  return [visible(whole.slice(0, most), kept), whole.length - most];
 }
 
 /** Return text that may be JSON in lines that can be read, else as it is. */

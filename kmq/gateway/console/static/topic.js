@@ -22,7 +22,7 @@ function sizes(topic) {
     shown("td", "bytes", one.bytes, bytes(one.bytes), { class: "n" }),
     shown("td", "segments", one.segments, null, { class: "n" })));
   return [
-    h("details", { class: "options", "data-key": "options" }, h("summary", null, `Options and ${rows.length} ${rows.length === 1 ? "partition" : "partitions"}`),
+    h("details", { class: "options", "data-key": "options" }, h("summary", null, `Options and ${count(rows.length, "partition")}`),
       h("dl", { class: "facts" }, Object.entries({ ...OPTIONS, partitioner: "Partitioner" }).filter(([name]) => topic[name] !== undefined)
         .map(([name, title]) => h("div", null, h("dt", null, title), h("dd", null, option(name, topic[name]))))),
       table("Partitions", heads, rows, "No partitions.")),
@@ -55,10 +55,10 @@ class Messages {
       h("label", null, "From ", h("select", { name: "start", onchange: () => this.#shape() }, starts)),
       h("label", { class: "value", hidden: true }, h("span", null, "Value "), h("input", { name: "value", inputmode: "numeric", size: "12", autocomplete: "off" })),
       h("label", { class: "value time", hidden: true }, "Time (UTC) ", h("input", { name: "time", type: "datetime-local", step: "1" })),
-      field("Only key", "key"), field("Value contains", "contains", { size: "16" }), field("Header", "header", { placeholder: "name or name=value" }),
+      field("Only key", "key"), field("Value contains", "contains", { size: "16" }), field("Header", "header", { placeholder: "name or name=value", size: "19" }),
       field("Partition", "partition", { inputmode: "numeric", size: "4", placeholder: "all" }),
-      h("button", { type: "submit", class: "main" }, "Show"),
-      h("button", { type: "button", class: "follow", "aria-pressed": "false", onclick: () => (this.isFollowing ? this.stop("Stopped.") : this.follow()) }, "Follow live"));
+      h("span", null, h("button", { type: "submit", class: "main" }, "Show"), " ",
+        h("button", { type: "button", class: "follow", "aria-pressed": "false", onclick: () => (this.isFollowing ? this.stop("Stopped.") : this.follow()) }, "Follow live")));
   }
 
   #shape() {
@@ -187,7 +187,7 @@ class Messages {
           this.#take(part.messages);
           if (part.error) throw new ApiError(part.error.code === "damaged" ? 0 : 404, part.error.code, part.error.message);
           const share = part.share < 1 ? ` That is ${number(Math.round(part.share * 10000) / 100)} % now.` : "";
-          this.#say(`Following: ${number(taken)} of ${number(seen)} messages shown.${share}`, part.as_of, { seen, shown: taken, share: part.share });
+          this.#say(`Following: ${number(taken)} of ${count(seen, "message")} shown.${share}`, part.as_of, { seen, shown: taken, share: part.share });
         }
       } catch (error) {
         if (signal.aborted) return;
@@ -273,10 +273,10 @@ export function open(main, rest, app, signal) {
   const produce = production(name, app, () => found.look());
   const change = limits(name, app);
   main.append(h("p", { class: "crumb" }, h("a", { href: "#/topics" }, "Topics")), h("h1", null, visible(name)), view, change.root, produce.root, found.root);
-  app.watch((stop) => get(path("admin", "topics", name), null, stop), (topic) => {
+  app.watch([view], (stop) => get(path("admin", "topics", name), null, stop), (topic) => {
     show(view, sizes(topic));
     change.refresh(topic);
     produce.refresh();
-  }, 5000, signal);
+  }, 2000, signal);
   found.look();
 }

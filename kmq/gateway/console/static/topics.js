@@ -34,7 +34,7 @@ export function open(main, _rest, app, signal) {
     watching.abort();
     watching = new AbortController();
     const asked = { ...wanted };
-    app.watch((stop) => get(path("overview", "topics"), asked, stop), draw, 2000, AbortSignal.any([signal, watching.signal]));
+    app.watch([view], (stop) => get(path("overview", "topics"), asked, stop), draw, 2000, AbortSignal.any([signal, watching.signal]));
   };
   const sort = (column) => {
     const isSame = wanted.sort === column;
