@@ -77,7 +77,11 @@ def test_a_register_that_went_back_is_said_wherever_a_user_looks_and_its_return_
     assert shown.returncode == 0 and "leading, epoch 1, ISR 3/3" in shown.stdout, shown.stdout
     wait_for("200", lambda: brokers.readyz("a")[0] == 200)
 
-    found = wait_for("the whole ISR", lambda: (page := brokers.view("a"))["isr"] == ["a", "b", "c"] and page)
+    def whole():
+        page = brokers.view("a")
+        return page["isr"] == ["a", "b", "c"] and page["brokers"]["a"]["role"] == "leader" and page
+
+    found = wait_for("the whole ISR and open doors", whole)
     assert (found["shard"], found["broker"], found["role"], found["leader"]) == ("s", "a", "leader", "a")
     assert (found["epoch"], found["version"], found["problem"]) == (1, brokers.register().version.number, "")
     assert [found["brokers"][name]["role"] for name in BROKERS] == ["leader", "follower", "follower"]
