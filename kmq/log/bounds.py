@@ -1,12 +1,13 @@
 """How large a topic is: offsets, bytes and segments of each partition. Reads files, changes nothing.
 
-Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition.
+Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition. After a listing
+            it has no more topics than there are.
 """
 
 import os
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kmq.log import reader, segment, topics
 from kmq.log.partition import directory_of
@@ -83,9 +84,22 @@ class Bounds:
             now = _signature(f"{self._data}/topics")
             if now != self._listed[0]:
                 self._listed = now if _is_settled(now) else (), topics.names(self._data)
+                self.keep(self._listed[1])
         except FileNotFoundError:
             return []
         return self._listed[1]
+
+    def keep(self, names: list[str]) -> None:
+        """Forget topics that have been deleted: all but these."""
+        if len(self._declared) <= len(names):
+            return
+        gone = {*self._declared} - {*names}
+        caches: tuple[dict[str, Any], ...] = self._bounds, self._stamps
+        for cache in caches:
+            for directory in [each for each in [*cache] if each.split("/")[-2] in gone]:
+                cache.pop(directory, None)
+        for topic in gone:
+            self._declared.pop(topic, None)
 
     def declared(self, topic: str) -> tuple[int, int | None]:
         """Return (partitions, from_seq) of a topic; from_seq is None while the router has not written it."""

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -446,3 +447,14 @@ def test_a_data_directory_that_goes_during_a_look_is_no_topic_without_partitions
     os.rename(f"{data}.away", data)
     assert [row["partition"] for row in get_json(broker, "/v1/logs?topic=empty")] == [0, 1]
     assert get_json(broker, "/v1/logs?topic=none") == []
+
+
+def test_of_topics_that_are_deleted_nothing_is_kept(broker, data, monkeypatch):
+    seen, declared = [], logs.Bounds.declared
+    monkeypatch.setattr(logs.Bounds, "declared", lambda bounds, topic: seen.append(bounds) or declared(bounds, topic))
+    assert {row["topic"] for row in get_json(broker, "/v1/logs?stamps=1")["logs"]} == {"t", "empty", "__append"}
+    (bounds,) = {*seen}
+    assert f"{data}/topics/t/0" in str(vars(bounds))
+    shutil.rmtree(f"{data}/topics/t")
+    assert {row["topic"] for row in get_json(broker, "/v1/logs?stamps=1")["logs"]} == {"empty", "__append"}
+    assert f"{data}/topics/t/0" not in str(vars(bounds)) and "'t'" not in str(vars(bounds))

@@ -144,9 +144,12 @@ class LogCalls:
 
         def read() -> object:
             data_id = identity.of_records(self._data) if has_stamps else ""
+            names = asked or topics.names(self._data)
+            if not asked:
+                self._bounds.keep(names)
             logs = [
                 self._row(topic, number, has_stamps, micros)
-                for topic in asked or [*topics.names(self._data), *wal]
+                for topic in asked or [*names, *wal]
                 for number in range(self._partitions(topic))
             ]
             return {"data_id": data_id, "logs": logs} if has_stamps else logs
