@@ -74,7 +74,7 @@ class Shell:
             "KMQ_CONSUL": agent.address,
             "KMQ_CLUSTER": self.cluster,
             "KMQ_BROKER": "a",
-            "KMQ_SESSION_TTL": "1s",
+            "KMQ_SESSION_TTL": "10s",  # in which any follower gets the time to renew it
             "CONSUL_HTTP_ADDR": agent.address,
         } | settings
 
@@ -192,7 +192,9 @@ def test_sigterm_lets_the_running_command_finish_and_marks_its_message(shell):
 
 def test_a_killed_follower_gets_again_what_it_had_not_marked(shell):
     shell.publish("a")
-    killed = shell.start("follow", "--from", "1", "--exec", "echo ran >>ran; kill -9 $PPID; sleep 0.1")
+    killed = shell.start(
+        "follow", "--from", "1", "--exec", "echo ran >>ran; kill -9 $PPID; sleep 0.1", KMQ_SESSION_TTL="1s"
+    )
     assert killed.process.wait(PATIENCE_S) == -signal.SIGKILL
     again = shell.start("follow", "--from", "1", "--exec", "echo again >>ran")
     wait(lambda: shell.has_read(1), lambda: again.err)

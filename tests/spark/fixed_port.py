@@ -35,4 +35,5 @@ def payloads(broker: Broker, topic: str) -> list[bytes]:
 def routed(broker: Broker, count: int) -> None:
     """Wait until `count` messages, and no more, are in their topics."""
     broker.wait_routed(count)
-    assert int(broker.status()["framer"]["seq"]) == count
+    framer = broker.status()["framer"]
+    assert int(framer["seq"]) == count, (framer, broker.wal()[-3:], broker.log()[-2000:])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commands import PATIENCE_S
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import spark_partition_id
 
@@ -23,7 +24,7 @@ def stream(spark: SparkSession, data: str, work: Path, keep: Callable[[DataFrame
     )
     query = reader.load().writeStream.foreachBatch(keep).option("checkpointLocation", f"{work}/checkpoint")
     started = query.trigger(availableNow=True).start()
-    started.awaitTermination(120)
+    started.awaitTermination(int(PATIENCE_S))
     if error := started.exception():
         raise error
     assert not started.isActive

@@ -270,7 +270,7 @@ def gated(spark, tmp_path):
 
     @F.udf("bigint")
     def wait_for_gate(n):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not Path(gate).exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)

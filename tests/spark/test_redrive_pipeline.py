@@ -201,7 +201,7 @@ def test_letters_go_back_by_the_rules_of_kmq_dlq_and_each_once_by_either_way(bro
 def test_a_redrive_that_is_killed_and_run_again_sends_nothing_twice(letters, run, spark):
     command = (letters, "dead", "concat('test.', key)")
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(run, *command, rate=10)
+        first = pool.submit(run, *command, rate=3)  # far from its end when it is cancelled
         letters.wait(lambda: len(letters.lines("test")) >= 5, "the first letters")
         spark.sparkContext.cancelAllJobs()  # ends the task's Python in the middle of what it sends
         assert first.exception() is not None

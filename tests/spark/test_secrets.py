@@ -2,6 +2,7 @@
 
 import fixed_port
 import pytest
+from commands import PATIENCE_S
 from fixed_port import routed
 from pyspark.errors import PySparkException
 
@@ -44,7 +45,7 @@ def seen(spark, other_names, broker, tmp_path, capfd):
     stream = spark.readStream.format("kmq").options(**reading, startingOffsets="earliest").load().select("value")
     stream = stream.writeStream.format("kmq").options(**writing, checkpointLocation=str(tmp_path / "c"))
     query = stream.trigger(availableNow=True).start()
-    assert query.awaitTermination(100) and query.exception() is None
+    assert query.awaitTermination(PATIENCE_S) and query.exception() is None
     query.explain(True)
     routed(broker, 15)
     said = capfd.readouterr()

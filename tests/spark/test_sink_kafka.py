@@ -2,6 +2,7 @@
 
 import fixed_port
 import pytest
+from commands import PATIENCE_S
 from fixed_port import routed
 from heard import Heard
 from pyspark.errors import PySparkException
@@ -129,7 +130,7 @@ def test_a_column_partition_that_is_not_used_is_said_once_a_write_and_once_a_que
     stream = rows.selectExpr("value", "7 partition").writeStream.format("kmq").trigger(availableNow=True)
     options = {"kmq.producers": fixed_port.address(up), "topic": "t", "checkpointLocation": str(tmp_path / "c")}
     query = stream.options(**options).start()
-    assert query.awaitTermination(100) and query.exception() is None
+    assert query.awaitTermination(PATIENCE_S) and query.exception() is None
     heard.wait_for("usePartition=true")
     routed(up, 1 + 32)
     assert heard.text.count("column partition is not used") == 1

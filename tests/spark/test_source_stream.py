@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import PATIENCE_S, wait
 from made_data import append, write_data
 from pyspark.errors import PySparkException, StreamingQueryException
 from stream_runs import as_format_1, forget_last_commit, ids, last_offset, orders, run, run_tasks
@@ -168,12 +169,13 @@ def test_progress_tells_what_is_behind(spark, tmp_path):
         df.option("maxOffsetsPerTrigger", "40").load().writeStream.format("noop")
         .option("checkpointLocation", f"{tmp_path}/c").trigger(availableNow=True).start()
     )  # fmt: skip
-    query.awaitTermination(120)
+    query.awaitTermination(PATIENCE_S)
     (source,) = query.recentProgress[0]["sources"]
     assert json.loads(source["latestOffset"])[data]["orders"]["0"] == 100
     assert json.loads(source["endOffset"])[data]["orders"]["0"] == 40
 
 
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_live_broker_is_followed_and_a_group_shows_how_far_a_query_is(spark, broker, tmp_path):
     """Records produced while the stream runs, over a roll of every segment: each once, none before it is durable."""
     broker.gateway = True
@@ -188,8 +190,8 @@ def test_a_live_broker_is_followed_and_a_group_shows_how_far_a_query_is(spark, b
     try:
         for turn in range(5):
             broker.send_lines([b"orders.k|0|%d|%b" % (n, b"x" * 50) for n in range(turn * 1000, turn * 1000 + 1000)])
-            broker.wait(lambda n=turn: len(seen) >= 1000 * n, "the stream keeps up")
-        broker.wait(lambda: len(seen) >= 5000, "all records")
+            wait(lambda n=turn: len(seen) >= 1000 * n, lambda: f"the stream keeps up: {len(seen)}")
+        wait(lambda: len(seen) >= 5000, lambda: f"all records: {len(seen)}")
     finally:
         query.stop()
     assert seen == list(range(5000))
@@ -202,22 +204,25 @@ def check_group(spark, broker, work):
     where = {"kmq.bootstrap.servers": f"127.0.0.1:{port}", "groupId": "lag", "startingOffsets": "earliest"}
     rows = spark.readStream.format("kmq").schema("id string").options(**where, subscribe="orders").load()
     writer = rows.writeStream.format("noop").option("checkpointLocation", f"{work}/of-group")
-    writer.trigger(availableNow=True).start().awaitTermination(120)
-    assert committed(broker) == (5000, 0)
+    writer.trigger(availableNow=True).start().awaitTermination(PATIENCE_S)
+    broker.wait(lambda: committed(broker) == (5000, 0), "the commit")
     broker.send_lines([b"orders.k|0|%d|x" % n for n in range(5000, 5010)])
     broker.wait(lambda: len(broker.lines("orders")) == 5010, "all records routed")
     query = writer.trigger(processingTime="1 hour").start()
     try:
-        broker.wait(lambda: query.lastProgress is not None, "a batch")
+        wait(lambda: query.lastProgress is not None, lambda: "a batch")
     finally:
         query.stop()
     listener.settle(spark, str(query.runId))
-    assert committed(broker) == (5010, 0)
+    broker.wait(lambda: committed(broker) == (5010, 0), "the commit")  # settle() gives up after a few seconds
 
 
 def committed(broker):
-    """(offset, lag) of the group in the one partition."""
-    [row] = json.loads(broker.kmq("groups", "describe", "lag", "--json").stdout)["partitions"]
+    """(offset, lag) of the group in the one partition; None: it has committed nothing."""
+    shown = broker.kmq("groups", "describe", "lag", "--json")
+    if shown.returncode:
+        return None
+    [row] = json.loads(shown.stdout)["partitions"]
     return row["committed"], row["lag"]
 
 
