@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -47,18 +48,21 @@ WAIT_S = 120.0
 BAR = 40
 MOST_DRAWN = 2 * PRODUCERS * RATE  # a full bar; more comes when what has waited is answered
 PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "METRICS_PORT")
+OWN_PORTS = range(10_000, 32_768)  # from there on the kernel chooses ports for connections (ip_local_port_range)
 SHM = Path("/dev/shm")
 
 out = Console(highlight=False, soft_wrap=True)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    """Return ports that nobody listens on now, and that the kernel gives to no connection until they are used."""
+    with contextlib.ExitStack() as opened:
+        sockets: list[socket.socket] = []
+        while len(sockets) < count:
+            with contextlib.suppress(OSError):  # in use
+                server = socket.create_server(("127.0.0.1", random.choice(OWN_PORTS)))
+                sockets.append(opened.enter_context(server))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
+from shard_demo import free_ports  # noqa: E402
+
 from bench import redis, syscalls  # noqa: E402
 from bench.report import Figure, show  # noqa: E402
 from bench.requests import Kmq, Redis, Requests  # noqa: E402
@@ -18,6 +20,13 @@ from bench.scale import Scale  # noqa: E402
 
 KMQ_REPLIES = b"!ack 1 17\n!ack 40 56\n!ack 41 60\n"
 REDIS_REPLIES = b"$15\r\n1700000000000-0\r\n$15\r\n1700000000000-1\r\n"
+
+
+def test_no_connection_gets_a_port_of_the_shard_before_its_broker_starts():
+    """The kernel chose one of them for another connection, and the broker could not listen."""
+    ports = free_ports(20)
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len({*ports}) == 20 and max(ports) < first
 
 
 @pytest.mark.parametrize(
