@@ -4,10 +4,13 @@ import asyncio
 import os
 import statistics
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from log_server import up
 
+from kmq.gateway.core import fetching
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Waiter, Waking
@@ -153,6 +156,33 @@ def test_a_directory_that_goes_away_wakes_its_waiter(run, log):
         os.rmdir(log.directory)
         assert await waiting
         assert await waking.news(log.looks, PATIENCE_S)
+
+    run(work)
+
+
+def test_an_idle_reader_sleeps_through_each_of_its_waits_and_is_looked_for_all_the_same(run, log, monkeypatch):
+    """As a thousand idle members do, whose fetches wait for 27 s each; a wait of minutes is no sleep through."""
+    clock, sleeps, looks = [1000.0], [], []
+
+    async def woken(waiter, seconds):
+        sleeps.append(round(seconds))
+        clock[0] += seconds
+        return False
+
+    async def work(waking):
+        monkeypatch.setattr(fetching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(Waiter, "woken", woken)
+        waiter = Waiter(asyncio.Event())
+        asked = {log.directory: lambda: looks.append(clock[0])}
+        for _ in range(5):
+            await waking.next_news(waiter, asked, 27)
+        assert (sleeps, len(looks)) == ([27] * 5, 5)
+        for _ in range(100):
+            await waking.next_news(waiter, asked, 0.1)
+        assert len(looks) <= 6, "of the waits that end soon nearly all look at nothing"
+        await waking.next_news(waiter, asked, 300)
+        assert max(b - a for a, b in pairwise(looks)) <= 30 + 10
+        waking.forget(waiter)
 
     run(work)
 

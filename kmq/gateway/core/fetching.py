@@ -8,7 +8,8 @@ Damage      is said once to each reader, by the read that finds nothing before i
             partitions are read meanwhile, and looks again every _REST_S.
 Cost        A watch ends with its first event (IN_ONESHOT): a busy partition without waiting readers costs nothing. A
             reader that waits again keeps its Waiter: a directory that is still watched is not looked at again, so 1,000
-            idle readers cost one look each every _WATCHED_S.
+            idle readers cost one look each every _WATCHED_S. A look that is half due, and would come due in a wait,
+            comes at its start: so who waits for a little less than _WATCHED_S, again and again, sleeps through.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
             thread turns the records into what the door sends, so nobody holds both for long. What answers hold until
             their clients have taken them is bounded by one budget (answers.py).
@@ -44,7 +45,7 @@ from kmq.wire.requests import Position, TopicPartition
 # Readers that wait for new records are woken by the kernel: inotify on the directories of their partitions.
 
 _MOST_WATCHES = 8192
-_WATCHED_S = 15.0  # until watched directories are looked at all the same
+_WATCHED_S = 30.0  # at most, until watched directories are looked at all the same
 _READ_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
@@ -112,7 +113,10 @@ class Waking:
 
     async def next_news(self, waiter: Waiter, looks: Looks, seconds: float) -> bool:
         """Do the same for a reader that will wait again. The caller forgets the waiter in the end."""
-        until = time.monotonic() + seconds
+        now = time.monotonic()
+        until = now + seconds
+        if waiter.look_at <= min(until, now + _WATCHED_S / 2):
+            waiter.look_at = now
         while True:
             now = time.monotonic()
             if now >= waiter.look_at:
