@@ -28,6 +28,7 @@ Memory      As coordinator.py and offsets.py say, and a listener for each member
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from secrets import token_hex
@@ -166,7 +167,6 @@ class DeclaredTopics:
 # --- membership ------------------------------------------------------------------------------------------------------
 
 _ROUTED_S = 5.0  # longest wait of a commit for the router
-_BEAT_S = 0.3  # between two signs of life of a member that waits for its commit
 _ARRIVAL_S = 2.0  # until messages come again whose answer may have arrived
 _ON_THE_WAY = "in an answer that is not known to have arrived"
 _LOOK_S = 1.0  # between two looks whether topics came or went
@@ -198,6 +198,7 @@ class Groups:
         self._listeners: dict[tuple[str, str], Listener] = {}
         # group → of readers that wait for what its members give back
         self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._committing = Counter[tuple[str, str]]()  # group, member → commits that it waits for
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -311,6 +312,8 @@ class Groups:
 
     def _turn(self) -> None:
         """Let the coordinator do what is due, and pass its events on."""
+        for committing in self._committing:
+            self._beat_if_member(*committing)
         due = self.coordinator.tick(time.monotonic())
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
@@ -450,7 +453,7 @@ class Groups:
             for offset in self.deliveries.lost_by(group, place, row.offset)
         ]
         if ahead:
-            with self._beating(group, name):
+            with self._committing_as(group, name):
                 await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
@@ -471,22 +474,20 @@ class Groups:
         self._coordinator().check_commit(group, member, generation, places, time.monotonic())
 
     @contextmanager
-    def _beating(self, group: str, member: str) -> Iterator[None]:
+    def _committing_as(self, group: str, member: str) -> Iterator[None]:
         """Keep the session of a member that waits for its commit: its heir would begin in front of that, and go back."""
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def beat() -> None:
-            nonlocal timer
-            with suppress(RequestRefused):  # it has left
-                self.beat(group, member)
-            timer = loop.call_later(_BEAT_S, beat)
-
-        timer = loop.call_later(_BEAT_S, beat)
+        self._committing[group, member] += 1
         try:
             yield
         finally:
-            timer.cancel()
+            self._committing[group, member] -= 1
+            if not self._committing[group, member]:
+                del self._committing[group, member]
+            self._beat_if_member(group, member)
+
+    def _beat_if_member(self, group: str, member: str) -> None:
+        with suppress(RequestRefused):  # it has left
+            self.beat(group, member)
 
     async def _keep_on_the_way(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> bool:
         """Let messages come again that a commit goes beyond, though their answer may never have arrived.

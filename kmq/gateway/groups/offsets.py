@@ -31,6 +31,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kmq.access import local_token
@@ -56,8 +57,6 @@ from kmq.gateway.groups.offset_table import (
     OffsetTable,
     Partition,
     RowKey,
-    decode_key,
-    decode_payload,
     encode_payload,
     read_log,
     routing_key,
@@ -79,22 +78,15 @@ _WAITING = 1000  # commits that wait for room
 _REPLACE_S = 1.0  # shortest time before a connection that ingress refused for good is replaced
 
 Line = tuple[bytes, bytes]  # routing key, payload
+Stored = Callable[[Sequence[int]], None]  # is called with the seqs of lines, once they are durable; 0: was refused
 
 
 class OffsetWriter:
-    """Writes records through the WAL, with the protocol core of kmq.client.
+    """Writes records through the WAL, with the protocol core of kmq.client."""
 
-    `stored` is called with each list of lines that is durable, and their seqs.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        stored: Callable[[Sequence[Line], Sequence[int]], None],
-        stalled: Callable[[str], None],
-    ) -> None:
+    def __init__(self, settings: Settings, stalled: Callable[[str], None]) -> None:
         """`stalled` is called with a text when no reply comes for some seconds."""
-        self._settings, self._stored, self._stalled = settings, stored, stalled
+        self._settings, self._stalled = settings, stalled
         self._order = asyncio.Lock()
         self._waiting = 0
         self._open()
@@ -118,25 +110,32 @@ class OffsetWriter:
         settings = self._settings
         return ServerAddress(settings.host, read_port(settings, "ingress", settings.port), local_token.read(settings))
 
-    async def write(self, lines: Sequence[Line]) -> None:
+    async def write(self, lines: Sequence[Line], stored: Stored) -> None:
         """Return once all lines are durable. Raises RequestRefused; then some of them may be durable all the same.
 
         A caller that is cancelled changes nothing: lines that were queued are written, and `stored` hears of them.
         """
+        if self._waiting or self._core.failed is not None or self._core.window.is_full:
+            outcome = await self._queue_in_turn(lines, stored)
+        else:
+            outcome = self._queue(lines, stored)
+        await outcome
+
+    async def _queue_in_turn(self, lines: Sequence[Line], stored: Stored) -> "asyncio.Future[None]":
+        """Queue lines behind those of the calls before, as soon as there is room. Raises RequestRefused."""
         if self._waiting >= _WAITING:
             raise RequestRefused("busy", f"{_WAITING} commits wait already")
         self._waiting += 1
         try:
             async with asyncio.timeout(_PATIENCE_S), self._order:  # in the order of the calls, row by row
                 await self._await_room()
-                outcome = self._queue(lines)
+                return self._queue(lines, stored)
         except TimeoutError:
             raise RequestRefused(
                 "busy", f"no room for another commit: {self._core.describe(time.monotonic())}"
             ) from None
         finally:
             self._waiting -= 1
-        await outcome
 
     async def _await_room(self) -> None:
         if self._core.failed is not None and time.monotonic() - self._opened > _REPLACE_S:
@@ -148,14 +147,14 @@ class OffsetWriter:
         if self._core.failed is not None:
             raise _refusal_of(self._core.failed)
 
-    def _queue(self, lines: Sequence[Line]) -> "asyncio.Future[None]":
+    def _queue(self, lines: Sequence[Line], stored: Stored) -> "asyncio.Future[None]":
         core, now = self._core, time.time()
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(delivery: Delivery) -> None:
             seqs = delivery.seqs
             if any(seqs):
-                self._stored(lines, seqs)
+                stored(seqs)
             if outcome.done():
                 return  # the caller was cancelled
             if delivery.error is None:
@@ -231,7 +230,7 @@ class OffsetStore:
         self._writing = Counter[str]()  # group → writes without an outcome
         self._deleted = _DeletedTopics(settings.data)
         self._is_declared, self._declaring = False, asyncio.Lock()
-        self._writer = OffsetWriter(settings, self._apply, lambda text: log.warn("commits_stalled", waiting=text))
+        self._writer = OffsetWriter(settings, lambda text: log.warn("commits_stalled", waiting=text))
 
     async def load(self) -> None:
         """Read the log. Raises RequestRefused (not_routed) if the router does not catch up with the WAL in time.
@@ -311,7 +310,7 @@ class OffsetStore:
         """
         _check_name("group", group)
         _check_name("member", member, least=0)
-        now = time.time()
+        now = round(time.time(), 3)  # as it is stored
         new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
             _check_row(partition, asked.offset, asked.metadata)
@@ -393,7 +392,7 @@ class OffsetStore:
             if self._writing[group]:
                 return len(old)
             if old:  # no commit can come between the look at the rows and their place in the order
-                await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in old])
+                await self._send(group, old)
             return 0
 
         groups, left = table.groups, 0
@@ -405,32 +404,33 @@ class OffsetStore:
         if rows:
             self.table.check_room(group, rows)
             await self._declare()
-            await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in rows.items()])
+            await self._send(group, [*rows.items()])
 
     async def _bury(self, group: str, places: Sequence[RowKey]) -> None:
         for at in range(0, len(places), _TOMBSTONES):
-            await self._send(group, [(routing_key(place), b"") for place in places[at : at + _TOMBSTONES]])
+            await self._send(group, [(place, None) for place in places[at : at + _TOMBSTONES]])
 
-    async def _send(self, group: str, lines: Sequence[Line]) -> None:
+    async def _send(self, group: str, rows: Sequence[tuple[RowKey, OffsetRow | None]]) -> None:
+        """Write rows of a group. None: a tombstone."""
+        lines = [(routing_key(place), encode_payload(row) if row else b"") for place, row in rows]
         self._writing[group] += 1
         try:
-            await self._writer.write(lines)
+            await self._writer.write(lines, partial(self._apply, rows))
         finally:
             self._writing[group] -= 1
             if not self._writing[group]:
                 del self._writing[group]
 
-    def _apply(self, lines: Sequence[Line], seqs: Sequence[int]) -> None:
-        """Take over lines that are durable. `seqs`: 0 for a line that was refused."""
-        for (routed, payload), seq in zip(lines, seqs, strict=True):
+    def _apply(self, rows: Sequence[tuple[RowKey, OffsetRow | None]], seqs: Sequence[int]) -> None:
+        """Take over rows that are durable. `seqs`: 0 for a row that was refused."""
+        for (place, row), seq in zip(rows, seqs, strict=True):
             if not seq:
                 continue
             self.records += 1
-            place = decode_key(routed.partition(b".@.")[2])
-            if not payload:
+            if row is None:
                 self._table.drop(place, seq)
             elif not self._deleted.covers(place.topic, seq):
-                self._table.put(place, decode_payload(payload, seq))
+                self._table.put(place, row._replace(seq=seq))
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
