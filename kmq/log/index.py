@@ -21,6 +21,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 
 from kmq.files import AppendFile, Buffer, WaitForRoom, with_room
 from kmq.log import identity
@@ -48,6 +49,7 @@ MAX_LABEL = 512  # bytes; a topic's name has at most 200
 _lineages: dict[str, tuple[tuple[int, int], str]] = {}  # by directory: inode and mtime of the file, and what it says
 
 
+@lru_cache(1024)
 def place_of(log_path: str) -> tuple[str, str, int] | None:
     """Return (data directory, log, first record) of the path of a segment or index; None if it is elsewhere."""
     directory, name = os.path.split(log_path)
@@ -97,13 +99,12 @@ def read_label(text: bytes) -> bytes:
 
 def parse_line(line: bytes) -> IndexEntry | None:
     """Return an index line as an IndexEntry; None if it is no index line."""
-    fields = line.split(b"|")
     try:
-        offset, position, crc = (int(field) for field in fields[:3])
-        record.parse_ts(fields[3])
-    except (ValueError, IndexError):
+        offset, position, crc, recv_ts = line.split(b"|")
+        record.parse_ts(recv_ts)
+        return IndexEntry(int(offset), int(position), int(crc), recv_ts)
+    except ValueError:
         return None
-    return IndexEntry(offset, position, crc, fields[3]) if len(fields) == 4 else None
 
 
 def read_entries(path: str, log_size: int) -> list[IndexEntry]:

@@ -346,9 +346,9 @@ class LogReader:
     def _skip_before(self, checked: CheckedLines, offset: int) -> tuple[int, bytes]:
         """Return (offset, lines) without the lines before `offset`."""
         if not self.by_seq:
-            ahead = max(0, offset - checked.offset)
-            if ahead > checked.lines.count(b"\n"):
+            if offset > checked.next_offset:
                 return offset, b""
+            ahead = max(0, offset - checked.offset)
             return checked.offset + ahead, checked.lines.split(b"\n", ahead)[ahead] if ahead else checked.lines
         lines = within(checked.lines, offset, 1 << 63)
         return (record.seq_of(lines) if lines else offset), lines

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from kmq.log import identity, segment
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, IndexEntry, label, parse_line, read_label
+from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, IndexEntry, label, parse_line, place_of, read_label
 from kmq.log.segment import CheckedLines, bad_line, last_line, seqs_of
 from kmq.message import record
 
@@ -27,7 +27,7 @@ from kmq.message import record
 # Its format is in index.py.
 
 _LINE_BYTES = 256  # an index line is shorter
-_WINDOW = 1 << 14  # bytes read at once in order: some 300 blocks
+_FIRST, _WINDOW = 1 << 10, 1 << 14  # bytes read at once in order: first of some 20 blocks, then of some 300
 
 
 class IndexLine:
@@ -117,9 +117,10 @@ class IndexReader:
     def entries(self, at: int = 0) -> Iterator[tuple[int, IndexEntry]]:
         """Yield (byte, entry) of the lines in force, the last for each offset, from the line at byte `at` on."""
         pending: tuple[int, IndexEntry] | None = None
-        at = max(at, self.begin)
+        at, window = max(at, self.begin), _FIRST
         while at < self.size:
-            data = os.pread(self.fd, min(_WINDOW, self.size - at), at)
+            data = os.pread(self.fd, min(window, self.size - at), at)
+            window = _WINDOW
             whole = data.rfind(b"\n") + 1
             if not whole:
                 raise self.damage(at, "no end of line")
@@ -233,7 +234,8 @@ class SegmentReader:
             return ""
         if self.by_seq:
             return f"begins with seq {begin.seq}" if begin.seq < self.first else ""
-        topic, key = os.path.basename(os.path.dirname(os.path.dirname(self.path))).encode(), begin.routing_key
+        place, key = place_of(self.path), begin.routing_key
+        topic = place[1].rpartition("/")[0].encode() if place else b""
         belongs = key.startswith(topic) and key[len(topic) : len(topic) + 1] in (b"", b".")
         return "" if belongs else f"begins with a record of {key[:100].decode(errors='replace')!r}"
 

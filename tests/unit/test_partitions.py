@@ -13,7 +13,7 @@ from made_up import block
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
-from kmq.gateway.core.partitions import MAX_BATCH, Partitions
+from kmq.gateway.core.partitions import IN_MEMORY, MAX_BATCH, Partitions
 from kmq.log import deletions, segment, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.segment import bad_line
@@ -41,8 +41,11 @@ def stored(data, topic="t", number=0):
 
 
 def taken(batch):
-    lines = os.pread(batch.span.fd, batch.span.nbytes, batch.span.begin)
-    batch.segment.close()
+    if batch.segment is None:
+        lines = batch.text
+    else:
+        lines = batch.span.read()
+        batch.segment.close()
     assert lines.count(b"\n") == batch.lines and lines.endswith(b"\n")
     return batch.offset, lines
 
@@ -275,6 +278,16 @@ def test_a_batch_holds_at_most_the_lines_that_are_asked_for(data, log):
         got = b"".join(batch for _, batch in [taken(log.batch(start, 10**9, most))])
         assert lines[start : start + most][: got.count(b"\n")] == got.splitlines(keepends=True)
         assert 0 < got.count(b"\n") <= most
+
+
+def test_a_small_batch_is_in_memory_and_its_files_are_closed_and_a_large_one_is_a_piece_of_a_file(tmp_path):
+    data = write_data(tmp_path / "d", LINES, {"t": 1})
+    log, lines, before = Partitions(data).open("t", 0), b"".join(stored(data)), os.listdir("/proc/self/fd")
+    small = log.batch(100, IN_MEMORY)
+    assert small.segment is None and small.text in lines and os.listdir("/proc/self/fd") == before
+    large = log.batch(100, IN_MEMORY + 5000)
+    assert not large.text and large.span.nbytes > IN_MEMORY
+    large.segment.close()
 
 
 def test_a_batch_is_the_same_whatever_was_read_before(data):

@@ -3,12 +3,16 @@
 import asyncio
 import errno
 import os
+import socket
+import struct
+import threading
 
 import pytest
 from log_server import up
 from made_data import write_data
 
 from kmq.broker.stats import STATES, Incidents, Strangers
+from kmq.gateway.core import partitions
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.metrics import Requests
@@ -66,6 +70,11 @@ class Client:
         self._writer.close()
         await self._writer.wait_closed()
 
+    def reset(self):
+        """Go as a process that was killed with records unread."""
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
     async def line(self):
         return (await self._reader.readline()).decode().rstrip("\n")
 
@@ -118,6 +127,38 @@ def run(tmp_path):
         asyncio.run(main())
 
     return go
+
+
+def test_a_client_that_goes_while_its_batch_is_read_leaves_no_file_open(run, monkeypatch):
+    monkeypatch.setattr(partitions, "IN_MEMORY", 0)  # every batch is a piece of a file
+    read, has_begun, may_go_on = partitions.Partition.batch, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        batch = read(*arguments)
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return batch
+
+    def opened():
+        paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return [path for path in paths if os.path.exists(path) and os.readlink(path).endswith((".log", ".idx"))]
+
+    async def work(service, client):
+        before = len(opened())
+        monkeypatch.setattr(partitions.Partition, "batch", slow)
+        await client.ask("ASSIGN t/0@0", "!fetch 2000000")
+        assert await client.line() == "!assign 0 t/0@0"
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        assert len(opened()) > before
+        client.reset()
+        while any("Connection._run" in repr(task) for task in asyncio.all_tasks()):  # the session is not over
+            await asyncio.sleep(0.01)
+        may_go_on.set()
+        while len(opened()) > before:
+            await asyncio.sleep(0.01)
+
+    run(work)
 
 
 def test_a_seek_during_a_read_that_finds_nothing_is_not_forgotten(run):
@@ -201,7 +242,8 @@ def test_where_the_file_system_has_no_sendfile_records_are_read_and_sent(run, mo
         asked.append(arguments)
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(connection, "_HIGH_BYTES", 10)  # more than this is for sendfile
+    monkeypatch.setattr(connection, "_HIGH_BYTES", 10)
+    monkeypatch.setattr(partitions, "IN_MEMORY", 10)  # more than this is for sendfile
     monkeypatch.setattr(os, "sendfile", refuse)
 
     async def work(service, client):

@@ -49,6 +49,13 @@ class Span(NamedTuple):
     begin: int
     nbytes: int
 
+    def read(self) -> bytes:
+        """Return the bytes. Raises ConnectionAbortedError, because who sends them has told how many there are."""
+        data = os.pread(self.fd, self.nbytes, self.begin)
+        if len(data) != self.nbytes:
+            raise ConnectionAbortedError("the file has been cut")
+        return data
+
 
 class _Part(NamedTuple):
     """The bytes begin…stop-1 of one segment: the records offset…next_offset-1."""
@@ -230,13 +237,20 @@ MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span
 Signature = tuple[int, ...]
 
 
-class Batch(NamedTuple):
-    """`lines` records from `offset` on, the bytes of `span`. Close `segment` when they have been sent."""
+IN_MEMORY = 1 << 16  # bytes of a batch that costs less to hold than to keep a file open for
 
-    segment: SegmentReader
+
+class Batch(NamedTuple):
+    """`lines` records from `offset` on, the bytes of `span`. Close `segment` when they have been sent.
+
+    Of a batch of at most IN_MEMORY bytes `segment` is None: it is closed already, and `text` has the bytes.
+    """
+
+    segment: SegmentReader | None
     offset: int
     lines: int
     span: Span
+    text: bytes = b""
 
 
 def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
@@ -252,6 +266,8 @@ def _take(log: LogReader, start: int, end: int, max_bytes: int) -> Batch | None:
         with ExitStack() as opened:
             segment = opened.enter_context(SegmentReader(path, first, False, following < _NEVER))
             batch = _first_of(segment, log, max(start, first), end, max_bytes)
+            if batch is not None and batch.span.nbytes <= IN_MEMORY:
+                return batch._replace(segment=None, text=batch.span.read())
             if batch is not None:
                 opened.pop_all()
                 return batch
@@ -285,7 +301,7 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
         keep = lines.rfind(b"\n", 0, max_bytes - (at - begin)) + 1
         if not keep and at == begin:
             keep = lines.find(b"\n") + 1
-        stop, reached = at + keep, max(start, last.offset) + lines.count(b"\n", 0, keep)
+        stop, reached = at + keep, max(start, last.offset) + record.count_lines(lines[:keep])
     log.note_read(segment, LineStart(reached, stop))
     return Batch(segment, start, reached - start, Span(segment.fd, begin, stop - begin))
 
@@ -398,7 +414,7 @@ class Partition:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
         self.check()
         first, lines = self._log.read(offset, max_bytes)
-        self._owner.reach(self, first + lines.count(b"\n"))
+        self._owner.reach(self, first + record.count_lines(lines))
         return first, lines
 
     def chunks(self, offset: int, max_bytes: int) -> Iterator[tuple[list[Message], int]]:

@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         if self.is_tls or span.nbytes <= _HIGH_BYTES:
             for begin in range(span.begin, end, _HIGH_BYTES):
                 count = min(_HIGH_BYTES, end - begin)
-                await self.write(_read(span.fd, count, begin))
+                await self.write(Span(span.fd, begin, count).read())
             return
         loop, at = asyncio.get_running_loop(), span.begin
         if not (self.transport.get_write_buffer_size() or self._is_lost or self.transport.is_closing()):
@@ -238,10 +238,3 @@ class Connection(asyncio.Protocol):
             self.task.cancel()
         elif self.transport is not None:
             self.transport.abort()
-
-
-def _read(fd: int, count: int, position: int) -> bytes:
-    data = os.pread(fd, count, position)
-    if len(data) != count:
-        raise ConnectionAbortedError("the file has been cut")
-    return data

@@ -159,12 +159,13 @@ class Consumption:
                 cursor.seen = seen
                 return False
             try:
-                if not self._asked.raw:
-                    said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
-                    await self._connection.write(said.encode())
-                await self._connection.send(batch.span)
+                said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
+                await self._connection.write((b"" if self._asked.raw else said.encode()) + batch.text)
+                if batch.segment is not None:
+                    await self._connection.send(batch.span)
             finally:
-                self._service.release(batch.segment)
+                if batch.segment is not None:
+                    self._service.release(batch.segment)
         self._service.requests.count_sent(batch.span.nbytes)
         self._left -= batch.lines
         cursor.offset = batch.offset + batch.lines

@@ -8,9 +8,9 @@ Threads     Reading has a few threads of its own, so that a slow disk never stop
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 from kmq import files
 from kmq.access import roles
@@ -22,7 +22,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.partitions import Batch, Partitions
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.wire.requests import BadLine, name_of
@@ -74,13 +74,17 @@ class Service:
             raise RequestRefused("forbidden", holder.refusal(act))
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Return the result of work that reads files.
+        """Return the result of work that reads files. If the caller is cancelled, a batch's files are closed.
 
         After a power cut logs end earlier than they did, or lack their index, until the router has recovered: a consumer
         of these comes too early (not_ready). It is not wrong (out_of_range), and nothing is damaged.
         """
+        running = self._threads.submit(work, *arguments)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(_close_batch)
+            raise
         except RequestRefused as err:
             if err.code == "out_of_range" and not self.waking.watermark.is_followed:
                 text = f"the router is down or recovers, so the end is unknown: {err}"
@@ -98,7 +102,7 @@ class Service:
         if self._reads.locked():
             self._evict_slowest()
         try:
-            async with asyncio.timeout(_LONGEST_WAIT_S):
+            async with asyncio.timeout(_LONGEST_WAIT_S) if self._reads.locked() else nullcontext():
                 await self._reads.acquire()
         except TimeoutError:
             text = f"{self._most_reads} consumers are being sent records already"
@@ -126,6 +130,12 @@ class Service:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+
+
+def _close_batch(done: Future[Any]) -> None:
+    batch = None if done.cancelled() or done.exception() else done.result()
+    if isinstance(batch, Batch) and batch.segment is not None:
+        batch.segment.close()
 
 
 # --- status port -----------------------------------------------------------------------------------------------------

@@ -233,10 +233,12 @@ class Session:
                         cursor.offset = batch.offset + batch.lines
                         self.reader.delivered([cursor])
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
-                        await self.connection.write(said.encode())
-                        await self.connection.send(batch.span)
+                        await self.connection.write(said.encode() + batch.text)
+                        if batch.segment is not None:
+                            await self.connection.send(batch.span)
                 finally:
-                    self.service.release(batch.segment)
+                    if batch.segment is not None:
+                        self.service.release(batch.segment)
         except (DamageError, RequestRefused) as err:
             code = err.code if isinstance(err, RequestRefused) else "damaged"
             if code not in ("damaged", "unknown_topic"):  # it was deleted, and the others are there
