@@ -337,10 +337,9 @@ class Replica:
         if register is not None:  # before we say so: from here on nothing is confirmed or counted that the note lacks
             self._act(view, register)
         yield from self._show_promise(view)
-        note, noted = self._new_note(), self._note
-        is_due = noted is None or note != noted._replace(epoch=note.epoch, end=note.end)
-        is_due |= self._clock() - self._noted_at >= _NOTE_S
-        is_due |= noted is not None and note.end < noted.end  # after a cut: a start that has less is another replica
+        note, noted = self._new_note(), ours.note  # as Consul has it: one that was restored has an older one
+        is_due = note != noted._replace(epoch=note.epoch, end=note.end) or self._clock() - self._noted_at >= _NOTE_S
+        is_due |= note.end < noted.end  # after a cut: a start that has less is another replica
         if note != noted and is_due:
             yield from self._say(note)
         if register is not None and register == self.files.promised:

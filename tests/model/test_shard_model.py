@@ -1,7 +1,7 @@
 """Elections of a shard, its promises and identities: the real code on a simulated Consul, in any order."""
 
 import pytest
-from shard_mutants import MUTANTS, RECOVERIES, find, walk
+from shard_mutants import MUTANTS, RECOVERIES, attempt, find, walk
 from shard_world import BROKERS, World, load
 
 KINDS = ["", "volume", "consul", "emptied"]
@@ -149,6 +149,21 @@ def test_a_replica_between_two_sessions_when_consul_was_restored_ends_its_former
     world.beats |= dict.fromkeys(world.consul.state.sessions[former].checks, world.now + 1000.0)
     world.until("another start of c", lambda: replica._start != start)
     world.heal()
+
+
+def test_what_a_restored_consul_has_forgotten_is_noted_again_and_recovered(world):
+    """The sessions are of before, and still good: nobody enters again."""
+    snapshot, turns = world.consul.snapshot(), iter(range(60))
+    lose(world, "c")
+    world.until("an ISR of two", lambda: len(world.register.isr) == 2, ["a", "b"])
+    newest = world.register.version
+    world.until("two promises", lambda: all(world.running[one].replica.files.promised.version == newest for one in "ab"))
+    world.until("their notes", lambda: all(world.running[one].replica._note.version == newest for one in "ab"))
+    world.consul.restore(snapshot)
+    world.until("some turns", lambda: next(turns, None) is None, ["a", "b"])
+    assert {world.running[one].replica.problem for one in "ab"} == {world.code.replica.WENT_BACK}
+    assert attempt(world) in ("a", "b")
+    world.until("a register that goes on", lambda: world.register.descends_from(newest), ["a", "b"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
