@@ -305,10 +305,11 @@ class Leading:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell followers hw, where no data does."""
+        """Tell followers hw, where no data that follows soon says it: a text costs each side as much as a block."""
         now = time.monotonic()
         for follower in self.followers.values():
-            if follower.sent_hw < self.hw or now - follower.told > _BEAT_S:
+            has_more = follower.sent < self.numbered and follower.has_room()  # it is sent after our next sync
+            if (follower.sent_hw < self.hw and not has_more) or now - follower.told > _BEAT_S:
                 follower.sent_hw, follower.told = self.hw, now
                 follower.link.send(wire.Hw(self.hw))
 

@@ -11,8 +11,8 @@ Proof       HMAC-SHA256 with the shard's secret over the direction, the shard, t
             replica, level, max_line and nonce. So no proof is good in another session, for another replica, or for the
             other side. The server proves itself first: a follower shows its proof to nobody who does not know the secret.
 Memory      Before the proof: STRANGERS connections of BUFFER_BYTES each, HANDSHAKE_S long; the oldest has to go. After
-            it: one connection a replica, with one message at a time. Its peer is trusted to leave unread no more than
-            it has `room` for, and for DEAD_S at most.
+            it: one connection a replica, with READ_BYTES and one message at a time. Its peer is trusted to leave unread
+            no more than it has `room` for, and for DEAD_S at most.
 Faults      What the protocol does not allow raises WireError; it ends that connection and touches nothing else.
 Not covered Texts after the proof have no mac of their own: TLS protects them on a network that others can write to.
 """
@@ -36,7 +36,7 @@ from kmq.logfmt import Logger
 from kmq.message.record import count_lines
 
 LINE_BYTES = 1024
-BUFFER_BYTES = 4096  # for texts, and the first bytes of what follows one: the rest goes straight to its place
+BUFFER_BYTES, READ_BYTES = 4096, 256 << 10  # for texts, and the bytes that follow: before the proof, after it
 REGISTER_BYTES = 64 << 10  # a register has at most 25 KB
 FILE_BYTES = 64 << 20  # a file is held in memory, on both sides
 PIECE_BYTES = 1 << 20  # of a file of a bootstrap
@@ -268,7 +268,7 @@ def _with_body(message: Message, body: bytearray) -> Message:
 
 
 class Link(asyncio.BufferedProtocol):
-    """One connection. Bytes go from the socket straight into the message that they belong to.
+    """One connection. Bytes of a message that does not fit the buffer go from the socket straight to their place.
 
     One task reads. A read that was cancelled is resumed by the next one.
     """
@@ -302,10 +302,9 @@ class Link(asyncio.BufferedProtocol):
                 raise WireError(f"bytes={size}: a {type(message).__name__} has at most {most}")
             self._message = message
             here = min(size, self._end - self._begin)  # bytes of the body that have come with the text
-            self._body = bytearray(size)
-            self._body[:here] = self._texts[self._begin : self._begin + here]
+            self._body, self._missing = self._texts[self._begin : self._begin + here], size - here
             self._begin += here
-            self._missing = size - here
+            self._body += bytes(self._missing)
         while self._missing:
             await self._more()
         message, self._message = self._message, None
@@ -350,7 +349,7 @@ class Link(asyncio.BufferedProtocol):
                 return
         else:
             self._end += nbytes
-            if self._end == BUFFER_BYTES and self._transport is not None:
+            if self._end == len(self._texts) and self._transport is not None:
                 self._is_paused = True  # the reader has to take some of it first
                 self._transport.pause_reading()
         self._wake()
@@ -383,6 +382,7 @@ class Link(asyncio.BufferedProtocol):
     def proved(self, peer: Peer, me: Me) -> None:
         """Let this be a connection to `peer`. The longer lines of the two sides bound a block."""
         self.peer = peer
+        self._texts += bytes(READ_BYTES - len(self._texts))
         self.max_data = max(8 << 20, min(max(peer.max_line, me.max_line), MOST_LINE) + (64 << 10))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -6,7 +6,7 @@ from shard_parts import LEADING, STARTING, first_register, play
 from kmq.files import file_id, replace_file
 from kmq.log import dedupe_file
 from kmq.log.committed import encode_epoch
-from kmq.replica import wire
+from kmq.replica import lead, wire
 
 B, C = "b" * 16, "c" * 16
 
@@ -44,6 +44,39 @@ def test_what_all_of_the_isr_have_is_committed(tmp_path):
         c.have(end)
         await shard.until(lambda: a.page.hw == end)
         assert wire.Hw(end) in await b.answered()
+
+    play(tmp_path, scene, "a")
+
+
+def test_hw_is_told_with_the_data_that_follows_and_by_itself_where_none_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(lead, "_BEAT_S", 60.0)
+
+    async def scene(shard, a):
+        await leads(shard, a, B)
+        b = await shard.peer(a)
+        await b.joins(1, 1)
+        end = await stores(shard, a, b"t|||1")
+        await b.read(wire.Data)
+        a.stores = False
+        a.send(b"t|||2")
+        await shard.until(lambda: a.leading.numbered == end + 1)
+        b.have(end)
+        assert not await b.answered() and a.page.hw == end
+        a.stores = True
+        assert (await b.read(wire.Data)).hw == end
+        b.have(end + 1)
+        assert await b.read(wire.Hw) == wire.Hw(end + 1)
+        a.stores = False
+        a.send(b"t|||3")
+        await shard.until(lambda: a.leading.numbered == end + 2)
+        end = a.leading.synced
+        a.stores = True
+        await b.read(wire.Data)
+        a.stores = False
+        a.send(b"t|||4")
+        await shard.until(lambda: a.leading.numbered == end + 2)
+        b.send(wire.Have(b.register.version.number, end + 2, 0))  # it has no room for what follows
+        assert await b.read(wire.Hw) == wire.Hw(end + 1)
 
     play(tmp_path, scene, "a")
 
