@@ -157,7 +157,9 @@ def test_what_a_restored_consul_has_forgotten_is_noted_again_and_recovered(world
     lose(world, "c")
     world.until("an ISR of two", lambda: len(world.register.isr) == 2, ["a", "b"])
     newest = world.register.version
-    world.until("two promises", lambda: all(world.running[one].replica.files.promised.version == newest for one in "ab"))
+    world.until(
+        "two promises", lambda: all(world.running[one].replica.files.promised.version == newest for one in "ab")
+    )
     world.until("their notes", lambda: all(world.running[one].replica._note.version == newest for one in "ab"))
     world.consul.restore(snapshot)
     world.until("some turns", lambda: next(turns, None) is None, ["a", "b"])
