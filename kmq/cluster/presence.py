@@ -72,7 +72,7 @@ def check_broker(name: str) -> str:
     return name
 
 
-_FIELD = re.compile(r"([a-z_]+)=(\S*)")
+_FIELD = re.compile(r"([a-z_][a-z0-9_]*)=(\S*)")
 
 
 def encode_fields(**fields: object) -> bytes:

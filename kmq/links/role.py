@@ -33,8 +33,11 @@ ROLES = ("waiting", "following", "starting", "leading")
 SYNCED = "synced"  # the FIFO into which durability writes a byte after each sync: `replica` waits for it
 
 _GENERATION, _ROLE, _EPOCH, _MARK, _HW, _REFUSES, _UNSURE = range(7)  # words
-_DATA_ID, _LEADER, _TEXT = 1024, 2048, 1024  # texts: where they begin, and their longest
-_BYTES = 4096
+_DATA_ID, _LEADER = (
+    slice(1024, 2048),
+    slice(2048, 16384),
+)  # texts; a leader has up to 26 ports, with a host of 253 bytes
+_BYTES = 16384
 
 
 def remove(instance: str) -> None:
@@ -143,8 +146,8 @@ class RolePage:
         """Return True if the page still has its name, by which others find it."""
         return file_id(self.path) == self._file
 
-    def _text(self, at: int) -> str:
-        return self._mm[at : at + _TEXT].rstrip(b"\0").decode(errors="replace")
+    def _text(self, at: slice) -> str:
+        return self._mm[at].rstrip(b"\0").decode(errors="replace")
 
     # --- of `replica` -----------------------------------------------------------------------------------------------
 
@@ -182,5 +185,6 @@ class RolePage:
         """Say who leads; see `leader`."""
         self._put(_LEADER, " ".join(f"{name}={value}" for name, value in fields.items()))
 
-    def _put(self, at: int, text: str) -> None:
-        self._mm[at : at + _TEXT] = text.encode()[: _TEXT - 1].ljust(_TEXT, b"\0")
+    def _put(self, at: slice, text: str) -> None:
+        room = at.stop - at.start
+        self._mm[at] = text.encode()[: room - 1].ljust(room, b"\0")

@@ -4,9 +4,11 @@ import os
 
 import pytest
 
+from kmq.broker.door import PORTS
 from kmq.cluster.register import begin
 from kmq.config.settings import load
 from kmq.errors import ConfigError, CorruptError
+from kmq.links.role import RolePage, remove
 from kmq.log import identity
 from kmq.replica.files import STARTS, ReplicaFiles, new_identity
 from kmq.replica.shard import Note, decode_note, encode_note
@@ -158,4 +160,17 @@ def test_a_shard_with_its_consul_is_accepted():
 def test_a_note_gives_back_what_it_says_of_its_doors():
     note = Note("a", "5c1f", end=7, replica="pod-a:5677", doors=(("lines", "pod-a:5673"), ("http", "[::1]:8082")))
     assert decode_note(encode_note(note)) == note
+    many = note._replace(doors=tuple((name, f"{'h' * 253}:65535") for name in PORTS))
+    assert decode_note(encode_note(many)) == many
+
+
+def test_a_role_page_has_room_for_all_ports_of_a_leader():
+    leader = {"broker": "b" * 64} | dict.fromkeys(PORTS, f"{'h' * 253}:65535")
+    instance = f"role-{os.getpid()}"
+    page = RolePage.make(instance, "id")
+    try:
+        page.show_leader(leader)
+        assert page.leader == leader and RolePage.find(instance, "id").leader == leader
+    finally:
+        remove(instance)
     assert decode_note(encode_note(Note("a", "5c1f"))) == Note("a", "5c1f")
