@@ -132,7 +132,7 @@ class Replica:
         self.seen: tuple[ShardView, float] | None = None  # what Consul said in the last turn, and when (unix seconds)
         self._presence = Presence(ttl_s, keeps_keys=True)
         self._position = 0  # of the watch of the register
-        self._found = ""  # the last former session of ours that a restored Consul had
+        self._found = ""  # the last former session of ours that held our key
         self._start = ""  # the mark with which our session began
         self._lock = ""  # the session that has locked our key last
         self._note: Note | None = None  # as we have written it last
@@ -220,7 +220,7 @@ class Replica:
     def _leave(self, has_entered: bool) -> Steps[None]:
         """Say where we stand, and give our key back."""
         try:
-            if has_entered:
+            if has_entered and self._lock == self._presence.session:  # else who has written the key since is not known
                 yield from self._say(self._new_note())
             yield from self._presence.close()
         except ConsulError as error:
@@ -267,10 +267,11 @@ class Replica:
                 yield Pause(_AGAIN_S)
 
     def _say_found(self, member: Member, effect: str) -> None:
-        """Log that a former session of ours holds our key: Consul was restored, and that session with it.
+        """Log that a former session of ours holds our key, because Consul was restored, or we ask another agent now.
 
-        Its check was forgotten by the agent, and passes until the agent compares what it has with Consul's servers. If
-        we have written a later mark since, or this process has begun it, that is certain, and the session can be ended.
+        Where it was restored the agent does not know the session's check, which passes until the agent compares what it
+        has with Consul's servers. If we have written a later mark since, or this process has begun it, that it is ours
+        is certain, and it can be ended.
         """
         if member.session != self._found:
             self.log.warn("replica_own_session_found", session=member.session, start=member.note.start, effect=effect)

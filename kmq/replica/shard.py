@@ -183,7 +183,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
             problem = "register_went_back"
         role = "waiting" if promised is None else "following"
         if register is not None and register.leader == member.id:
-            role = "leading" if member.note.opened == register.epoch else "starting"
+            role = "leading" if member.note.opened >= register.epoch else "starting"  # more: it went back
         brokers[member.note.broker] = {
             "replica": member.id,
             "alive": bool(member.session),

@@ -168,6 +168,15 @@ def test_what_a_restored_consul_has_forgotten_is_noted_again_and_recovered(world
     world.until("a register that goes on", lambda: world.register.descends_from(newest), ["a", "b"])
 
 
+@pytest.mark.parametrize(("opened", "role"), [(0, "starting"), (1, "leading"), (2, "leading")])
+def test_a_leader_with_open_doors_is_leading_also_where_the_register_went_back(world, opened, role):
+    view = world.run(world.code.shard.read_shard(world.keys))
+    leader = view.members[view.register.leader]
+    note = leader.note._replace(opened=opened)
+    view = view._replace(members={**view.members, leader.id: leader._replace(note=note)})
+    assert world.code.shard.document("s", "a", view)["brokers"]["a"]["role"] == role
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_walks_keep_every_promise(tmp_path, kind):
     epochs = sum(walk((), tmp_path / str(seed), seed, kind).judge.registers[-1].epoch for seed in range(60))
