@@ -1,7 +1,7 @@
 """How large a topic is: offsets, bytes and segments of each partition. Reads files, changes nothing.
 
 Memory      `Bounds`, for listings of thousands of topics, has a few hundred bytes for each partition. After a listing
-            it has no more topics than there are.
+            of all it has no more topics than there are.
 """
 
 import os

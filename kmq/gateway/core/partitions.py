@@ -10,7 +10,7 @@ End         The end of a range is fixed at its start. If damage hides the end, t
             of the damage. A reader that resumes at next_offset then reaches the damage.
 Deletion    No offset ever means two records, also if a topic is deleted and made again (kmq/log/deletions.py). A
             partition that was opened before belongs to the deleted topic, and raises RequestRefused from then on.
-Files       One segment is open at a time, so a range of any length, and a batch until `close`, costs two descriptors.
+Files       One segment is open at a time, so a range of any length, and a batch while it has a file, costs two descriptors.
             An open segment is read to its end even if retention deletes it. A segment that is deleted, or replaced by
             compaction, before its turn raises FileNotFoundError.
 Memory      A number for each partition that was read.
@@ -50,7 +50,7 @@ class Span(NamedTuple):
     nbytes: int
 
     def read(self) -> bytes:
-        """Return the bytes. Raises ConnectionAbortedError, because who sends them has told how many there are."""
+        """Return the bytes. Raises ConnectionAbortedError if the file has fewer: who sends them may have told how many."""
         data = os.pread(self.fd, self.nbytes, self.begin)
         if len(data) != self.nbytes:
             raise ConnectionAbortedError("the file has been cut")

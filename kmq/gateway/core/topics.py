@@ -118,6 +118,7 @@ class TopicAdmin:
         """Return the names of all topics in order; `internal`: with those of KMQ itself, which begin with __."""
         check_data(self._data)
         found = await asyncio.to_thread(topics.names, self._data)
+        self._bounds.keep(found)
         return [name for name in found if internal or not name.startswith("__")]
 
     async def all(self, internal: bool = False) -> list[TopicState]:

@@ -124,7 +124,8 @@ class LogCalls:
         after, internal = request.query.get("after", ""), request.query.get("internal", "") == "true"
 
         def read() -> list[dict[str, object]]:
-            names = [name for name in topics.names(self._data) if internal or not name.startswith("__")]
+            self._bounds.keep(found := topics.names(self._data))
+            names = [name for name in found if internal or not name.startswith("__")]
             start = bisect_right(names, after)
             return list(self._bounds.rows(names[start : start + limit]))
 

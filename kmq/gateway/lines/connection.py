@@ -1,7 +1,7 @@
 """One connection of a consumer: lines in, bytes and pieces of files out.
 
-Invariant   A client that does not read costs two socket buffers and one block, because a piece of a file is sent by the
-            kernel (sendfile), and nothing else is made while a write waits for the client.
+Invariant   A client that does not read costs two socket buffers, one block, and at most 64 KiB of a small batch, because
+            a piece of a file is sent by the kernel (sendfile), and nothing else is made while a write waits for the client.
 Deadline    A request line must be whole within KMQ_LINE_DEADLINE, and a client that is sent something must take some of
             it within that time; `late` says which is missed. Dead peers are found by TCP keepalive.
 Half-close  A client that closes its sending half gets everything it has asked for. TLS of asyncio has no half-closed

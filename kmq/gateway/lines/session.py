@@ -9,7 +9,7 @@ Again       A message that comes again is a batch of its own, `!batch again`.
 Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
             timeout goes on with its partitions. `!leave` ends it at once.
 Damage      answers one fetch, and its partition rests (kmq/gateway/core/fetching.py); after `!seek` it is said again.
-Memory      A batch is bytes of a file (connection.py).
+Memory      A batch is bytes of a file, or at most 64 KiB of text (connection.py).
 """
 
 import asyncio
