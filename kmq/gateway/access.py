@@ -44,7 +44,7 @@ from kmq.logfmt import Logger
 
 # --- browsers --------------------------------------------------------------------------------------------------------
 
-_PAGES = ("/", "/pages", "/docs")  # what a link of another site may lead to
+_PAGES = re.compile(r"/|/pages|/docs|/console/[a-z0-9-]+\.md")  # what a link of another site may lead to
 _ORIGIN, _SITE = "Origin", "Sec-Fetch-Site"
 _SIGNS = (_ORIGIN, _SITE, "Referer", "Cookie")  # headers that hardly any program sends
 _SAFE = ("GET", "HEAD")
@@ -123,7 +123,7 @@ def _is_at(url: str, host: str | None) -> bool:
 def _opens_page(method: str, path: str, headers: Headers) -> bool:
     return (
         method in _SAFE
-        and path in _PAGES
+        and _PAGES.fullmatch(path) is not None
         and headers.get("Sec-Fetch-Mode") == "navigate"
         and headers.get("Sec-Fetch-Dest") == "document"
     )

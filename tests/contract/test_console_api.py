@@ -79,6 +79,7 @@ def test_every_finding_has_a_section_of_the_runbook_and_no_link_of_a_document_le
         assert status == 200 and headers.get_content_type() == "text/html" and b"style=" not in text
         assert headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
         documents[name] = text.decode()
+        assert "&lt;!--" not in documents[name]
         links = re.findall(r'href="([^"#/:]+)', documents[name])
         waiting += [link for link in links if link not in documents and link not in waiting]
     assert documents.keys() == {path.name for path in DOCS.iterdir()}

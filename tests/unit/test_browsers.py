@@ -66,7 +66,9 @@ def test_a_request_for_a_page_of_another_site_is_refused(headers):
 
 def test_a_link_of_another_site_may_open_a_page_and_not_frame_it():
     link = CHROME | {"Host": "localhost:8082", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    assert not refused(link | {"Sec-Fetch-Dest": "document"}, path="/")
+    for path in ("/", "/console/operations.md"):
+        assert not refused(link | {"Sec-Fetch-Dest": "document"}, path=path)
+    assert refused(link | {"Sec-Fetch-Dest": "document"}, path="/console/x.md/../../metrics")
     assert refused(link | {"Sec-Fetch-Dest": "iframe"}, path="/")
     assert refused(link | {"Sec-Fetch-Dest": "document"}, "POST", "/")
 

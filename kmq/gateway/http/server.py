@@ -212,15 +212,18 @@ _DOCUMENT = (
 @cache
 def _document(name: str) -> _File:
     names = [path.name for path in DOCS.iterdir()]
-    return _file(render((DOCS / name).read_text(), names).encode(), _TYPES[".html"])
+    return _file(render((DOCS / name).read_text("utf-8"), names).encode(), _TYPES[".html"])
 
 
 def render(text: str, names: Collection[str]) -> str:
-    """Return a document (Markdown) as a page. HTML in it is shown as text, and so are links to files not in `names`."""
+    """Return a document (Markdown) as a page, without what its tests are told by comments.
+
+    HTML in it is shown as text, and so are links to files not in `names`.
+    """
     from markdown_it import MarkdownIt  # which rich brings; only who reads a document pays for it
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    tokens = parser.parse(text)
+    tokens = parser.parse(re.sub(r"(?m)^<!--.*?-->\n", "", text))
     for token, after in pairwise(tokens):
         token.attrs.pop("style", None)  # of a column, which the page's policy forbids
         if token.type == "heading_open":

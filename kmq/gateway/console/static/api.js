@@ -160,7 +160,7 @@ export function pause(milliseconds, signal) {
 }
 
 /**
- * Load and render until the signal is raised, or the token is refused, which asking again does not change.
+ * Load and render until the signal is raised. A refusal is asked about seldom: the leader of a shard, or a token, may change.
  * `report(error, waitMs)` hears of each failure, and of an answer that is late, `report(null)` of success.
  */
 export async function poll(load, render, everyMs, signal, report) {
@@ -176,9 +176,10 @@ export async function poll(load, render, everyMs, signal, report) {
     } catch (error) {
       if (signal.aborted) return;
       failures += 1;
-      wait = Math.min(MOST_WAIT_MS, Math.max(everyMs, 500 * 2 ** failures)) * (0.8 + 0.4 * Math.random());
+      const isRefused = error.status === 401 || error.status === 403;
+      wait = isRefused ? MOST_WAIT_MS : Math.min(MOST_WAIT_MS, Math.max(everyMs, 500 * 2 ** failures));
+      wait *= 0.8 + 0.4 * Math.random();
       report(error, wait);
-      if (error.status === 401 || error.status === 403) return;
     } finally {
       clearTimeout(late);
     }

@@ -21,6 +21,7 @@ let open = new AbortController();
 let goneSince = null;
 let newest = null; // as_of of the newest document
 let isAsking = false;
+let asked = null; // the token of the last dialog: whoever cancels it is not asked again
 const drawn = new Map(); // view → when it was drawn last, and after how many seconds its numbers are old
 
 /** What a page may use of the frame. */
@@ -56,7 +57,7 @@ function report(error, wait, found) {
     at("connection").hidden = true;
     return;
   }
-  if (error.status === 401) askToken(unauthorized());
+  if (error.status === 401) askAboutToken();
   if (error instanceof ApiError && !error.isGone) {
     showTrouble(`Refused: ${visible(error.message)}.`, "");
     const loading = at("main").querySelector(".now > .loading");
@@ -81,7 +82,7 @@ async function learnSession() {
   try {
     session = await get(path("session"));
   } catch (error) {
-    if (error.status === 401) askToken(unauthorized());
+    if (error.status === 401) askAboutToken();
     return;
   }
   const may = session.writable ? "may change" : "reads only";
@@ -91,8 +92,10 @@ async function learnSession() {
   document.body.dataset.role = session.role;
 }
 
-function unauthorized() {
-  return token() ? "The gateway does not know this token, or it was revoked." : "The gateway wants a token.";
+function askAboutToken() {
+  if (isAsking || token() === asked) return;
+  asked = token();
+  askToken(asked ? "The gateway does not know this token, or it was revoked." : "The gateway wants a token.");
 }
 
 async function askToken(why) {
@@ -133,6 +136,7 @@ function route(isFirst) {
   open.abort();
   open = new AbortController();
   drawn.clear();
+  asked = null;
   const [name, ...rest] = parts();
   const known = Object.hasOwn(PAGES, name) ? name : "overview";
   for (const link of at("nav").querySelectorAll("a")) {
