@@ -124,6 +124,7 @@ def ping(instance: str, policy: str, path: str) -> None:
             pass
         sleeps.over()
     say(f"{path}.ping", sleeps.lost)
+    say(f"{path}.rounds", rounds)
 
 
 def pong(instance: str, policy: str, path: str) -> None:
