@@ -95,7 +95,7 @@ def exit_code_of(err: BaseException) -> int:
 _QUOTED = 200  # characters: a token or a table of offsets is long
 
 
-def shown(text: str, part: str | None = None, *, is_path: bool = False) -> str:
+def quotation(text: str, part: str | None = None, *, is_path: bool = False) -> str:
     """Return how an error quotes the begin of a given text, and the `part` that is wrong. One with a login is not quoted.
 
     Any part of such a text may be of a password, also a part that looks like another address. A directory may have an

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kmq.cli.output import local_headers
 from kmq.config.settings import load
-from kmq.errors import ConfigError, KmqError, RetryError, shown
+from kmq.errors import ConfigError, KmqError, RetryError, quotation
 from kmq.log import topics
 from kmq.wire import refusals
 
@@ -38,7 +38,7 @@ class GatewayClient:
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {shown(url)}: must be http://<host>:<port> or https://<host>:<port>")
+            raise ConfigError(f"--url {quotation(url)}: must be http://<host>:<port> or https://<host>:<port>")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self.token = token
         self.host = parts.hostname

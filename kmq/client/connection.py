@@ -17,7 +17,7 @@ from kmq.client.lines import no_connection, read_port
 from kmq.client.producer_core import ProducerCore
 from kmq.config.settings import Settings, load
 from kmq.config.values import KIB
-from kmq.errors import ConfigError, KmqError, RetryError, shown
+from kmq.errors import ConfigError, KmqError, RetryError, quotation
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
@@ -66,7 +66,7 @@ def read_hosts(text: str) -> Iterator[tuple[str, int | None]]:
         port = match["port"] if match is not None else None
         if match is None or "@" in text or (port is not None and not 0 < int(port) < 1 << 16):
             raise ConfigError(
-                f"host={shown(text, part.strip())} must be a host, or host:port with a port of 1 to 65535"
+                f"host={quotation(text, part.strip())} must be a host, or host:port with a port of 1 to 65535"
             )
         yield match["ip6"] or match["only"] or match["name"], int(port) if port else None
 

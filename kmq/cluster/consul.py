@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import h11
 
-from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped, shown
+from kmq.errors import EXIT_CONFIG, ConfigError, RetryError, Stopped, quotation
 
 T = TypeVar("T")
 
@@ -301,7 +301,7 @@ class ConsulAddress(NamedTuple):
         urls = []
         for number, part in enumerate(filter(None, map(str.strip, text.split(","))), 1):
             url = part if "://" in part else f"http://{part}"
-            what = f"KMQ_CONSUL={shown(text, part)}" + (f": address {number}" if "@" in text else "")
+            what = f"KMQ_CONSUL={quotation(text, part)}" + (f": address {number}" if "@" in text else "")
             why = "must be host:port, http://… or https://…"
             if "@" in text:  # an error of _Url.of may name a part of it
                 why += ", special characters of the login as %40"

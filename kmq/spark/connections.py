@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kmq.config.values import parse_duration
-from kmq.errors import ConfigError, RetryError, shown
+from kmq.errors import ConfigError, RetryError, quotation
 
 TIMEOUT_S = PATIENCE_S = 30.0
 CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certificate", "key"))
@@ -141,7 +141,7 @@ def gateway_address(name: str, access: Access) -> GatewayAddress:
     """Return the address that a user's `name` means. Raises ConfigError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[3] or 0) > 65535:
-        raise ConfigError(f"kmq.bootstrap.servers: {shown(name)} is not host:port, nor https://host:port")
+        raise ConfigError(f"kmq.bootstrap.servers: {quotation(name)} is not host:port, nor https://host:port")
     if match[1] == "http" and access.tls:
         raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
     scheme = match[1] or ("https" if access.tls else "http")
@@ -234,7 +234,7 @@ def check_options(
         if name.lower() not in known:
             ours = elsewhere.get(name.lower())
             advice = f"; did you mean {ours}?" if ours else nearest(name, known.values())
-            said = "…" if _is_secret(name + advice) else shown(str(value))  # a misspelt token is secret, too
+            said = "…" if _is_secret(name + advice) else quotation(str(value))  # a misspelt token is secret, too
             raise ConfigError(
                 f"unknown {kind} option {name}={said}{advice}; expected one of {', '.join(known.values())}"
             )

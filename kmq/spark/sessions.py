@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from kmq.broker.health import is_in_pod
-from kmq.errors import ConfigError, RetryError, pip_install, shown
+from kmq.errors import ConfigError, RetryError, pip_install, quotation
 from kmq.spark import failures
 
 if TYPE_CHECKING:
@@ -243,10 +243,10 @@ def check_master(master: str) -> None:
             with socket.create_connection((host.strip("[]"), int(port)), _MASTER_S):
                 return
         except ValueError:
-            raise ConfigError(f"--master {shown(master, address)} must be host:port") from None
+            raise ConfigError(f"--master {quotation(master, address)} must be host:port") from None
         except OSError as err:
-            why = f"{address}: {err.strerror or err}"
-    raise RetryError(f"--master {master}: nothing answers ({why}); start the master, or give another one")
+            why = err.strerror or str(err)
+    raise RetryError(f"--master {quotation(master)}: nothing answers ({why}); start the master, or give another one")
 
 
 def _java_homes() -> Iterator[Path]:

@@ -23,6 +23,7 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import WAL
 from kmq.spark.connections import Access, ShardDoors
 from kmq.spark.pipelines.archive import LetterWriter
+from kmq.spark.sessions import check_master
 from kmq.spark.sink.targets import Destination, WriteOptions
 from kmq.spark.source import brokers, ends, planner
 from kmq.spark.source.brokers import Directory, Layout, open_broker, recognised
@@ -150,12 +151,30 @@ def test_a_proxy_is_asked_again_when_it_says(after):
     assert time.time() >= begin + 1
 
 
-def test_a_proxy_that_says_a_long_time_is_waited_for_within_the_patience():
+def test_a_proxy_that_says_a_long_time_is_waited_for_within_the_patience(monkeypatch):
+    pauses, sleep = [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
     page = answer(b"<html>", 429).replace(b"\r\n", b"\r\nRetry-After: 3600\r\n", 1)
     with Gateway(page) as gateway, pytest.raises(RetryError, match="nothing else for"):
-        Remote(gateway.name).identity()
+        Remote(gateway.name, patience_s=1).identity()
+    assert max(pauses) > 0.8
     with Gateway(page) as a, Gateway(answer(b'{"data_id": "me"}')) as b:  # each address has its turn before it
         assert PatientRemote(f"{a.name},{b.name}", Access(patience_s=3600)).identity() == "me"
+
+
+def test_a_date_that_no_clock_has_is_no_date():
+    page = answer(b"<html>", 429)
+    page = page.replace(b"\r\n", b"\r\nRetry-After: Mon, 99999999999999 Jan 2024 00:00:00 GMT\r\n", 1)
+    with Gateway(page, answer(b'{"data_id": "me"}')) as gateway:
+        assert Remote(gateway.name, patience_s=PATIENCE_S).identity() == "me"
+
+
+def test_a_proxy_says_when_with_json_of_the_form_of_a_gateway():
+    page = answer(b'{"code":8,"message":"x"}', 429).replace(b"\r\n", b"\r\nRetry-After: 1\r\n", 1)
+    begin = time.monotonic()
+    with Gateway(page, answer(b'{"data_id": "me"}')) as gateway:
+        assert Remote(gateway.name, patience_s=PATIENCE_S).identity() == "me"
+    assert time.monotonic() >= begin + 1
 
 
 def test_more_or_fewer_records_than_announced_are_an_error():
@@ -469,6 +488,12 @@ def test_a_login_is_never_shown(names):
         with pytest.raises(ConfigError, match="not shown because of a login") as raised:
             ask()
         assert "secret" not in str(raised.value)
+
+
+def test_a_master_that_does_not_answer_is_named_without_its_login():
+    with pytest.raises(RetryError, match="not shown because of a login") as raised:
+        check_master("spark://me:secret@127.0.0.1:1")
+    assert "secret" not in str(raised.value)
 
 
 def test_a_directory_may_have_an_at_sign_in_its_name():

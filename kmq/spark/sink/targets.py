@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from kmq.client.connection import local_address
 from kmq.client.producer import Producer
-from kmq.errors import ConfigError, RetryError, shown
+from kmq.errors import ConfigError, RetryError, quotation
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.text import request_line
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, ShardDoors, Tls, check_options, duration, tls_of
@@ -62,7 +62,7 @@ def addresses(option: str, text: str, has_tls: bool = False) -> list[Address]:
     `has_tls`: addresses without a scheme have TLS.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    return [_address(f"{option}={shown(text if '@' in text else part)}", part, has_tls) for part in parts]
+    return [_address(f"{option}={quotation(text if '@' in text else part)}", part, has_tls) for part in parts]
 
 
 def _address(named: str, text: str, has_tls: bool) -> Address:

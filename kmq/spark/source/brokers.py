@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
 from kmq.config.settings import SHM
-from kmq.errors import ConfigError, CorruptError, RetryError, shown
+from kmq.errors import ConfigError, CorruptError, RetryError, quotation
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, segment_reader, topics
 from kmq.log.damage import DamageError
@@ -155,11 +155,11 @@ class Directory(Broker):
             inside = os.path.join(self.name, "data")
             advice = f"; did you mean {inside}?" if os.path.isfile(f"{inside}/id") else ""
             raise ConfigError(
-                f"path={shown(self.name, is_path=True)}: no data directory of KMQ: {why}{advice}"
+                f"path={quotation(self.name, is_path=True)}: no data directory of KMQ: {why}{advice}"
             ) from None
         except OSError as err:
             raise ConfigError(
-                f"path={shown(self.name, is_path=True)}: no data directory of KMQ: {err.strerror} ({err.filename})"
+                f"path={quotation(self.name, is_path=True)}: no data directory of KMQ: {err.strerror} ({err.filename})"
             ) from None
 
     def marks_from(self) -> int:
@@ -485,6 +485,8 @@ class Remote(Broker):
         try:
             said = {} if status in _PROXY else json.loads(body)  # some proxies send JSON of the same form
             code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
+            if not isinstance(code, str):
+                raise TypeError(code)  # a number of gRPC, which only a proxy has
         except (ValueError, KeyError, TypeError):
             if status in (*_PROXY, *_LATER):  # the page of a proxy
                 why = "has too many requests" if status == 429 else "does not reach the gateway"
@@ -517,7 +519,7 @@ def _seconds(retry_after: str) -> float:
     """Return what a header Retry-After asks for, as seconds or as a date; 0 for anything else."""
     if retry_after.isascii() and retry_after.isdecimal():
         return float(retry_after)
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return parsedate_to_datetime(retry_after).timestamp() - time.time()
     return 0.0
 

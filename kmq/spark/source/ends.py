@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kmq.errors import ConfigError, shown
+from kmq.errors import ConfigError, quotation
 from kmq.spark.connections import nearest
 from kmq.spark.source.plan import Bounds, Key
 
@@ -79,7 +79,7 @@ def parse(options: Mapping[str, str], side: str, brokers: Sequence[str]) -> End:
 
 def _one_time(name: str, text: str) -> End:
     if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"{name}={shown(text)}: must be a whole number of milliseconds since the epoch")
+        raise ConfigError(f"{name}={quotation(text)}: must be a whole number of milliseconds since the epoch")
     return End(name, everywhere=int(text), is_time=True)
 
 
@@ -103,13 +103,13 @@ def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bo
     for topics in table.values() if by_broker else [table]:
         words = {} if is_time else {word: value for word, value in _WORDS.items() if value >= least}
         if not isinstance(topics, dict) or not all(_is_shaped(each, least, words) for each in topics.values()):
-            raise ConfigError(f"{name}={shown(text)}: {must_be}" + (f", from {least} on" if not is_time else ""))
+            raise ConfigError(f"{name}={quotation(text)}: {must_be}" + (f", from {least} on" if not is_time else ""))
         topics |= {topic: {_EACH: words[word.lower()]} for topic, word in topics.items() if isinstance(word, str)}
     if by_broker:
         for broker in table:
             if broker not in brokers:
                 raise ConfigError(
-                    f"{name}: unknown broker {shown(broker)} in this query{nearest(broker, brokers)};"
+                    f"{name}: unknown broker {quotation(broker)} in this query{nearest(broker, brokers)};"
                     f" there are {', '.join(brokers)}"
                 )
     return End(name, table=table if by_broker else dict.fromkeys(brokers, table), by_broker=by_broker, is_time=is_time)
@@ -149,15 +149,15 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
             twice = next(key for key in table if [key for key, _ in pairs].count(key) > 1)
-            raise ConfigError(f"{name}={shown(text)}: names {shown(twice)} twice")
+            raise ConfigError(f"{name}={quotation(text)}: names {quotation(twice)} twice")
         return table
 
     try:
         table = json.loads(text, object_pairs_hook=once)
     except ValueError as err:
-        raise ConfigError(f"{name}={shown(text)}: {err}") from None
+        raise ConfigError(f"{name}={quotation(text)}: {err}") from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{name}={shown(text)}: is a JSON object")
+        raise ConfigError(f"{name}={quotation(text)}: is a JSON object")
     return table
 
 

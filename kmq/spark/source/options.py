@@ -46,7 +46,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from kmq.config.values import parse_bytes, parse_duration
-from kmq.errors import ConfigError, shown
+from kmq.errors import ConfigError, quotation
 from kmq.log.reader import WAL
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -300,10 +300,10 @@ def _list(options: Mapping[str, str], name: str) -> list[str]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ConfigError(f"{name}={shown(text, is_path=True)}: there is an empty name in it")
+        raise ConfigError(f"{name}={quotation(text, is_path=True)}: there is an empty name in it")
     if len(set(parts)) < len(parts):
         twice = next(part for part in parts if parts.count(part) > 1)
-        raise ConfigError(f"{name}={shown(text, is_path=True)}: names {shown(twice, is_path=True)} twice")
+        raise ConfigError(f"{name}={quotation(text, is_path=True)}: names {quotation(twice, is_path=True)} twice")
     return parts
 
 
@@ -317,7 +317,7 @@ def _paths(options: Mapping[str, str]) -> list[str]:
     except ValueError:
         paths = None
     if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-        raise ConfigError(f"paths={shown(text, is_path=True)}: must be a JSON list of data directories")
+        raise ConfigError(f"paths={quotation(text, is_path=True)}: must be a JSON list of data directories")
     return [*_list(options, "path"), *paths]
 
 
@@ -331,5 +331,5 @@ def _expand(path: str) -> list[str]:
         what = (
             f"; {matches[0]} is none" + (f", nor are {len(matches) - 1} more" if matches[1:] else "") if matches else ""
         )
-        raise ConfigError(f"path={shown(path, is_path=True)}: matches no data directory{what}")
+        raise ConfigError(f"path={quotation(path, is_path=True)}: matches no data directory{what}")
     return directories

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from kmq.errors import BusyError, ConfigError, KmqError, shown
+from kmq.errors import BusyError, ConfigError, KmqError, quotation
 from kmq.files import replace_file
 from kmq.links.ownership import describe
 from kmq.spark.connections import have_one_address
@@ -97,7 +97,7 @@ def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED, forget: s
         lines.append(line)
     if forget and not forgotten:
         known = ", ".join(name for line in logged.sources for name in identities(line))
-        raise ConfigError(f"--forget {shown(forget)}: is not in this checkpoint; it has {known}")
+        raise ConfigError(f"--forget {quotation(forget)}: is not in this checkpoint; it has {known}")
     batch = max([*checkpoint.batches("offsets"), *checkpoint.batches("commits"), _of_table(checkpoint)]) + 1
     if batch - 1 not in checkpoint.batches("offsets"):
         raise ConfigError(
@@ -158,7 +158,7 @@ def _without(line: str, forget: str, sources: Sources, cwd: str, seen: dict[Key,
             lost.append(f"{name_of(key)}: read up to {at}, {what} never read")
     if not position.identities:
         raise ConfigError(
-            f"--forget {shown(forget)}: is the only broker of this checkpoint; begin with a new checkpoint"
+            f"--forget {quotation(forget)}: is the only broker of this checkpoint; begin with a new checkpoint"
         )
     offsets = {key: at for key, at in position.offsets.items() if key[0] in position.identities}
     last = {key: stamp for key, stamp in position.last.items() if key in offsets}
@@ -193,7 +193,7 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
         }
     except (ValueError, AttributeError, TypeError) as err:
         raise ConfigError(
-            f'--to {shown(to)}: must be {{"topic": {{"0": 23}}}} or {{"broker": {{"topic": …}}}}: {err}'
+            f'--to {quotation(to)}: must be {{"topic": {{"0": 23}}}} or {{"broker": {{"topic": …}}}}: {err}'
         ) from None
     for key, at in asked.items():
         if key not in bounds:
@@ -221,7 +221,7 @@ def _micros(text: str) -> int:
         at = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigError(
-            f"--to {shown(text)}: must be earliest, latest, JSON of offsets, milliseconds since the epoch, or a time such as"
+            f"--to {quotation(text)}: must be earliest, latest, JSON of offsets, milliseconds since the epoch, or a time such as"
             " 2026-11-22T10:00"
         ) from None
     return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1_000_000)

@@ -39,7 +39,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kmq.errors import ConfigError, shown
+from kmq.errors import ConfigError, quotation
 from kmq.spark.tables import base
 from kmq.spark.tables.base import Table, TableContent
 from kmq.spark.tables.formats import Delta, Parquet
@@ -89,10 +89,12 @@ def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str =
     if path.startswith(("s3://", "s3a://")):
         where = checkpoint.removeprefix("file://")
         if not where or "://" in where:
-            raise ConfigError(f"--to {shown(to)}: needs --checkpoint, a directory here or on a shared volume")
+            raise ConfigError(f"--to {quotation(to)}: needs --checkpoint, a directory here or on a shared volume")
         path, state = path.replace("s3a:", "s3:", 1), f"{os.path.abspath(where)}/.kmq"
     elif "://" in path:
-        raise ConfigError(f"--to {shown(to)}: must be a directory, here or on a shared volume, or s3://bucket/prefix")
+        raise ConfigError(
+            f"--to {quotation(to)}: must be a directory, here or on a shared volume, or s3://bucket/prefix"
+        )
     else:
         path = os.path.abspath(path)
     if format == "iceberg":
@@ -104,7 +106,7 @@ def snapshot(path: str, catalog: str = "") -> TableContent:
     """Return what a table has now. Its writer may run. `catalog`: as for the writer. Raises ConfigError."""
     root = path.removeprefix("file://")
     if "://" in root:
-        raise ConfigError(f"{shown(path)}: must be a directory, here or on a shared volume")
+        raise ConfigError(f"{quotation(path)}: must be a directory, here or on a shared volume")
     root = os.path.abspath(root)
     if not os.path.isfile(f"{root}/.kmq/query"):
         raise ConfigError(f"{path}: is no table that a pipeline has written a batch to")

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from kmq.errors import ConfigError, KmqError, RetryError, shown
+from kmq.errors import ConfigError, KmqError, RetryError, quotation
 from kmq.files import replace_file, sync_directory, sync_file
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class S3:
         self._prefix = self.url.removeprefix(SCHEME)
         bucket, *prefix = self._prefix.split("/")
         if not all((bucket, prefix, *prefix)) or {*"@:"} & {*bucket}:
-            raise ConfigError(f"--to {shown(url)}: must be s3://bucket/prefix")
+            raise ConfigError(f"--to {quotation(url)}: must be s3://bucket/prefix")
 
     @cached_property
     def _fs(self) -> "S3FileSystem":
