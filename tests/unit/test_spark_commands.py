@@ -115,7 +115,7 @@ def test_a_master_that_nobody_answers_at_is_named_before_java_is_started():
     with socket.socket() as bound:  # bound and not listening: refuses
         bound.bind(("127.0.0.1", 0))
         master = f"spark://127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(RetryError, match=f"--master {master}: nothing answers .*refused"):
+        with pytest.raises(RetryError, match=f"--master '{master}': nothing answers .*refused"):
             sessions.session(master)
     with pytest.raises(ConfigError, match="--master 'spark://here': 'here' must be host:port"):
         sessions.check_master("spark://here")
