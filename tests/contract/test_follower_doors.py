@@ -76,7 +76,9 @@ class Follower(Broker):
         )
 
     def port(self, name: str) -> int:
-        return int((self.pipes / f"{name}.port").read_text())
+        file = self.pipes / f"{name}.port"
+        until(file.exists, f"no port of {name}")  # the state comes first
+        return int(file.read_text())
 
     def close(self) -> None:
         for process in self.started.values():
