@@ -33,11 +33,8 @@ ROLES = ("waiting", "following", "starting", "leading")
 SYNCED = "synced"  # the FIFO into which durability writes a byte after each sync: `replica` waits for it
 
 _GENERATION, _ROLE, _EPOCH, _MARK, _HW, _REFUSES, _UNSURE = range(7)  # words
-_DATA_ID, _LEADER = (
-    slice(1024, 2048),
-    slice(2048, 16384),
-)  # texts; a leader has up to 26 ports, with a host of 253 bytes
-_BYTES = 16384
+_DATA_ID, _LEADER = slice(1024, 2048), slice(2048, 16384)  # texts; a leader may have 26 ports, with a host of 253 bytes
+_BYTES = _LEADER.stop
 
 
 def remove(instance: str) -> None:

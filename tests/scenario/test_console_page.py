@@ -69,6 +69,16 @@ _SHOWN = """(scope) => {
 }"""
 
 
+@contextmanager
+def stopped(pid):
+    """A process that hangs meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.fixture(scope="module")
 def browser():
     with chromium() as made:
@@ -210,13 +220,10 @@ def test_a_gateway_that_is_gone_is_said_with_the_age_of_the_numbers(tab, broker)
     page = loaded(tab)
     page.wait_for_selector("[data-field=as_of]")
     supervisor = broker.pids()["supervisor"]
-    os.kill(supervisor, signal.SIGSTOP)  # or the gateway may be back before the page asks again
-    try:
+    with stopped(supervisor):  # or the gateway may be back before the page asks again
         broker.kill("gateway")
         page.wait_for_selector("#connection:not([hidden]) >> text=No answer since")
         assert "as of" in page.inner_text("#connection") and page.evaluate("document.body.className") == "stale"
-    finally:
-        os.kill(supervisor, signal.SIGCONT)
     page.wait_for_selector("#connection", state="hidden", timeout=60_000)
     assert page.evaluate("document.body.className") == ""
 
@@ -225,8 +232,7 @@ def test_a_gateway_that_hangs_is_said_before_the_request_to_it_is_given_up(tab, 
     page = loaded(tab)
     page.wait_for_selector("[data-field=as_of]")
     gateway = broker.pids()["gateway"]
-    os.kill(gateway, signal.SIGSTOP)
-    try:
+    with stopped(gateway):
         waited = page.evaluate(
             """() => new Promise((done) => {
               const begin = performance.now();
@@ -235,8 +241,6 @@ def test_a_gateway_that_hangs_is_said_before_the_request_to_it_is_given_up(tab, 
         )
         assert page.evaluate("document.body.className") == "stale" and waited < 10_000
         assert "as of" in page.inner_text("#connection")
-    finally:
-        os.kill(gateway, signal.SIGCONT)
     page.wait_for_selector("#connection", state="hidden", timeout=60_000)
     assert page.evaluate("document.body.className") == ""
 
@@ -255,8 +259,7 @@ def test_numbers_that_are_older_than_three_seconds_are_marked_with_their_age(bro
     tab.wait("() => document.querySelector('.columns [data-topic=orders]')")
     assert page.evaluate(_AGES) == []
     gateway = broker.pids()["gateway"]
-    os.kill(gateway, signal.SIGSTOP)
-    try:
+    with stopped(gateway):
         tab.wait("() => document.querySelectorAll('main > .stale').length === 2")  # the charts are drawn every 10 s
         for age, drawn, front, back in page.evaluate(_AGES):
             assert int(re.fullmatch(r"as of (\d+) s ago", age)[1]) >= 3 and drawn == f'"{age}"'
@@ -264,8 +267,6 @@ def test_numbers_that_are_older_than_three_seconds_are_marked_with_their_age(bro
         low = [row for row in page.evaluate(_CONTRASTS) if contrast(*row[1:]) < 4.5]
         assert not low
         assert page.evaluate("getComputedStyle(document.querySelector('[data-field=seq]')).fontStyle") == "italic"
-    finally:
-        os.kill(gateway, signal.SIGCONT)
     tab.wait("() => !document.querySelector('.stale')")
     tab.close()
 
@@ -274,16 +275,13 @@ def test_numbers_of_a_process_that_hangs_are_marked_and_its_finding_leads_to_the
     page = loaded(tab)
     page.wait_for_selector("[data-stage=framer]")
     framer = broker.pids()["framer"]
-    os.kill(framer, signal.SIGSTOP)
-    try:
+    with stopped(framer):
         page.wait_for_selector("[data-stage=framer].stale[title^='as of ']")
         assert page.locator(".stale").count() == 1, "the others go on"
         page.evaluate("location.hash = '#/health'")
         page.wait_for_selector("tr[data-stage=framer].stale")
         page.locator(".finding[data-code=silent]").get_by_role("link", name="Runbook: silent").click()
         page.wait_for_selector("h3#silent:has-text('silent')")
-    finally:
-        os.kill(framer, signal.SIGCONT)
     assert page.url.endswith("/console/operations.md#silent")
     page.get_by_role("link", name="A full disk").first.click()
     page.wait_for_selector("h2#a-full-disk")

@@ -260,8 +260,11 @@ def test_another_directory_an_older_copy_and_another_topic_are_refused(spark, tm
         found.table(path=f"{found.data},{other}")
     with pytest.raises(ConfigError, match=r"has no topic 'ordres'; did you mean orders\?"):
         kmq.spark.table(spark, "ordres", found.to, {"path": found.data})
-    for wrong, what in ((str(tmp_path), "is no table that a pipeline"), ("s3://a/b", "must be a directory")):
-        with pytest.raises(ConfigError, match=f"^archive=.?{wrong}.?: {what}"):
+    for wrong, what in (
+        (str(tmp_path), f"{tmp_path}: is no table that a pipeline"),
+        ("s3://a/b", "'s3://a/b': must be a directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"^archive={what}"):
             kmq.spark.table(spark, "orders", wrong, {"path": found.data})
     with pytest.raises(ConfigError, match=r"^startingOffsets: the archive says where"):
         found.table(startingOffsets="earliest")

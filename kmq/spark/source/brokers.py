@@ -280,9 +280,8 @@ class Remote(Broker):
         return str(self._get("/v1/broker", "data_id")["data_id"])
 
     def marks_from(self) -> int:
-        return int(
-            self._get("/v1/broker", "data_id").get("marks_from", identity.NEVER)
-        )  # an older gateway does not send it
+        # An older gateway does not send it.
+        return int(self._get("/v1/broker", "data_id").get("marks_from", identity.NEVER))
 
     def topics(self) -> dict[str, Layout]:
         # A gateway of a release before names no partitioner, because there was one.
