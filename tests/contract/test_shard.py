@@ -139,7 +139,15 @@ class Shard:
                 self.files(name).promised == register for name in BROKERS
             )  # fmt: skip
 
-        wait_for("a whole shard", is_whole)
+        try:
+            wait_for("a whole shard", is_whole)
+        except AssertionError as error:
+            found = [f"{error}; the register: {self.register()}"]
+            for name in BROKERS:
+                logs = (self.root / name / "log", self.root / name / "pipes/kmq.log")
+                said = [line for path in logs if path.exists() for line in path.read_text().splitlines()[-30:]]
+                found += [f"{name}, {self.files(name).identity.id}, promised {self.files(name).promised}", *said]
+            raise AssertionError("\n".join(found)) from error
 
     def leader(self):
         register = self.register()

@@ -19,6 +19,7 @@ const at = (id) => document.getElementById(id);
 let session = { role: "none", name: "", writable: false };
 let open = new AbortController();
 let goneSince = null;
+let refused = null; // whose document was refused last, and the text: what other views get does not end that
 let newest = null; // as_of of the newest document
 let isAsking = false;
 let asked = null; // the token of the last dialog: whoever cancels it is not asked again
@@ -37,7 +38,7 @@ const app = {
     return poll(load, render, everyMs, signal, (error, wait, found) => {
       if (!error) for (const view of views) drawn.set(view, { at: Date.now(), late: everyMs / 1000 + 1 });
       markViews();
-      report(error, wait, found);
+      report(views, error, wait, found);
     });
   },
 };
@@ -46,20 +47,25 @@ function markViews() {
   for (const [view, { at, late }] of drawn) mark(view, (Date.now() - at) / 1000, late);
 }
 
-function report(error, wait, found) {
+function report(views, error, wait, found) {
   if (!error) {
     const seen = found?.as_of;
     newest = seen ?? Date.now() / 1000;
     show(at("as-of"), seen ? h("span", { "data-field": "as_of", "data-value": String(seen) }, `As of ${clock(seen)} UTC`) : `Received at ${clock(newest)} UTC`);
-    if (goneSince !== null) learnSession();
+    if (refused?.views === views) refused = null;
+    if (goneSince !== null) {
+      learnSession();
+      if (refused) showTrouble(refused.text, "");
+    }
     goneSince = null;
     document.body.classList.remove("stale");
-    at("connection").hidden = true;
+    at("connection").hidden = refused === null;
     return;
   }
   if (error.status === 401) askAboutToken();
   if (error instanceof ApiError && !error.isGone) {
-    showTrouble(`Refused: ${visible(error.message)}.`, "");
+    refused = { views, text: `Refused: ${visible(error.message)}.` };
+    showTrouble(refused.text, "");
     const loading = at("main").querySelector(".now > .loading");
     if (loading) loading.textContent = "Nothing to show.";
     return;
@@ -136,7 +142,7 @@ function route(isFirst) {
   open.abort();
   open = new AbortController();
   drawn.clear();
-  asked = null;
+  asked = refused = null;
   const [name, ...rest] = parts();
   const known = Object.hasOwn(PAGES, name) ? name : "overview";
   for (const link of at("nav").querySelectorAll("a")) {
