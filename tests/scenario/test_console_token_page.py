@@ -54,12 +54,13 @@ def tab(browser, broker):
 
 
 def enter(tab, token, hash):
-    """Open a page and type the token when the console asks for it."""
+    """Open a page and type the token when the console asks for it; return it once it is drawn for that token."""
     page = tab.open(hash)
     page.wait_for_selector("dialog[open]")
     page.fill("dialog input", token)
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog", state="detached")
+    tab.wait("() => document.body.dataset.role")  # the page is drawn anew then, with forms that are closed
     return page
 
 
