@@ -38,7 +38,7 @@ _FILTERS = Annotated[
     typer.Option(
         "--filter",
         help="<field>=<glob>: only letters whose key, value, error, group, topic, attempts, replays, seq or header matches;"
-        " may be given several times.",
+        " may be given several times, and then all must match. seq=<seq>,<seq> names up to 100 letters.",
     ),
 ]
 _JSON = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
@@ -246,6 +246,7 @@ class ReplayOptions(NamedTuple):
     epilog=examples(
         "kmq dlq replay test --dry-run",
         "kmq dlq replay test --filter 'error=*timeout*' --max 1000 --rate 100",
+        "kmq dlq replay test --filter seq=1041,1043,1077",
         "kmq dlq replay test",
     ),
 )

@@ -10,7 +10,7 @@ Once        `went_back` reads from the disk which letters have gone back (redriv
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any, NamedTuple
 
 from kmq.deadletters.redrive import BACK, Redriven, RedrivenPartition, back_digest, rewrite
@@ -117,6 +117,7 @@ def texts_of_lost(never_stored: int, retired: int) -> Iterator[str]:
 # --- dead letters, selected by filters `<field>=<glob>` --------------------------------------------------------------
 
 FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays", "seq")
+_MOST_NAMED = 100  # letters in one filter `seq=<seq>,<seq>`
 
 
 class Found(NamedTuple):
@@ -128,10 +129,10 @@ class Found(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """A field, or a header, and the glob that its text must match."""
+    """A field, or a header, and what its text must match: a glob, or of `seq` one of several."""
 
     field: str
-    glob: str
+    pattern: re.Pattern[str]
 
     @classmethod
     def parse(cls, text: str) -> "Filter":
@@ -142,22 +143,28 @@ class Filter(NamedTuple):
             raise ConfigError(
                 f"--filter {text!r}: must be <field>=<glob>; fields are {fields}, or the name of a header"
             )
-        return cls(field, glob)
+        globs = [seq.strip() for seq in glob.split(",")] if field == "seq" else [glob]
+        if len(globs) > _MOST_NAMED:
+            raise ConfigError(
+                f"--filter seq: names {len(globs)} letters; name at most {_MOST_NAMED}, and the others afterwards"
+            )
+        return cls(field, re.compile("|".join(map(translate, globs))))
 
     def accepts(self, found: Found) -> bool:
-        return any(fnmatchcase(text, self.glob) for text in self._texts(found))
+        return any(map(self.pattern.match, self._texts(found)))
 
     def _texts(self, found: Found) -> list[str]:
         """Return what the record says in this field; a header may come several times."""
         message, letter = found.message, found.letter
+        if self.field == "seq":  # never a header of that name: a seq names one letter
+            return [str(message.seq)]
         if self.field in ("key", "value"):
             text = message.key if self.field == "key" else message.value
             return [] if text is None else [text.decode(errors="replace")]
-        if letter is not None and self.field in FIELDS and self.field != "seq":
+        if letter is not None and self.field in FIELDS:
             named = {"error": letter.why, "topic": letter.topic, "replays": str(letter.replays)}
             return [named.get(self.field) or str(getattr(letter, self.field, ""))]
-        texts = [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
-        return [str(message.seq), *texts] if self.field == "seq" else texts
+        return [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
 
 
 def find_topic(data: str, name: str) -> str | None:

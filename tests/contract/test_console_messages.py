@@ -5,6 +5,7 @@ import http.client
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from api_client import Api
@@ -229,6 +230,70 @@ def test_a_replay_sends_nothing_until_it_is_told_to_and_nothing_twice(api, broke
         "the letters in their topic",
     )
     assert api.post("/api/topics/jobs/replay", {"filter": "boom"}).refusal == (422, "bad_field", "filter")
+
+
+class Letters:
+    """Seven letters of two partitions, which are named by number. The last has a header with the seq of the first."""
+
+    def __init__(self, api, broker, topic):
+        self.api, self.broker, self.topic = api, broker, topic
+        for name, partitions in ((topic, 1), (f"{topic}.dlq", 2)):
+            assert api.post("/api/admin/topics", {"name": name, "partitions": partitions}).status == 201
+        self.seqs = []
+        for n in range(7):
+            own = f"origin_topic={topic};origin_partition=0;origin_offset={n};group=g;error=no;attempts=1"
+            more = f"seq={self.seqs[0]};" if n == 6 else ""
+            broker.send_lines([f"{topic}.dlq.@{n % 2}|0|g.{n};{more}{own}|{n}".encode()])
+            broker.wait(lambda n=n: len(shown(api, f"{topic}.dlq")["messages"]) == n + 1, "the letter")
+            self.seqs.append(shown(api, f"{topic}.dlq", "?limit=1")["messages"][0]["seq"])
+
+    def replay(self, *numbers, api=None, **body):
+        body["filter"] = f"seq={','.join(str(self.seqs[number]) for number in numbers)}"
+        return (api or self.api).post(f"/api/topics/{self.topic}/replay", body)
+
+    def came_back(self):
+        """Return the numbers of those that are back where they came from, once no further one is on its way."""
+        self.broker.send_lines([b"%b.@|0||end" % self.topic.encode()])
+        payloads = lambda: [line.rpartition(b"|")[2] for line in self.broker.lines(self.topic)]  # noqa: E731
+        self.broker.wait(lambda: b"end" in payloads(), "the last line")
+        return sorted(map(int, payloads()[:-1]))
+
+
+def outcome(answer):
+    found = answer.value
+    return found["would_replay" if found["dryRun"] else "replayed"], found["repeated"], found["complete"]
+
+
+def test_letters_that_are_named_go_back_once_and_the_answer_says_which_went_before(api, broker):
+    letters = Letters(api, broker, "named")
+    assert outcome(letters.replay(4, 0, 3, 1)) == (4, 0, True)
+    assert outcome(letters.replay(3, dryRun=False)) == (1, 0, True)  # by another operator, after the dry run
+    assert outcome(letters.replay(4, 0, 3, 1, dryRun=False)) == (3, 1, True)
+    assert outcome(letters.replay(4, 0, 3, 1)) == outcome(letters.replay(4, 0, 3, 1, dryRun=False)) == (0, 4, True)
+    assert letters.came_back() == [0, 1, 3, 4]
+    assert letters.replay(*[0] * 101).refusal == (422, "bad_field", "filter")
+
+
+def test_two_operators_who_confirm_the_same_letters_at_once_send_each_once(api, broker):
+    letters = Letters(api, broker, "confirmed")
+
+    def confirm():
+        mine, answers = Api(int((broker.pipes / "http.port").read_text())), []
+
+        def is_done():  # another replay that is going on is refused, and says so
+            answers.append(letters.replay(0, 2, 5, api=mine, dryRun=False))
+            return answers[-1].status != 429
+
+        try:
+            broker.wait(is_done, "the turn of this operator")
+        finally:
+            mine.close()
+        return outcome(answers[-1])
+
+    with ThreadPoolExecutor(2) as operators:
+        done = [each.result() for each in [operators.submit(confirm) for _ in range(2)]]
+    assert sorted(done) == [(0, 3, True), (3, 0, True)]
+    assert letters.came_back() == [0, 2, 5]
 
 
 def test_a_replay_at_its_limit_says_so_and_the_same_one_goes_on(api, broker):

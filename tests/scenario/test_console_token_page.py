@@ -276,13 +276,22 @@ def test_a_token_that_only_reads_may_not_use_the_forms(tab, broker):
     assert page.locator("details[open] button[type=submit]:enabled").count() == 0
 
 
+def fail(broker, topic, *reasons):
+    """Make a message of a topic a letter for each of the reasons. Its topic must not have any other messages."""
+    if topic not in [row["name"] for row in call(broker, "/api/admin/topics")]:
+        call(broker, "/api/admin/topics", {"name": topic, "maxDeliveries": 1})
+    first = call(broker, f"/api/admin/topics/{topic}")["partitions"][0]["endOffset"]
+    values = [{"value": f"bill {first + n}"} for n in range(len(reasons))]
+    call(broker, f"/api/topics/{topic}/produce?format=text", {"messages": values})
+    for offset, reason in enumerate(reasons, first):
+        call(broker, f"/api/topics/{topic}/consume?group=ledger&member=m&maxMessages=1&timeoutMs=20000")
+        call(
+            broker, f"/api/topics/{topic}/nack", {"group": "ledger", "partition": 0, "offset": offset, "reason": reason}
+        )
+
+
 def test_one_letter_goes_back_and_the_others_stay(tab, broker):
-    call(broker, "/api/admin/topics", {"name": "few", "maxDeliveries": 1})
-    call(broker, "/api/topics/few/produce?format=text", {"messages": [{"value": f"bill {n}"} for n in range(3)]})
-    call(broker, "/api/topics/few/consume?group=ledger&member=m&timeoutMs=20000")
-    for offset in range(3):
-        body = {"group": "ledger", "partition": 0, "offset": offset, "reason": "no such account"}
-        call(broker, "/api/topics/few/nack", body)
+    fail(broker, "few", *["no such account"] * 3)
     page = enter(tab, broker.all_roles, "#/letters/few.dlq")
     page.wait_for_selector("section form button.danger:enabled")
     page.locator(".reason summary").press("Enter")
@@ -299,3 +308,68 @@ def test_one_letter_goes_back_and_the_others_stay(tab, broker):
 
     broker.wait(came_back, "the letter where it came from")
     assert call(broker, "/api/admin/topics/few")["partitions"][0]["endOffset"] == 4
+
+
+def letters_page(tab, token, topic, total):
+    """Open the page of a topic's letters, with all its rows, once it shows so many letters."""
+    page = enter(tab, token, f"#/letters/{topic}")
+    page.wait_for_selector(f".now:has-text('{total} letters, as of')")
+    for summary in page.locator(".reason summary").all():
+        summary.press("Enter")
+    return page
+
+
+def redrawn(tab):
+    """Wait until the page shows a document that was asked for after this moment."""
+    for _ in range(2):
+        as_of = tab.page.evaluate("document.getElementById('main').dataset.asOf")
+        tab.wait("(old) => document.getElementById('main').dataset.asOf !== old", as_of)
+
+
+def test_ticked_letters_go_back_by_keyboard_and_no_others(tab, broker):
+    fail(broker, "ticked", "no such account", "late", "late", "no such account", "late")
+    page = letters_page(tab, broker.all_roles, "ticked.dlq", 5)
+    assert page.get_by_role("button", name="Replay ticked letters…").is_disabled()
+    late = page.locator("[data-reason=late]")
+    box = late.get_by_role("checkbox", name="Select letter 0:1")
+    box.press("Space")
+    page.locator("[data-reason='no such account']").get_by_role("checkbox", name="Select letter 0:3").press("Space")
+    page.get_by_role("button", name="Replay 2 letters…").wait_for()
+    every = late.get_by_role("checkbox", name="Select all shown: late")
+    assert every.evaluate("(box) => [box.checked, box.indeterminate]") == [False, True]
+    every.press("Space")
+    button = page.locator("button:enabled", has_text="Replay 4 letters…")
+    button.wait_for()
+    redrawn(tab)
+    assert box.is_checked() and every.evaluate("(box) => document.activeElement === box"), "a redraw keeps both"
+    button.press("Enter")
+    page.wait_for_selector("dialog[open] >> text=4 letters would be sent again")
+    command = told(page)
+    seqs = [one["seq"] for one in call(broker, "/api/topics/ticked.dlq/messages")["messages"]]
+    call(broker, "/api/topics/ticked/replay", {"filter": f"seq={seqs[2]}", "dryRun": False})  # another operator
+    page.locator("dialog").get_by_role("button", name="Replay").press("Enter")
+    page.wait_for_selector("text=Done: 3 letters replayed; 1 had gone back before.")
+    page.get_by_role("button", name="Replay ticked letters…").wait_for()
+    assert not page.locator("main :checked").count(), "what is done is ticked no longer"
+    found = run(broker, command)
+    assert (found["replayed"], found["repeated"], found["complete"]) == (0, 4, True)
+
+    def came_back():
+        return call(broker, "/api/topics/ticked/messages")["messages"][5:]
+
+    broker.wait(lambda: len(came_back()) == 4, "the letters where they came from")
+    assert sorted(one["value"] for one in came_back()) == ["bill 1", "bill 2", "bill 3", "bill 4"]
+
+
+def test_a_tick_goes_with_its_letter_and_who_only_reads_may_not_replay(tab, broker):
+    fail(broker, "gone", "late", "late")
+    page = letters_page(tab, broker.reader, "gone.dlq", 2)
+    tab.wait("() => document.getElementById('who').textContent.includes('viewer')")
+    page.get_by_role("checkbox", name="Select all shown: late").press("Space")
+    assert page.get_by_role("button", name="Replay 2 letters…").is_disabled()
+    fail(broker, "gone", *["late"] * 4)  # five of a reason are shown
+    page.get_by_role("button", name="Replay 1 letter…").wait_for()
+    assert page.locator(".message").count() == 5
+    ticked = page.locator(".message", has=page.locator(":checked"))
+    assert [row.get_attribute("data-offset") for row in ticked.all()] == ["1"]
+    assert page.locator("thead :checked").count() == 0

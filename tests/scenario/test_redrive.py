@@ -149,6 +149,26 @@ def test_letters_go_back_once_whatever_was_selected_before(broker):
     assert broker.lines("orders.dlq") == before
 
 
+def test_letters_that_are_named_go_back_and_the_answer_says_which_went_before(broker):
+    broker.up()
+    broker.send_lines([letter(n) for n in range(6)])
+    broker.wait_routed(6)
+
+    def replay(*options):
+        return broker.kmq("dlq", "replay", "orders", *options)
+
+    assert replay("--filter", "seq=2,4,6", "--dry-run").stdout == (
+        "0@1 -> orders.@.k1\n0@3 -> orders.@.k3\n0@5 -> orders.@.k5\nwould replay 3 of orders.dlq\n"
+    )
+    assert replay("--filter", "seq=6").stdout == "replayed 1 of orders.dlq\n"
+    assert replay("--filter", "seq=2,4,6").stdout == "replayed 2 of orders.dlq; 1 were replayed before\n"
+    assert replay("--filter", "seq=2,4,6").stdout == "replayed 0 of orders.dlq; 3 were replayed before\n"
+    many = replay("--filter", f"seq={','.join(map(str, range(101)))}")
+    assert many.returncode == 78 and "--filter seq: names 101 letters; name at most 100" in many.stderr
+    broker.wait_routed(6 + 3)
+    assert sorted(fields(line)[2] for line in broker.lines("orders")) == [b"lost 1", b"lost 3", b"lost 5"]
+
+
 # --- killed half-way -------------------------------------------------------------------------------------------------
 
 

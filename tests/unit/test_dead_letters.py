@@ -122,10 +122,15 @@ def test_names_differ_by_broker_partition_and_number_and_are_legal():
         ("trace=a", True),
         ("trace=b", False),
         ("nosuch=*", False),
+        ("seq=43", True),
+        ("seq=4?", True),
+        ("seq=12, 43,777", True),
+        ("seq=4,3,431", False),
+        ("seq=7", False),  # a header of that name
     ],
 )
 def test_a_filter_looks_at_fields_and_headers(text, is_accepted):
-    line = by_consumer(stored(b"9;trace=z;trace=a"))
+    line = by_consumer(stored(b"9;trace=z;trace=a;seq=7"))
     place = selection.StoredRecord("orders.dlq", 0, 5, "orders.dlq", line)
     found = Found(place, Message("orders.dlq", 0, 5, line), parse_letter(line))
     assert Filter.parse(text).accepts(found) is is_accepted
@@ -135,6 +140,14 @@ def test_a_filter_looks_at_fields_and_headers(text, is_accepted):
 def test_a_filter_without_a_field_is_refused(text):
     with pytest.raises(ConfigError, match="must be <field>=<glob>"):
         Filter.parse(text)
+
+
+def test_a_filter_names_at_most_a_hundred_letters():
+    assert Filter.parse(f"seq={','.join(map(str, range(100)))}")
+    with pytest.raises(
+        ConfigError, match="--filter seq: names 101 letters; name at most 100, and the others afterwards"
+    ):
+        Filter.parse(f"seq={','.join(map(str, range(101)))}")
 
 
 # --- commands that read ----------------------------------------------------------------------------------------------

@@ -55,8 +55,16 @@ function short(text, none) {
   return text === null || text === undefined ? h("span", { class: "quiet" }, none) : cut(text, IN_ROW)[0];
 }
 
-/** Return a row of a table of messages; `more(one)`: what else an open one has. A refresh leaves open what is open. */
-export function message(topic, one, more) {
+/** Return a box to tick; its label is there for screen readers. */
+function box(label) {
+  return h("label", { class: "tick" }, h("input", { type: "checkbox" }), h("span", { class: "unseen" }, label));
+}
+
+/**
+ * Return a row of a table of messages; `more(one)`: what else an open one has; `canTick`: it begins with a box. A refresh
+ * leaves open what is open, and ticked what is ticked.
+ */
+export function message(topic, one, more, canTick) {
   const at = `${one.partition}:${one.offset}`;
   const turn = () => {
     const isOpen = toggle.getAttribute("aria-expanded") === "true";
@@ -65,20 +73,20 @@ export function message(topic, one, more) {
     else body.append(detail(topic, one, more));
   };
   const toggle = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Message ${at}`, onclick: turn }, at);
-  const body = h("tbody", { class: "message", "data-key": at, "data-own": true, "data-offset": String(one.offset), "data-partition": String(one.partition), "data-seq": String(one.seq ?? "") },
-    h("tr", null, h("th", { scope: "row" }, toggle), h("td", { class: "wide" }, h("time", null, moment(one.timestamp))),
+  const body = h("tbody", { class: "message", "data-key": `${at}:${one.seq}`, "data-own": true, "data-offset": String(one.offset), "data-partition": String(one.partition), "data-seq": String(one.seq ?? "") },
+    h("tr", null, h("th", { scope: "row" }, canTick ? box(`Select letter ${at}`) : null, toggle), h("td", { class: "wide" }, h("time", null, moment(one.timestamp))),
       h("td", { class: "key-of" }, short(one.key, "none")), h("td", { class: "short" }, short(one.value, "no value")),
       h("td", { class: "n wide" }, bytes(one.bytes))));
   return body;
 }
 
-/** Return a table of messages. */
-export function messages(label, rows = []) {
+/** Return a table of messages; `all`: the label of a box that ticks all rows. */
+export function messages(label, rows = [], all) {
   return h("table", { class: "messages" }, h("caption", { class: "unseen" }, label),
-    h("thead", null, h("tr", null, HEADS.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)))), rows);
+    h("thead", null, h("tr", null, HEADS.map(([text, kind], column) => h("th", { scope: "col", class: kind }, all && !column ? box(all) : null, text)))), rows);
 }
 
-/** Return a short list of messages, say the examples of a dead letter's reason. */
-export function examples(topic, all, more) {
-  return messages(`Examples: ${visible(all.length)}`, all.map((one) => message(topic, one, more)));
+/** Return a short list of messages to tick: the examples of a dead letter's reason. */
+export function examples(topic, reason, all, more) {
+  return messages(`Examples: ${visible(all.length)}`, all.map((one) => message(topic, one, more, true)), `Select all shown: ${reason}`);
 }
