@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -90,8 +90,8 @@ def produce(
     key, headers = _routing_key(routing_key, fields), _headers(fields.header or [])
     if fields.tombstone and message:
         raise ConfigError("--tombstone and -m exclude each other: a tombstone has no value")
-    values = [b""] if fields.tombstone else [os.fsencode(text) for text in message or []]
-    payloads = [values] if values else _read_blocks(sys.stdin.fileno())
+    values = [None] if fields.tombstone else [os.fsencode(text) for text in message or []]
+    payloads: Iterable[Sequence[bytes | None]] = [values] if values else _read_blocks(sys.stdin.fileno())
     acks = acks or bool(producer) or elsewhere() is not None
     ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
     blocks = _as_lines(payloads, key, headers, ids)
@@ -158,14 +158,14 @@ def _headers(given: list[str]) -> bytes:
 
 
 def _as_lines(
-    payloads: Iterable[list[bytes]], key: bytes, headers: bytes, ids: Iterator[bytes]
+    payloads: Iterable[Sequence[bytes | None]], key: bytes, headers: bytes, ids: Iterator[bytes]
 ) -> Iterator[list[bytes]]:
     """Yield whole lines: the payloads under `key`, or without a key payloads that are whole messages already."""
     for block in payloads:
         if key:
             yield [format_message(key, payload, next(ids) + headers) for payload in block]
         else:
-            yield [payload + b"\n" for payload in block]
+            yield [(payload or b"") + b"\n" for payload in block]
 
 
 # --- without and with replies ----------------------------------------------------------------------------------------

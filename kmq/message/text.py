@@ -1,8 +1,8 @@
 """Keys, payloads, headers and ids as the text of a line, and back.
 
 Payloads    Tools that pass on lines of text (`kmq produce`, the demo) encode only a payload with NUL or newline, which
-            no line can hold, and leave other bytes as they are. The Python clients encode every payload that is not
-            printable text. Text here is UTF-8 without control characters other than tab and carriage return, so that
+            no line can hold, or an empty one, and leave other bytes as they are. The Python clients encode every payload
+            that is not printable text. Text here is UTF-8 without control characters other than tab and carriage return, so that
             `tail -F` of a queue cannot disturb a terminal. An encoded payload is base64 with the header `enc=b64`;
             `decode_payload` restores the exact bytes.
 Null        No value (None) is sent as an empty payload, a tombstone under `cleanup=compact`. An empty value is sent as
@@ -99,9 +99,11 @@ def percent_encode(text: str | bytes) -> str:
     return quote(text, safe=_KEY_SAFE)
 
 
-def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: float | None = None) -> bytes:
-    """Return a line with its newline. A payload with NUL or newline becomes base64 with the header `enc=b64`."""
-    if b"\0" in payload or b"\n" in payload:
+def format_message(routing_key: bytes, payload: bytes | None, id: bytes = b"", ts: float | None = None) -> bytes:
+    """Return a line with its newline. An empty payload, or one with NUL or newline, gets the header `enc=b64`."""
+    if payload is None:
+        payload = b""
+    elif not payload or b"\0" in payload or b"\n" in payload:
         payload, id = b64encode(payload), id + b";enc=b64"
     stamp = b"%.6f" % (time.time() if ts is None else ts)
     return b"%b|%b|%b|%b\n" % (routing_key, stamp, id, payload)

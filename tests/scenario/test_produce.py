@@ -12,6 +12,8 @@ import threading
 import pytest
 from line_client import LineClient
 
+from kmq.message.text import decode_payload
+
 RETRY, INTERRUPTED = 75, 130
 MANY = b"x" * 1000 + b"\n"
 ENOUGH = 20_000  # more than sockets, FIFO and rings hold
@@ -211,6 +213,22 @@ def test_produce_on_a_terminal_says_that_it_reads_from_it(broker):
     assert shown.startswith("kmq: reading messages from the terminal, one per line; end with Ctrl-D\r\n")
     assert "sending" not in shown
     assert broker.lines("test")[0].endswith(b"|typed")
+
+
+def values(broker, topic):
+    """The values of a topic's messages, in order, of one partition; None: a tombstone."""
+    fields = (line.split(b"|", 5) for line in broker.lines(topic))
+    return [decode_payload(id, payload) for *_, id, payload in fields]
+
+
+@pytest.mark.parametrize("acks", [[], ["--acks"]], ids=["plain", "acks"])
+def test_a_blank_line_is_an_empty_value_and_only_tombstone_is_null(broker, acks):
+    broker.up()
+    for stdin, *more in (("Ada\n\n",), ("", "-m", ""), ("", "--tombstone")):
+        done = broker.kmq("produce", "users", "--key", "u7", "--header", "a=b", *acks, *more, text=stdin)
+        assert done.returncode == 0, done.stderr
+    broker.wait_routed(4)
+    assert values(broker, "users") == [b"Ada", b"", b"", None]
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_redrive_refuses_what_gives_no_routing_key(template):
 def test_a_formatted_message_is_one_well_formed_line(payload):
     line = message_text.format_message(b"t.k", payload, b"7", ts=1.5)
     assert record.good_prefix(line) == len(line) and line.count(b"\n") == 1
-    encoded = b"\0" in payload or b"\n" in payload
+    encoded = not payload or b"\0" in payload or b"\n" in payload
     assert line.startswith(b"t.k|1.500000|7;enc=b64|" if encoded else b"t.k|1.500000|7|" + payload)
 
 
