@@ -164,7 +164,7 @@ def _obstacle(settings: Settings) -> str:
 
 def _judge(work: Shipment, was_interrupted: bool) -> None:
     """End --once with the right exit code."""
-    unsent = [file for file in work.watched.files if file.size > file.offset]
+    unsent = [file for file in work.watched.files if file.size > file.offset and file.path not in work.watched.refused]
     left = sum(file.size - file.offset for file in unsent)
     if was_interrupted:
         raise typer.Exit(EXIT_SIGINT)
@@ -248,7 +248,7 @@ def _settle(work: Shipment, last_id: int) -> None:
         if 0 < here < file.lines and not make_ready(work.watched, file) and file.path in work.watched.refused:
             raise ConfigError(f"{file.path}: cannot be read, and a part of its lines was sent; make it readable")
         file.take_back(here)
-    work.next_id = last_id + 1
+    work.next_id = max(before, last_id) + 1  # ids only rise: another broker may know more of them
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------

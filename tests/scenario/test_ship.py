@@ -1,6 +1,7 @@
 """`kmq ship`: each line of log files is stored once, in the order of its file, whatever is killed and rotated meanwhile."""
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -15,9 +16,10 @@ import psutil
 import pytest
 
 from kmq.access import tokens
-from kmq.cli.ship import Shipment, run
-from kmq.cli.ship_files import FollowedFiles
+from kmq.cli.ship import Shipment, _judge, run
+from kmq.cli.ship_files import FollowedFiles, LogFile
 from kmq.client.lines import Patience
+from kmq.errors import KmqError
 
 CORRUPT, BUSY, CONFIG, KILLED = 65, 69, 78, -9
 SEEDS = (1, 2, 3)
@@ -418,6 +420,24 @@ def test_a_directory_a_fifo_and_an_unreadable_path_are_named_and_the_others_go_o
     assert ship.stored() == [b"good"]
 
 
+def test_an_unreadable_file_is_not_said_to_end_without_a_newline(ship, shipment, monkeypatch, capsys):
+    def open_or_refuse(file, path, real=LogFile.open):
+        if path.endswith("secret.log"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # the tests may run as root
+        return real(file, path)
+
+    monkeypatch.setattr(LogFile, "open", open_or_refuse)
+    append(ship, b"good\n")
+    append(ship, b"not read\n", "secret.log")
+    shipment.is_once = True
+    run(shipment, True)
+    with pytest.raises(KmqError, match="not all was sent: 1 that"):
+        _judge(shipment, was_interrupted=False)
+    said = capsys.readouterr()
+    assert "secret.log is not read: Permission denied" in said.out and "newline" not in said.err, said
+    assert ship.stored() == [b"good"]
+
+
 def test_lines_of_a_topic_that_nobody_declared_are_named_and_sent_when_it_is_there(new_broker, tmp_path):
     broker = new_broker()
     broker.up(KMQ_AUTO_CREATE_TOPICS="off")
@@ -607,3 +627,20 @@ def test_a_broker_that_was_reset_gets_what_is_new(new_broker, tmp_path):
         done = ship.once()
         assert done.returncode == 0 and "it is another one, or was reset" in done.stderr
         assert ship.stored() == [b"two"]
+
+
+def test_ids_rise_at_an_emptied_broker_so_that_the_first_one_takes_lines_again(new_broker, tmp_path):
+    """As when an address leads to another broker for a while."""
+    first, second = new_broker(), new_broker()
+    for broker in (first, second):
+        broker.gateway = False
+        broker.up()
+    for ship in shipping(first, tmp_path, "app"):
+        for broker, line in ((first, b"1\n2\n3\n"), (second, b"4\n"), (first, b"5\n"), (second, b"6\n")):
+            append(ship, line)
+            ship.broker = broker
+            done = ship.once()
+            assert done.returncode == 0, done.stderr
+        assert ship.stored() == [b"4", b"6"]
+        ship.broker = first
+        assert ship.stored() == [b"1", b"2", b"3", b"5"]
