@@ -35,9 +35,10 @@ Crash       Nothing is kept here. After a kill members join again with their old
             refused. `restore` with the highest generation of the records of the group's offsets.
 Memory      Bounded by GroupLimits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for a
             group, 200 to 650 bytes for an assigned partition. Events are kept until they are taken.
-Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (group.py). A group
-            of n members rebalances at most once in n milliseconds (at most a second), however many join and leave. One
-            `tick` does about WORK steps, or one rebalance: then other groups, and requests, have their turn.
+Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (group.py), and alarms
+            of members ring together, twice a second at most. A group of n members rebalances at most once in n
+            milliseconds (at most a second), however many join and leave. One `tick` does about WORK steps, or one
+            rebalance: then other groups, and requests, have their turn.
 Not covered A caller that does not count its starts: two kills with no commit between them then give generations twice.
             A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
             which no member comes back. Over LIVES (4) starts in one epoch of a shard, without a commit of any group in
@@ -70,6 +71,7 @@ from kmq.wire.requests import TopicPartition
 # Each group with members that is due, each group without members, and each member has an alarm no later than the time at
 # which something happens to it.
 
+TOGETHER_S = 0.5  # alarms of members within so long ring as one
 PACE_S = 0.001  # a group rebalances at most once in so long for each of its members…
 MAX_PACE_S = 1.0  # …and once in so long, however many there are
 
@@ -202,8 +204,10 @@ class Registry:
             self.alarms.set((group.name, ""), group.not_before)
 
     def watch(self, group: Group, member: Member) -> None:
-        """Set the alarm of a member whose deadline may have come nearer."""
-        self.alarms.set((group.name, member.id), member.deadline())
+        """Set the alarm of a member whose deadline may have come nearer. Alarms close to one another ring as one, early:
+        a member that was heard of meanwhile gets another.
+        """
+        self.alarms.set((group.name, member.id), member.deadline() // TOGETHER_S * TOGETHER_S)
 
     def ring(self, group: Group, now: float) -> int:
         """Do what is due for a group whose alarm has rung. Returns how much that was: members and partitions."""
@@ -227,6 +231,8 @@ class Registry:
         code = member.overdue(now)
         if code:
             self.end(group, member, code, now)
+        elif member.deadline() < now + TOGETHER_S:  # it rang early, and nothing was heard meanwhile
+            self.alarms.set((group.name, member.id), member.deadline())
         else:
             self.watch(group, member)
 
