@@ -173,15 +173,12 @@ class GroupLags:
         asked: list[Asked] = []
         room = _PLACES
         for name in islice((*self._names[first:], *self._names[:first]), _LAGS_AT_ONCE):
-            view = self._groups.describe(name)
-            if view is not None:
-                committed: dict[Partition, int | None] = {
-                    (place.topic, place.partition): None for member in view.members for place in member.partitions
-                }
-                committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
-                some = dict(islice(committed.items(), room))
-                asked.append(Asked(name, view.state.value, len(view.members), some))
-                room -= len(some)
+            members, partitions = self._groups.coordinator.read_by(name)
+            committed: dict[Partition, int | None] = dict.fromkeys(partitions)
+            committed |= {place: row.offset for place, row in self._groups.committed(name).items()}
+            some = dict(islice(committed.items(), room))
+            asked.append(Asked(name, self._groups.coordinator.state(name).value, members, some))
+            room -= len(some)
             self._turn = first = first + 1
             if room <= 0:
                 break

@@ -439,6 +439,10 @@ class Group:
         has_answers = all(member.has_answered(self.generation) for member in self.members.values())
         return State.STABLE if has_answers and not self._ownership.has_free else State.COMPLETING
 
+    def owned(self) -> Collection[TopicPartition]:
+        """Return the partitions that have an owner. Not to be kept."""
+        return self._ownership.owners.keys()
+
     def view(self) -> GroupView:
         """Return the group as doors show it, its members in the order in which assignors prefer them."""
         members = tuple(member.view() for member in sorted(self.members.values(), key=lambda member: member.order))
