@@ -86,13 +86,14 @@ class Doors:
         self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
         self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
+        self._consumers: dict[Any, _Open] = {}  # by handler: Connection. There are many, and few need a look
         self._served: set[Any] = set()  # handlers whose request is being worked on
         self._consumers_at = 0.0  # when consumers are looked at next
         self._waiting: dict[Any, float] = {}  # the other HTTP handlers → since when they have been seen idle
 
     @property
     def connections(self) -> int:
-        return len(self._open) + len(self._shaking)
+        return len(self._open) + len(self._consumers) + len(self._shaking)
 
     @property
     def middleware(self) -> Any:
@@ -172,20 +173,20 @@ class Doors:
         except OSError as err:
             self._strangers.note("tls_failed", peer, getattr(err, "reason", None) or err.strerror or type(err).__name__)
         else:
-            if not self._has_room(door):
+            handler = protocol.handler if isinstance(protocol, HttpConnection) else protocol
+            beside = self._consumers if isinstance(handler, Connection) else self._open
+            if not self._has_room(door, beside):
                 self._strangers.turn_away(
                     peer, f"{self._doors.get(door, 0)} are open already, and all are being served"
                 )
                 transport.abort()
             else:
-                handler = protocol.handler if isinstance(protocol, HttpConnection) else protocol
-                self._open[handler] = _Open(transport, peer, door)
+                beside[handler] = _Open(transport, peer, door)
 
-    def _has_room(self, door: socket.socket) -> bool:
+    def _has_room(self, door: socket.socket, beside: dict[Any, _Open]) -> bool:
         """Return True if that port may have one more connection; evict a slow one if necessary."""
-        for handler in [handler for handler, connection in self._open.items() if connection.transport.is_closing()]:
-            del self._open[handler]
-        at_door = [handler for handler, connection in self._open.items() if connection.door is door]
+        _forget_closing(beside)
+        at_door = [handler for handler, connection in beside.items() if connection.door is door]
         most = self._doors.get(door, 0)
         if len(at_door) < most:
             return True
@@ -193,9 +194,9 @@ class Doors:
         if slow:
             longest = min(slow, key=lambda handler: (_is_admitted(handler), self._waits_since(handler)))
             self._end(longest)
-            self._strangers.turn_away(self._open.pop(longest).peer, f"{most} are open, and this one is the slowest")
+            self._strangers.turn_away(beside.pop(longest).peer, f"{most} are open, and this one is the slowest")
             return True
-        return self._has_poll_given_way(at_door, most)
+        return beside is self._open and self._has_poll_given_way(at_door, most)
 
     def _has_poll_given_way(self, at_door: list[Any], most: int) -> bool:
         """Answer the call that has waited longest for messages, to make room. Return False if none waits."""
@@ -233,18 +234,12 @@ class Doors:
         Consumers are looked at once a second.
         """
         now = time.monotonic()
-        is_consumers_turn = now >= self._consumers_at
-        swept = {
-            handler: connection
-            for handler, connection in self._open.items()
-            if is_consumers_turn or not isinstance(handler, Connection)
-        }
-        for handler in [handler for handler, connection in swept.items() if connection.transport.is_closing()]:
-            del self._open[handler], swept[handler]
-        if is_consumers_turn:
-            self._sweep_consumers(now)
+        _forget_closing(self._open)
+        swept = self._open
+        if now >= self._consumers_at:
+            swept = self._open | self._sweep_consumers(now)
         # grpc/calls.py takes care of gRPC's connections.
-        over_http = [handler for handler in swept if not isinstance(handler, (Relay, Connection))]
+        over_http = [handler for handler in self._open if not isinstance(handler, Relay)]
         self._waiting = {
             handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
         }
@@ -259,18 +254,33 @@ class Doors:
             if over <= 0:
                 break
             over -= unread[handler]
-            self._strangers.cut_off(self._open[handler].peer, f"{unread[handler]} bytes of responses are unread")
+            self._strangers.cut_off(swept[handler].peer, f"{unread[handler]} bytes of responses are unread")
             with contextlib.suppress(OSError):
                 self._end(handler)
 
-    def _sweep_consumers(self, now: float) -> None:
-        """Close consumers past their deadline; called once a second, because thousands may be connected."""
+    def _sweep_consumers(self, now: float) -> dict[Any, _Open]:
+        """Close consumers past their deadline, and return those that may hold something.
+
+        Called once a second: thousands may be connected.
+        """
         self._consumers_at = now + _CONSUMERS_S
-        for handler, connection in self._open.items():
-            late = handler.late(now - self._deadline_s) if isinstance(handler, Connection) else ""
+        found = {handler: connection for handler, connection in self._consumers.items() if handler.needs_look}
+        for handler in _forget_closing(found):
+            del self._consumers[handler]
+        for handler, connection in found.items():
+            late = handler.late(now - self._deadline_s)
             if late:
                 self._strangers.cut_off(connection.peer, late)
                 self._end(handler)
+        return found
+
+
+def _forget_closing(connections: dict[Any, _Open]) -> list[Any]:
+    """Forget connections that are closing. Returns their handlers."""
+    closing = [handler for handler, connection in connections.items() if connection.transport.is_closing()]
+    for handler in closing:
+        del connections[handler]
+    return closing
 
 
 def _is_admitted(handler: Any) -> bool:

@@ -164,6 +164,21 @@ def test_requests_overtake_a_fetch_that_waits_for_records(broker):
         assert client.rest() == b"!batch -\n"
 
 
+def test_a_fetch_after_a_seek_begins_there_however_the_lines_arrive(broker):
+    offsets = random.Random(1).choices(range(2900), k=300)
+    sent = b"".join(b"!seek orders/0 %d\n!beat\n!fetch 500\n" % offset for offset in offsets)
+    with LineClient(port(broker)) as client:
+        client.send("ASSIGN orders/0")
+        client.line()
+        while sent:
+            count = random.randrange(1, 60)
+            client.send_raw(sent[:count])
+            sent = sent[count:]
+        for offset in offsets:
+            assert client.line() == b"!seek orders/0@%d" % offset
+            assert client.batch()[1] == offset
+
+
 def test_many_requests_at_once_are_all_answered(broker):
     answers = ask(port(broker), "ASSIGN orders/0", *["!offsets"] * 3000).splitlines()
     assert answers[1:] == [b"!offsets orders/0 start=0 end=3000 next=0 committed=-"] * 3000
@@ -258,6 +273,11 @@ def test_half_a_request_is_cut_off_and_a_waiting_follower_is_not(broker):
         assert follower.line() == b"!ok orders/0 offset=3000"
         assert half.rest() == b""  # after KMQ_LINE_DEADLINE
         assert follower.is_open()
+    with LineClient(port(broker)) as rested:  # no sweep looks at it any more
+        rested.send("ASSIGN orders/0@3000", "!fetch 1000 wait=1500")
+        assert rested.line() == b"!assign 0 orders/0@3000" and rested.line() == b"!batch -"
+        rested.send_raw(b"!fet")
+        assert rested.rest() == b""
 
 
 def test_a_gateway_that_is_killed_is_back_and_a_reader_resumes(broker):

@@ -44,10 +44,12 @@ class Connection(asyncio.Protocol):
         self.is_admitted = False  # it has asked for something, with a valid token if one is required
         self.pending = 0  # requests that are being served while the next line is awaited
         self.is_sending = False  # the client has to read before anything goes on
+        self.needs_look = True  # by the sweep: it has ended, or part of a line or of an answer waits
         self._idle_since = self._blocked_since = self._unfinished_since = time.monotonic()
         self._closed_half_at = 0.0  # 0: it has not
         self._partial = b""
         self._lines: deque[bytes] = deque()
+        self._take: Callable[[bytes], bool] | None = None  # of who waits for a line
         self._arrived, self._writable = asyncio.Event(), asyncio.Event()
         self._writable.set()
         self._is_full = False  # so many lines wait that nothing is received
@@ -73,16 +75,21 @@ class Connection(asyncio.Protocol):
         if self._is_too_long or self._is_refused:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._lines.extend(lines)
         self._is_too_long = len(self._partial) > MAX_REQUEST or any(len(line) > MAX_REQUEST for line in lines)
         if lines or not self._partial:
             self._unfinished_since = 0.0
         if self._partial and not self._unfinished_since:
-            self._unfinished_since = time.monotonic()
+            self._unfinished_since, self.needs_look = time.monotonic(), True
+        if self._take is not None and not self._lines:
+            self._idle_since = time.monotonic()
+            while lines and self._take(lines[0]):
+                del lines[0]
+        self._lines.extend(lines)
         if len(self._lines) >= _MOST_LINES:
             self._is_full = True
             self.transport.pause_reading()
-        self._arrived.set()
+        if self._lines or self._is_too_long:
+            self._arrived.set()
 
     def eof_received(self) -> bool:
         if self._partial and not self._is_too_long:  # printf without a newline
@@ -93,7 +100,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._siblings.discard(self)
-        self._is_lost = self._is_over = True
+        self._is_lost = self._is_over = self.needs_look = True
         self._arrived.set()
         self._writable.set()
         if self.task is not None:
@@ -120,8 +127,11 @@ class Connection(asyncio.Protocol):
 
     # --- the door's side ---------------------------------------------------------------------------------------------
 
-    async def read_line(self) -> bytes | None:
-        """Return the next line without its newline; None when the client has sent its last. Raises TooLong."""
+    async def read_line(self, take: Callable[[bytes], bool] | None = None) -> bytes | None:
+        """Return the next line without its newline; None when the client has sent its last. Raises TooLong.
+
+        A line that `take` accepts as it arrives is not returned: it costs no turn of the caller's task.
+        """
         self._idle_since = time.monotonic()
         while not self._lines:
             if self._is_too_long:
@@ -129,7 +139,11 @@ class Connection(asyncio.Protocol):
             if self._is_over:
                 return None
             self._arrived.clear()
-            await self._arrived.wait()
+            self._take = take
+            try:
+                await self._arrived.wait()
+            finally:
+                self._take = None
         self._idle_since = 0.0
         line = self._lines.popleft()
         if len(line) > MAX_REQUEST:
@@ -148,6 +162,7 @@ class Connection(asyncio.Protocol):
         if self._is_lost or self.transport.is_closing():
             raise ConnectionResetError("the client has gone")
         self.transport.write(data)
+        self.needs_look |= self.transport.get_write_buffer_size() > 0
         if not self._writable.is_set():
             await self._by_client(self._writable.wait())
         if self._is_lost:
@@ -185,7 +200,7 @@ class Connection(asyncio.Protocol):
 
     async def _by_client(self, work: Awaitable[Any]) -> Any:
         """Wait for the client to read, and measure how long that takes."""
-        self._blocked_since, self.is_sending = time.monotonic(), True
+        self._blocked_since, self.is_sending, self.needs_look = time.monotonic(), True, True
         result = await work
         self.is_sending = False  # not if this is cancelled: then part of a line may be under way
         return result
@@ -223,6 +238,7 @@ class Connection(asyncio.Protocol):
 
     def late(self, latest: float) -> str:
         """Return which deadline is missed; "" for none. `latest`: since when a client may have been waited for."""
+        self.needs_look = bool(self.is_sending or self._unfinished_since or self.transport.get_write_buffer_size())
         if self.is_sending:
             return "the client reads too slowly" if self._blocked_since <= latest else ""
         if self._unfinished_since and not self.transport.is_reading():

@@ -4,7 +4,7 @@ Pull        Each `!fetch` is answered by one `!batch` of one partition (kmq/gate
 Order       Requests are answered in order, with two exceptions. A fetch that waits for records stops nobody: later requests
             are answered before it, and later fetches after it. And a fetch stops no commit and no `!revoked`, because
             who commits would wait for the batch that it has asked for ahead. A line or a batch is written whole before
-            the next one.
+            the next one. Beats and fetches are taken as they arrive, unless another request is in front of them.
 Again       A message that comes again is a batch of its own, `!batch again`.
 Silence     A connection that breaks does not end the member: whoever comes back under its name within the session
             timeout goes on with its partitions. `!leave` ends it at once.
@@ -14,6 +14,7 @@ Memory      A batch is bytes of a file, or at most 64 KiB of text (connection.py
 
 import asyncio
 import time
+from math import ceil
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.fetching import Cursor, Limit
@@ -41,6 +42,9 @@ from kmq.wire.replies import (
     Sought,
 )
 from kmq.wire.requests import BadLine
+
+# Long waits without records end together, up to so much later: one wake-up of the event loop for many idle readers.
+_LONG_S, _TOGETHER_S = 5.0, 0.25
 
 
 class Session:
@@ -99,9 +103,8 @@ class Session:
         """Serve requests until the client has sent its last."""
         if self._member is not None:
             await self._rebalances.has_assigned.wait()
-        while (line := await self.connection.read_line()) is not None:
-            if self._member is not None:
-                self._groups.beat(self.reader.group, self._member, line.startswith(b"!fetch"))
+        while (line := await self.connection.read_line(self._take)) is not None:
+            self._beat(line)
             try:
                 request = requests.request(line)
             except BadLine as err:
@@ -120,13 +123,30 @@ class Session:
             await self._serve(request)
         self.fetches.finish(at_once=self._rebalances.has_left)
 
+    def _beat(self, line: bytes) -> None:
+        if self._member is not None:
+            self._groups.beat(self.reader.group, self._member, line.startswith(b"!fetch"))
+
+    def _take(self, line: bytes) -> bool:
+        """Serve a line that waits for nothing as it arrives: a beat, or a fetch. What is wrong waits for its turn."""
+        try:
+            if line == b"!beat":
+                self._beat(line)
+                return True
+            if line.startswith(b"!fetch "):
+                fetch = _pending(requests.request(line))
+                self._beat(line)
+                self.fetches.put(fetch)
+                return True
+        except (BadLine, RequestRefused):
+            pass
+        return False
+
     async def _serve(self, request: requests.Request) -> None:
         name = type(request).__name__.lower()
         try:
             if isinstance(request, requests.Fetch):
-                wait_s = request.wait_ms / 1000
-                limit, places = Limit(END, request.max_bytes, wait_s), dict.fromkeys(request.partitions)
-                fetch = PendingFetch(limit, places, time.monotonic() + wait_s)
+                fetch = _pending(request)
                 try:
                     self.fetches.put(fetch)
                 except RequestRefused:  # its answer comes after theirs, and those that find records do not wait
@@ -256,3 +276,13 @@ class Session:
             offset += 1
         cursor.offset = offset
         return min((skipped for skipped in skips if skipped > offset), default=END) - offset
+
+
+def _pending(request: requests.Request) -> PendingFetch:
+    assert isinstance(request, requests.Fetch)
+    wait_s = request.wait_ms / 1000
+    limit, places = Limit(END, request.max_bytes, wait_s), dict.fromkeys(request.partitions)
+    until = time.monotonic() + wait_s
+    if wait_s >= _LONG_S:
+        until = ceil(until / _TOGETHER_S) * _TOGETHER_S
+    return PendingFetch(limit, places, until)
