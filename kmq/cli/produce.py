@@ -5,7 +5,8 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -91,14 +92,16 @@ def produce(
     if fields.tombstone and message:
         raise ConfigError("--tombstone and -m exclude each other: a tombstone has no value")
     values = [None] if fields.tombstone else [os.fsencode(text) for text in message or []]
-    payloads: Iterable[Sequence[bytes | None]] = [values] if values else _read_blocks(sys.stdin.fileno())
     acks = acks or bool(producer) or elsewhere() is not None
+    patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
+    sender = _acknowledged(producer, bool(producer) or not raw, patience, timeout) if acks else None
+    limit = sender.connect if sender is not None and elsewhere() else lambda: settings.max_line
+    payloads: Iterable[Sequence[bytes | None]] = [values] if values else _read_blocks(sys.stdin.fileno(), limit)
     ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
     blocks = _as_lines(payloads, key, headers, ids)
     shown = counted(blocks, "sending", len) if values or not sys.stdin.isatty() else blocks
-    patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
-    if acks:
-        print(_store(shown, producer, bool(producer) or not raw, patience, timeout))
+    if sender is not None:
+        print(_store(shown, sender, StoredTotals(patience), not raw))
     else:
         print(_send(shown, line_sender(settings, patience), settings.max_line))
 
@@ -116,19 +119,60 @@ def line_sender(settings: Settings, patience: Patience) -> LineSender:
 # --- what to send ----------------------------------------------------------------------------------------------------
 
 
-def _read_blocks(fd: int) -> Iterator[list[bytes]]:
-    """Yield the lines of `fd`, as many at a time as are available, so that a typed line is sent at once."""
+class LongLine(bytes):
+    """The first bytes of a line of stdin that is over the limit. Its block holds no other line."""
+
+    number: int
+    length: int
+    limit: int
+
+    def __new__(cls, first: bytes, number: int, length: int, limit: int) -> "LongLine":
+        line = super().__new__(cls, first)
+        line.number, line.length, line.limit = number, length, limit
+        return line
+
+    def __str__(self) -> str:
+        return f"line {self.number:,} has {self.length:,} bytes, and the limit is {self.limit:,} (KMQ_MAX_LINE)"
+
+    def letter(self, head: bytes) -> "LongLine":
+        """Return the dead letter of this line, which is sent behind `head`."""
+        first, room = head + self, self.limit - record.MALFORMED_OVERHEAD
+        letter = record.malformed("too_long", first, len(head) + self.length, room) + b"\n"
+        return LongLine(letter, self.number, self.length, self.limit)
+
+
+def _read_blocks(fd: int, limit: Callable[[], int]) -> Iterator[list[bytes]]:
+    """Yield the lines of `fd`, as many at a time as are available, so that a typed line is sent at once.
+
+    Of a line that is over the limit only so many bytes are kept. `limit` is not asked for shorter ones than a block.
+    """
     if os.isatty(fd):
         say("reading messages from the terminal, one per line; end with Ctrl-D")
-    unfinished: list[bytes] = []
+    kept, length, number = bytearray(), 0, 1  # of the line whose newline is still to come
+
+    def line() -> bytes:
+        if length > _BLOCK_BYTES and length > (most := limit()):
+            return LongLine(bytes(kept[:most]), number, length, most)
+        return bytes(kept)
+
     while data := os.read(fd, _BLOCK_BYTES):
-        head, newline, rest = data.rpartition(b"\n")
-        if newline:
-            yield b"".join([*unfinished, head]).split(b"\n")
-            unfinished = []
-        unfinished.append(rest)
-    if last := b"".join(unfinished):
-        yield [last]
+        first, *others = data.split(b"\n")
+        if length <= _BLOCK_BYTES or length <= limit():
+            kept += first
+        length += len(first)
+        if not others:
+            continue
+        ended, rest = line(), others.pop()
+        if isinstance(ended, LongLine):
+            yield [ended]
+        else:
+            others.insert(0, ended)
+            number -= 1
+        if others:
+            yield others
+        kept, length, number = bytearray(rest), len(rest), number + 1 + len(others)
+    if length:
+        yield [line()]
 
 
 def _routing_key(given: str, fields: MessageOptions) -> bytes:
@@ -162,7 +206,9 @@ def _as_lines(
 ) -> Iterator[list[bytes]]:
     """Yield whole lines: the payloads under `key`, or without a key payloads that are whole messages already."""
     for block in payloads:
-        if key:
+        if isinstance(block[0], LongLine):
+            yield [block[0].letter(format_message(key, None, next(ids) + headers)[:-1] if key else b"")]
+        elif key:
             yield [format_message(key, payload, next(ids) + headers) for payload in block]
         else:
             yield [(payload or b"") + b"\n" for payload in block]
@@ -172,7 +218,9 @@ def _as_lines(
 
 
 def _malformed(block: list[bytes], max_line: int) -> list[str]:
-    """Return what is wrong with lines that the broker will keep as dead letters: nobody else says so."""
+    """Return what is wrong with lines that are kept as dead letters: nobody else says so."""
+    if isinstance(block[0], LongLine):
+        return [str(block[0])]
     data = b"".join(block)
     if len(data) <= max_line and b".@" not in data and record.good_prefix(data) == len(data):
         return []
@@ -203,50 +251,59 @@ def _send(blocks: Iterable[list[bytes]], sender: LineSender, max_line: int) -> s
 
 
 class StoredTotals:
-    """The sum of all replies."""
+    """The sum of all replies. `before`: messages that were stored when this command began."""
 
     def __init__(self, patience: Patience) -> None:
-        self.given = self.count = self.refused = self.last_seq = 0
+        self.given = self.count = self.before = self.refused = self.last_seq = 0
         self.error: KmqError | None = None  # the first error
         self._patience = patience
 
-    def add(self, delivery: "Delivery") -> None:
+    def add(self, sender: "Producer", lines: Sequence[bytes], delivery: "Delivery") -> None:
+        """Add the replies to `lines`; without a name of its own a producer has sent nothing before.
+
+        What a connection that broke had stored is repeated, too, and has higher ids.
+        """
         if delivery.answered:
             self._patience.moved()
+        repeated = (lines[place].split(b"|", 3)[2].partition(b";")[0] for place, _ in delivery.duplicates if lines)
+        before = sum(int(id) <= sender.last_id for id in repeated)
         self.error = self.error or delivery.error
+        self.before += before
         self.refused += len(delivery.refused)
-        self.count += delivery.answered - len(delivery.refused)
+        self.count += delivery.answered - len(delivery.refused) - before
         self.last_seq = max([self.last_seq, delivery.seq, *(seq + count - 1 for _, seq, count in delivery.runs)])
 
+    def refuse(self, line: LongLine) -> None:
+        """Count a line that is not sent."""
+        self.refused += 1
+        self.error = self.error or KmqError(str(line))
+
     def __str__(self) -> str:
-        return f"stored {self.count}, last seq {self.last_seq}"
+        before = f", {self.before:,} were stored before under this name" if self.before else ""
+        return f"stored {self.count}{before}, last seq {self.last_seq}"
 
     def outcome(self) -> str:
         """Return str(self) with the number of messages that have no reply yet."""
-        return f"{self}; {self.given - self.count - self.refused} without a reply, which may or may not be stored"
+        left = self.given - self.count - self.before - self.refused
+        return f"{self}; {left} without a reply, which may or may not be stored"
 
 
-def _store(
-    blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None
-) -> StoredTotals:
-    """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
+def _store(blocks: Iterable[list[bytes]], sender: "Producer", stored: StoredTotals, is_numbered: bool) -> StoredTotals:
+    """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal.
+
+    `is_numbered`: the ids are the numbers of the lines, so the last id says how many came under this name before.
+    """
     from kmq.client.failures import NotAnswered
 
-    stored = StoredTotals(patience)
-    options: Choices = {
-        "producer": producer,
-        "first_id": 1 if producer else None,
-        "dedupe": dedupe,
-        "timeout_s": _REPLY_S if timeout_s is None else timeout_s,
-        "stall_s": STALL_S,
-        "on_stall": say if elsewhere() else lambda _: patience.stalled(),
-    }
-    sender = open_producer(options)
     try:
         with sender:
             for block in _limited(blocks):
                 stored.given += len(block)
-                sender.send_lines(b"".join(block), callback=stored.add)
+                if isinstance(block[0], LongLine):
+                    stored.refuse(block[0])
+                    continue
+                lines = block if sender.options.producer else ()
+                sender.send_lines(b"".join(block), callback=partial(stored.add, sender, lines))
     except KeyboardInterrupt:
         say(f"interrupted: {stored.outcome()}")
         raise
@@ -254,7 +311,36 @@ def _store(
         raise RetryError(f"{err}; {stored.outcome()}") from err
     if stored.error is not None:
         raise KmqError(f"{stored}; {stored.refused} refused, the first: {stored.error}")
+    if stored.before and not stored.count:
+        _check_repeat(stored, sender.last_id if is_numbered else 0)
     return stored
+
+
+def _check_repeat(stored: StoredTotals, last_id: int) -> None:
+    """Warn that not one line was new. Raises KmqError if fewer lines were given than had been sent under this name.
+
+    Who sends a file again after a crash gives no fewer: that is a success, because all of it is stored. Other lines would
+    be lost. Where there are no fewer of them, the broker has noticed: it knows the contents of the last ids.
+    """
+    if stored.given < last_id:
+        raise KmqError(
+            f"{stored}; {last_id:,} lines were sent under this name before, and these are {stored.given:,}, so they are not"
+            " the same again; new lines need another --producer"
+        )
+    say("not one line was new; new lines need another --producer")
+
+
+def _acknowledged(producer: str, dedupe: bool, patience: Patience, timeout_s: float | None) -> "Producer":
+    """Return the sender for --acks. A named one asks which id of its name is the last."""
+    return open_producer(
+        {
+            "producer": producer,
+            "dedupe": dedupe,
+            "timeout_s": _REPLY_S if timeout_s is None else timeout_s,
+            "stall_s": STALL_S,
+            "on_stall": say if elsewhere() else lambda _: patience.stalled(),
+        }
+    )
 
 
 def open_producer(options: "Choices") -> "Producer":

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 from line_client import LineClient
@@ -229,6 +230,33 @@ def test_a_blank_line_is_an_empty_value_and_only_tombstone_is_null(broker, acks)
         assert done.returncode == 0, done.stderr
     broker.wait_routed(4)
     assert values(broker, "users") == [b"Ada", b"", b"", None]
+
+
+LONG = 256 << 20
+
+
+@pytest.mark.parametrize("acks", [[], ["--acks"], ["--producer", "imp"]], ids=["plain", "acks", "named"])
+def test_of_a_line_over_the_limit_only_its_beginning_is_kept_in_memory(broker, acks):
+    broker.gateway = False
+    broker.env["KMQ_MAX_LINE"] = "100000"
+    broker.up()
+    command = ["kmq", "produce", "app", *acks]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env=broker.env, cwd=broker.root, **pipes) as process:
+        process.stdin.write(b"before\n")
+        for _ in range(LONG >> 20):
+            process.stdin.write(b"y" * (1 << 20))
+        process.stdin.flush()  # all but what the pipe holds was read
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        process.stdin.write(b"\nafter\n")
+        said = process.communicate()[1].decode()
+    assert int(peak[1]) < (LONG >> 10) // 2, f"{peak[0]}: {said}"
+    assert process.returncode == 1 and "line 2 has 268,435,456 bytes, and the limit is 100,000 (KMQ_MAX_LINE)" in said
+    broker.wait_routed(2 if acks else 3)
+    assert values(broker, "app") == [b"before", b"after"]
+    if not acks:
+        [letter] = broker.lines("dead")
+        assert re.search(rb";reason=too_long;len=268435\d{3}\|app\|[\d.]+\|\|y{99000}", letter)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

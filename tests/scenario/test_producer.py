@@ -598,11 +598,60 @@ def test_produce_with_acks_says_what_is_stored(up):
     assert "stored 1, last seq 4; 2 refused, the first: refused by the broker: no_separator" in result.stderr
 
 
+def numbers(*ends):
+    return "".join(f"{n}\n" for n in range(*ends))
+
+
 def test_the_same_lines_given_again_as_the_same_producer_are_stored_once(up):
-    for _ in range(2):
-        result = up.kmq("produce", "test.a", "--producer", "import-7", text="".join(f"{n}\n" for n in range(5000)))
-        assert result.stdout == "stored 5000, last seq 5000\n"
-    assert ids(up, "import-7") == list(range(1, 5001))
+    def produce(count):
+        return up.kmq("produce", "test.a", "--producer", "import-7", text=numbers(count))
+
+    assert produce(5000).stdout == "stored 5000, last seq 5000\n"
+    again = produce(5000)
+    assert again.stdout == "stored 0, 5,000 were stored before under this name, last seq 5000\n"
+    assert (again.returncode, "not one line was new" in again.stderr) == (0, True)
+    more = produce(6000)
+    assert more.stdout == "stored 1000, 5,000 were stored before under this name, last seq 6000\n"
+    assert (more.returncode, more.stderr) == (0, "")
+    assert ids(up, "import-7") == list(range(1, 6001))
+
+
+def test_other_lines_under_a_used_name_are_no_success(up):
+    """Only the contents of the last ids are known: what was said of older ones is in their number."""
+    assert up.kmq("produce", "t", "--producer", "imp", text=numbers(10_000)).returncode == 0
+    other = up.kmq("produce", "t", "--producer", "imp", text=numbers(20_000, 25_000))
+    assert other.returncode == 1
+    assert "stored 0, 5,000 were stored before under this name" in other.stderr
+    assert "10,000 lines were sent under this name before, and these are 5,000" in other.stderr
+    assert len(stored(up)) == 10_000
+
+
+def test_what_a_broken_connection_repeats_was_not_stored_before(up):
+    sender = subprocess.Popen(
+        ["kmq", "produce", "t", "--producer", "imp"],
+        env=up.env,
+        cwd=up.root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with sender:
+        assert sender.stdin is not None and sender.stdout is not None
+        sender.stdin.write(numbers(100_000))
+        sender.stdin.flush()
+        up.wait(lambda: len(up.wal()) > 1000, "it has begun")
+        up.kill("ingress")
+        sender.stdin.write(numbers(100_000, 200_000))
+        sender.stdin.close()
+        assert sender.stdout.read() == "stored 200000, last seq 200000\n"
+
+
+def test_lines_with_ids_of_their_own_may_all_be_repeats(up):
+    for count in (9, 3):
+        lines = "".join(f"t|0|{n}|x\n" for n in range(1, count + 1))
+        done = up.kmq("produce", "--raw", "--producer", "imp", text=lines)
+        assert done.returncode == 0
+    assert done.stdout == "stored 0, 3 were stored before under this name, last seq 3\n"
 
 
 def test_produce_with_acks_says_when_nobody_listens(broker):
