@@ -245,7 +245,7 @@ def _settle(work: Shipment, last_id: int) -> None:
     for file in files:
         here = min(max(stored, 0), file.lines)
         stored -= here
-        if 0 < here < file.lines and not make_ready(work.watched, file) and file.path in work.watched.refused:
+        if here < file.lines and not make_ready(work.watched, file) and here and file.path in work.watched.refused:
             raise ConfigError(f"{file.path}: cannot be read, and a part of its lines was sent; make it readable")
         file.take_back(here)
     work.next_id = max(before, last_id) + 1  # ids only rise: another broker may know more of them
@@ -325,10 +325,10 @@ def _plan(work: Shipment) -> bytes:
     """Return the lines of the next round, as they are sent; b"" if there are none. Their files say what they are of."""
     watched, parts, size, count = work.watched, [], 0, 0
     longest = work.max_line - len(work.topic) - _FIELDS
-    first = {file.was for file in watched.files if file.has_more and file.path not in watched.refused}
-    for file in watched.files:
+    unfinished: set[str] = set()  # names that renamed files had which may have more lines
+    for file in sorted(watched.files, key=lambda file: not file.was):
         is_final = not work.is_once and file.unread > 0 and has_ended(file)
-        waits = not file.was and file.path in first  # for the file that had its name before
+        waits = not file.was and file.path in unfinished
         if waits or not (file.has_more or is_final):
             continue
         try:
@@ -336,10 +336,11 @@ def _plan(work: Shipment) -> bytes:
         except OSError as err:  # a failing disk, or a server that is away
             refuse(watched, file.path, f"is not read: {err.strerror}")
             block = None
+        if file.has_more and file.path not in watched.refused:
+            unfinished.add(file.was)
         if block is None:
             continue
         watched.refused.pop(file.path, None)
-        file.end, file.lines = block.end, len(block.lines)
         parts.append(_format(work, file, block, work.next_id + count, longest))
         size, count = size + len(parts[-1]), count + file.lines
         if size >= _ROUND_BYTES or count >= _ROUND_LINES:

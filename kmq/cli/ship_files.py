@@ -1,9 +1,9 @@
 """The files that `kmq ship` follows, as `tail -F` does: found by patterns, known by identity, read in blocks of whole lines.
 
-Identity    Device and inode, and a fingerprint of the first line (at most its first 1,024 bytes), because inodes are used
-            again. The name may change: a file that was renamed is read to its end before a new one of its old name.
-Truncated   A file that is shorter than its offset, whose first line is another one, or that has no newline before the
-            offset, has new content, and is read from its start. So is a file that got the inode of a deleted one.
+Identity    Device and inode, and a mark: a checksum of the first and the last 1,024 bytes that were read, because inodes
+            are used again. The name may change: a file that was renamed is read to its end before a new one of its old name.
+Truncated   A file that is shorter than what was read, or has another mark, has new content, and is read from its start. So
+            is a file that got the inode of a deleted one. Marks are compared when size or time of change are new.
 Away        A file that no pattern leads to, but that is in its place, or whose directory is missing or empty, as before a
             volume is mounted, is not read and not forgotten: it goes on at its offset.
 Invariant   `offset` always follows a newline, or is 0, but where a renamed file has ended without one. Half a line waits for
@@ -11,7 +11,7 @@ Invariant   `offset` always follows a newline, or is 0, but where a renamed file
 Memory      One block at a time, of at most _BLOCK bytes or one longest line. Of a line that is too long, its first bytes.
             At most MOST_OPEN descriptors: files that are read to their end are closed, and opened again when they grow.
             At most MOST_FILES files, with those that are only known because they may come back.
-Not covered New content with the same first line that has grown past the offset between two looks, and has a newline there.
+Not covered New content with the same first and last 1,024 bytes up to the offset.
             A file that was renamed so that no pattern fits, was idle for LINGER_S, and is renamed back: it is sent again.
             Lines that are unread when their file is deleted, or that copytruncate cuts off.
 """
@@ -35,7 +35,8 @@ MOST_FILES = 10_000
 _BLOCK = MIB
 _BLOCK_LINES = 25_000
 _SCAN_BLOCKS = 64  # read at once of a line that is too long, while its end is looked for
-_FIRST_LINE = KIB  # bytes of the first line that the fingerprint covers
+_MARK = KIB  # bytes at the start, and before the end of what was read, that a mark covers
+_CLOCK_NS = 2_000_000_000  # a file may change again within this time, and have the same time of change
 LINGER_S = 30.0  # how long a file that was renamed or deleted stays open at its end: its writer may still have it
 
 
@@ -43,7 +44,6 @@ class FileBlock(NamedTuple):
     """Whole lines of a file, without their newlines. `length`: of a single line that is too long for a block."""
 
     lines: list[bytes]
-    end: int
     length: int | None = None
 
 
@@ -57,13 +57,14 @@ class LogFile:
     offset: int = 0
     end: int = 0
     lines: int = 0
-    first_line: int | None = None  # fingerprint; None: there is no whole first line yet
+    mark: int | None = None  # of what lies before `end`; None: not known
     size: int = 0  # at the last look
+    has_more: bool = True  # there may be a whole line to read, or new content
     fd: int = -1
     gone_at: float | None = None  # since when no pattern leads to it
     was: str = ""  # its name before it was renamed: a new file of that name is read after this one
     grown_at: float = 0.0
-    _seen: int = -1  # size with which there was no whole line after `offset`
+    _changed_at: int = -1  # time of change at the last look, in ns; -1: it may have changed since, and not have another
     _scanned: int = 0  # up to here there is no newline after `offset`
 
     def open(self, path: str) -> bool:
@@ -86,38 +87,40 @@ class LogFile:
         """Return how many bytes are not on their way yet."""
         return max(0, self.size - max(self.offset, self.end))
 
-    @property
-    def has_more(self) -> bool:
-        """Return True if there may be a whole line to read, or new content."""
-        return self.size != self.offset and self.size != self._seen
+    def see(self, found: os.stat_result) -> None:
+        """Note the size of the file, and whether it may have changed."""
+        if found.st_size != self.size:
+            self.grown_at = time.monotonic()
+        if found.st_size < self.size:
+            self._scanned = 0
+        if (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
+            self.size, self._changed_at, self.has_more = found.st_size, found.st_mtime_ns, True
 
-    def see(self, size: int) -> None:
-        """Note the size of the file."""
-        if size != self.size:
-            self.size, self.grown_at = size, time.monotonic()
+    def rest(self) -> None:
+        """Note that there is nothing to read until the file changes."""
+        self.has_more = False
+        if time.time_ns() - self._changed_at < _CLOCK_NS:
+            self._changed_at = -1
 
     def is_replaced(self) -> bool:
         """Return True if the open file has other content than what was read of it."""
-        self.see(os.fstat(self.fd).st_size)
-        if self.size < self.offset:
-            return True
-        # A renamed file may have been read to an end without a newline.
-        if self.gone_at is None and 0 < self.offset < self.size and os.pread(self.fd, 1, self.offset - 1) != b"\n":
-            return True
-        return self.first_line is not None and self.first_line != _fingerprint(self.fd)
+        self.see(os.fstat(self.fd))
+        return self.size < self.end or self.mark not in (None, _mark(self.fd, self.end))
 
     def restart(self) -> None:
         """Read from the start again: the content is new."""
         self.offset = self.end = self.lines = self._scanned = 0
-        self.first_line, self._seen = None, -1
+        self.mark, self.has_more = None, True
+
+    def _take(self, end: int, lines: int) -> None:
+        """Note that `lines` lines, up to `end`, are on their way."""
+        self.end, self.lines, self.mark = end, lines, _mark(self.fd, end) if self.fd >= 0 else None
 
     def read(self, longest: int, is_final: bool) -> FileBlock | None:
         """Return the whole lines that come next; None if there are none.
 
         `longest`: bytes of a line that is sent whole. `is_final`: a line without a newline will not get one.
         """
-        if self.first_line is None:
-            self.first_line = _fingerprint(self.fd)
         room = max(_BLOCK, longest + 1)
         data = os.pread(self.fd, _BLOCK, self.offset)
         if b"\n" not in data and len(data) == _BLOCK < room:
@@ -126,14 +129,18 @@ class LogFile:
         if cut < 0:
             if len(data) == room:
                 return self._read_long(data[:longest], is_final)
+            self._scanned = 0
             if is_final and data:
-                return FileBlock([data], self.offset + len(data))
-            self._seen = self.offset + len(data)
+                self._take(self.offset + len(data), 1)
+                return FileBlock([data])
+            self.rest()
             return None
+        self._scanned = 0
         lines = data[:cut].split(b"\n", _BLOCK_LINES)
         if len(lines) > _BLOCK_LINES:
             cut -= len(lines.pop()) + 1
-        return FileBlock(lines, self.offset + cut + 1)
+        self._take(self.offset + cut + 1, len(lines))
+        return FileBlock(lines)
 
     def _read_long(self, start: bytes, is_final: bool) -> FileBlock | None:
         """Look for the end of a line that is longer than a block."""
@@ -142,42 +149,44 @@ class LogFile:
             data = os.pread(self.fd, _BLOCK, at)
             if (found := data.find(b"\n")) >= 0:
                 self._scanned = 0
-                return FileBlock([start], at + found + 1, at + found - self.offset)
+                self._take(at + found + 1, 1)
+                return FileBlock([start], at + found - self.offset)
             at = self._scanned = at + len(data)
             if len(data) < _BLOCK:
                 if is_final:
-                    return FileBlock([start], at, at - self.offset)
-                self._seen = at
+                    self._take(at, 1)
+                    return FileBlock([start], at - self.offset)
+                self.rest()
                 break
         return None
 
     def start_at_end(self) -> None:
         """Begin behind the last newline there is now, or at the start if there is none."""
-        self.first_line, at = _fingerprint(self.fd), os.fstat(self.fd).st_size
+        at = os.fstat(self.fd).st_size
         while at:
             start = max(0, at - _BLOCK)
             found = os.pread(self.fd, at - start, start).rfind(b"\n")
             if found >= 0:
-                self.offset = self.end = start + found + 1
-                return
+                self.offset = start + found + 1
+                return self._take(self.offset, 0)
             at = start
 
     def take_back(self, count: int) -> None:
         """Note that only the first `count` of the lines on their way are stored."""
         if count < self.lines:
-            self.end, left = self.offset, count
-            while left and (data := os.pread(self.fd, _BLOCK, self.end) if self.fd >= 0 else b""):
+            end, left = self.offset, count
+            while left and (data := os.pread(self.fd, _BLOCK, end) if self.fd >= 0 else b""):
                 lines = data.split(b"\n", left)
-                self.end += len(data) - len(lines[-1]) if len(lines) > left else len(data)
+                end += len(data) - len(lines[-1]) if len(lines) > left else len(data)
                 left -= len(lines) - 1
+            self._take(end, 0)
         self.offset, self.lines = self.end, 0
 
 
-def _fingerprint(fd: int) -> int | None:
-    """Return a fingerprint of the first line; None while it has no end."""
-    data = os.pread(fd, _FIRST_LINE, 0)
-    line, newline, _ = data.partition(b"\n")
-    return crc32(line) if newline or len(data) == _FIRST_LINE else None
+def _mark(fd: int, end: int) -> int:
+    """Return a checksum of the first and the last bytes before `end`."""
+    count = min(end, _MARK)
+    return crc32(os.pread(fd, count, 0) + os.pread(fd, count, end - count))
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -198,9 +207,9 @@ class FollowedFiles:
 
 def look(watched: FollowedFiles) -> list[LogFile]:
     """Find files that are new, renamed, gone or grown. Returns the new ones, which are among the files already."""
-    found: dict[tuple[int, int], tuple[str, int]] = {}
+    found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
     for path, status in _matches(watched):
-        found.setdefault((status.st_dev, status.st_ino), (path, status.st_size))
+        found.setdefault((status.st_dev, status.st_ino), (path, status))
     now = time.monotonic()
     for file in watched.files:
         here = found.pop((file.device, file.inode), None)
@@ -214,11 +223,12 @@ def look(watched: FollowedFiles) -> list[LogFile]:
         elif file.gone_at is None:
             file.gone_at, file.was = now, file.path
     new = []
-    for (device, inode), (path, size) in found.items():
+    for (device, inode), (path, status) in found.items():
         if len(watched.files) >= MOST_FILES:
             refuse(watched, path, f"is not followed: {MOST_FILES:,} files are already")
             continue
-        new.append(LogFile(path, device, inode, grown_at=now, size=size))
+        new.append(LogFile(path, device, inode, grown_at=now))
+        new[-1].see(status)
         watched.files.append(new[-1])
     return new
 
@@ -269,7 +279,7 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
                 what = f"is away with its directory; when it is back, it goes on at byte {file.offset:,}"
                 watched.report(f"{file.path} {what}")
             file.close()
-            file.size = file.offset  # nothing to read
+            file.size, file.has_more = file.offset, False
             kept.append(file)
             continue
         if not is_found and file.size != file.offset:
@@ -329,7 +339,7 @@ def _open(file: LogFile) -> bool:
     with os.scandir(os.path.dirname(file.path)) as entries:
         for entry in entries:
             if entry.inode() == file.inode and entry.is_file() and file.open(entry.path):
-                if file.first_line is None or file.first_line == _fingerprint(file.fd):
+                if not file.is_replaced():
                     return True
                 file.close()
     return False
@@ -345,10 +355,11 @@ def _make_room(files: Iterable[LogFile]) -> None:
 # --- state -----------------------------------------------------------------------------------------------------------
 #
 #     kmq-ship 1 name=ship-3f9a41c2 topic=app next=4711
-#     offset=120 end=240 lines=3 file=fd01:1a2b:9e107d9d path=/var/log/app.log
+#     offset=120 end=240 lines=3 mark=9e107d9d file=fd01:1a2b: path=/var/log/app.log
 #     crc32=0badcafe
 #
-# `next` is the id of the first line on its way; the files are in the order in which their lines were sent.
+# `next` is the id of the first line on its way; the files are in the order in which their lines were sent. Older rows have
+# no mark, and a checksum of the first line at the end of `file`.
 
 VERSION = 1
 
@@ -367,12 +378,10 @@ def save_state(path: str, state: ShipState) -> None:
     rows = [f"kmq-ship {VERSION} name={state.name} topic={state.topic} next={state.next_id}\n".encode()]
     for file in state.files:
         if file.offset or file.end:
-            known = "" if file.first_line is None else f"{file.first_line:08x}"
-            place = f"offset={file.offset} end={file.end} lines={file.lines}"
+            mark = "" if file.mark is None else f" mark={file.mark:08x}"
+            place = f"offset={file.offset} end={file.end} lines={file.lines}{mark}"
             quoted = os.fsencode(file.path).replace(b"%", b"%25").replace(b"\n", b"%0A")
-            rows.append(
-                b"%b file=%x:%x:%b path=%b\n" % (place.encode(), file.device, file.inode, known.encode(), quoted)
-            )
+            rows.append(b"%b file=%x:%x: path=%b\n" % (place.encode(), file.device, file.inode, quoted))
     text = b"".join(rows)
     replace_file(path, text, b"crc32=%08x\n" % crc32(text))
 
@@ -404,7 +413,7 @@ def load_state(path: str) -> ShipState | None:
 def _parse_row(row: str) -> LogFile:
     place, _, path = row.partition(" path=")
     fields = dict(part.split("=", 1) for part in place.split())
-    device, inode, known = fields["file"].split(":")
+    device, inode, _ = fields["file"].split(":")
     return LogFile(
         os.fsdecode(unquote_to_bytes(os.fsencode(path))),
         int(device, 16),
@@ -412,5 +421,5 @@ def _parse_row(row: str) -> LogFile:
         int(fields["offset"]),
         int(fields["end"]),
         int(fields["lines"]),
-        int(known, 16) if known else None,
+        int(fields["mark"], 16) if "mark" in fields else None,
     )

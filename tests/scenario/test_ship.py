@@ -470,6 +470,15 @@ def test_a_file_cut_while_ship_is_down_is_read_from_its_start(ship):
     assert ship.stored() == [b"first", b"second", b"third", b"fourth, and longer than before"]
 
 
+def test_a_file_overwritten_with_as_many_bytes_is_read_anew_and_one_that_was_touched_is_not(ship):
+    for first in (b"aaaa\nbbbb\n", b"cccc\ndddd\n", b"cccc\neeee\n"):
+        (ship.logs / "a.log").write_bytes(first)
+        assert ship.once().stdout.startswith("1 files, sent 2 lines, 10 bytes")
+    (ship.logs / "a.log").touch()
+    assert ship.once().stdout == "1 files, sent 0 lines, 0 bytes\n"
+    assert ship.stored() == [b"aaaa", b"bbbb", b"cccc", b"dddd", b"cccc", b"eeee"]
+
+
 def test_a_file_renamed_while_ship_is_down_is_read_to_its_end_first(ship):
     log = ship.logs / "a.log"
     log.write_bytes(b"1\n2\n")
@@ -588,7 +597,7 @@ def test_a_plan_is_sent_as_far_as_the_broker_does_not_have_it(ship):
 
     state = load_state(str(ship.state))
     [file] = state.files
-    file.end, file.lines = 14, 2
+    assert file.open(str(log)) and len(file.read(1000, is_final=False).lines) == 2
     save_state(str(ship.state), state)
     sent = ship.broker.run("kmq", "produce", "--raw", "--producer", name, text=f"{ship.topic}|0|2|two\n")
     assert sent.returncode == 0, sent.stderr

@@ -1,6 +1,7 @@
 """The files that `kmq ship` follows, without a broker: what would take many files, or half a minute, with one."""
 
 import os
+import time
 
 import pytest
 
@@ -39,7 +40,7 @@ def drain(watched, is_final=False):
         for file in watched.files:
             if (file.has_more or is_final) and make_ready(watched, file) and (block := file.read(LONGEST, is_final)):
                 found += [(os.path.basename(file.path), line) for line in block.lines]
-                file.offset = file.end = block.end
+                file.take_back(len(block.lines))
                 more = True
             assert sum(each.fd >= 0 for each in watched.files) <= ship_files.MOST_OPEN
     return found
@@ -110,6 +111,44 @@ def test_new_content_is_noticed_by_its_first_line_and_by_the_byte_before_the_off
     assert watched.truncated == 2 and len(watched.said) == 2
 
 
+@pytest.mark.parametrize("new", [b"cccc\ndddd\n", b"aaaa\ndddd\n"], ids=["all", "same first line"])
+def test_new_content_of_the_same_size_is_noticed_also_at_the_same_time_of_change(watched, tmp_path, new):
+    log = tmp_path / "a.log"
+    log.write_bytes(b"aaaa\nbbbb\n")
+    now = time.time_ns()
+    os.utime(log, ns=(now, now))
+    assert len(drain(watched)) == 2
+    log.write_bytes(new)
+    os.utime(log, ns=(now, now))  # two writes within a tick of the clock of the file system
+    assert drain(watched) == [("a.log", line) for line in new.splitlines()]
+    for later in (now, now + 10**9, now - 10**12):  # touched
+        os.utime(log, ns=(later, later))
+        assert drain(watched) == []
+    log.write_bytes(b"aaaa\nbbbb\n")
+    assert len(drain(watched)) == 2
+
+
+def test_a_file_that_does_not_change_is_not_opened_again(watched, tmp_path):
+    (tmp_path / "a.log").write_bytes(b"one\nhalf")
+    os.utime(tmp_path / "a.log", (1, 1))
+    assert drain(watched) == [("a.log", b"one")]
+    look(watched)
+    [file] = watched.files
+    assert not file.has_more
+
+
+def test_a_long_line_that_was_cut_off_does_not_hide_the_lines_that_come_instead(watched, tmp_path, monkeypatch):
+    monkeypatch.setattr(ship_files, "_BLOCK", 4096)
+    log = tmp_path / "a.log"
+    log.write_bytes(b"h\n" + b"x" * 50_000)
+    assert drain(watched) == [("a.log", b"h")]
+    os.truncate(log, 2)
+    assert drain(watched) == []
+    with log.open("ab") as file:
+        file.write(b"y" * 9_000 + b"\n" + b"z\n" * 30_000)
+    assert drain(watched) == [("a.log", b"y" * LONGEST), *[("a.log", b"z")] * 30_000]
+
+
 def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatch):
     monkeypatch.setattr(ship_files, "_BLOCK", 4096)
     monkeypatch.setattr(ship_files, "_SCAN_BLOCKS", 2)
@@ -124,9 +163,9 @@ def test_the_end_of_a_long_line_is_looked_for_once(watched, tmp_path, monkeypatc
             reads += 1
         assert reads > 5
         log.write(b"\nnext\n")
-        file.see(50_006)
+        file.see(os.stat(file.path))
         block = file.read(LONGEST, False)
-        assert (block.lines, block.end, block.length) == ([b"x" * LONGEST], 50_001, 50_000)
+        assert (block.lines, file.end, block.length) == ([b"x" * LONGEST], 50_001, 50_000)
 
 
 def test_a_long_line_without_a_newline_at_the_end_of_a_renamed_file_is_sent_and_the_file_let_go(
@@ -151,11 +190,10 @@ def test_a_block_is_larger_than_others_only_for_one_line_that_is(watched, tmp_pa
     [file] = watched.files
     assert make_ready(watched, file)
     found = []
-    while file.has_more:
-        part = file.read(8 * block, False)
-        assert part.end - file.offset <= block or part.lines[0] == lines[-2]
+    while part := file.read(8 * block, False):
+        assert file.end - file.offset <= block or part.lines[0] == lines[-2]
         found += part.lines
-        file.offset = part.end
+        file.take_back(len(part.lines))
     assert found == lines
 
 
@@ -179,7 +217,6 @@ def test_a_state_keeps_names_of_every_kind(watched, tmp_path):
     again = load_state(path)
     assert again[:3] == state[:3]
     rows = [
-        [(f.path, f.device, f.inode, f.offset, f.end, f.lines, f.first_line) for f in each.files]
-        for each in (state, again)
+        [(f.path, f.device, f.inode, f.offset, f.end, f.lines, f.mark) for f in each.files] for each in (state, again)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == len(names)
