@@ -445,6 +445,11 @@ class Coordinator:
 
     # --- views --------------------------------------------------------------------------------------------------------
 
+    def generation(self, group: str, member: str | None) -> int | None:
+        """Return the newest generation of a member's group; None if it is no member."""
+        found = self._registry.groups.get(group)
+        return found.generation if found and member in found.members else None
+
     def assignment(self, group: str, member: str) -> Assignment:
         """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
         found, known = self._registry.known(group, member)

@@ -364,7 +364,7 @@ class Groups:
         self._coordinator()
         await self._topics.know(options.topics)
         now = time.monotonic()
-        is_back = _is_member(self.coordinator, group, member)
+        is_back = self.coordinator.generation(group, member) is not None
         id = self.coordinator.join(group, member, client, options, now, resume or Resume())
         if is_anew:
             self.deliveries.died(group, id)
@@ -430,13 +430,13 @@ class Groups:
         turn = self._judging.setdefault(group, asyncio.Lock())
         async with turn:
             await self.check_commit(group, member, generation, rows)
-            name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
+            name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED may be none
             has_waited = await self._check_ends(rows, deadline)
             if await self._keep_on_the_way(group, name, rows) or has_waited:
                 # Meanwhile the member may have lost the partition.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
-            generation = coordinator.assignment(group, name).generation if name else 0
+            generation = coordinator.generation(group, name) or 0
         known = self.store.committed(group)
         ahead = {
             place: row._replace(offset=self._after_letters(group, place, row.offset))
@@ -576,11 +576,11 @@ class Groups:
         nacks = self.store.nacks(group, *place)
         letters = [offset for offset, row in nacks.items() if row.letter and offset < committed] if nacks else []
         done = [*offsets, *letters]
-        await self.store.nack_done(group, *place, *done)
-        for offset in done:
-            self.deliveries.give_back(group, place, offset)
-            self.deliveries.trust(group, place, offset)
         if done:
+            await self.store.nack_done(group, *place, *done)
+            for offset in done:
+                self.deliveries.give_back(group, place, offset)
+                self.deliveries.trust(group, place, offset)
             self.wake(group)
         self.deliveries.committed(group, place, committed)
 
@@ -625,13 +625,6 @@ class Groups:
         if self.coordinator.state(group) is State.EMPTY and not self.store.committed(group):
             self.deliveries.drop(group)
             self.coordinator.delete(group)
-
-
-def _is_member(coordinator: Coordinator, group: str, member: str | None) -> bool:
-    try:
-        return member is not None and bool(coordinator.assignment(group, member))
-    except RequestRefused:
-        return False
 
 
 def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
