@@ -46,6 +46,7 @@ from kmq.cli.ship_files import (
     ShipState,
     forget_ended,
     has_ended,
+    is_away,
     load_state,
     look,
     make_ready,
@@ -222,11 +223,6 @@ def _begin(work: Shipment, from_start: bool) -> None:
     if known.topic != work.topic:
         raise ConfigError(f"--state {work.path}: belongs to topic {known.topic}; give each topic a state of its own")
     work.name, work.next_id, work.watched.files[:] = known.name, known.next_id, known.files
-    for file in known.files:
-        with contextlib.suppress(OSError):
-            found = os.stat(file.path)
-            if found.st_ino == file.inode:
-                file.device = found.st_dev  # the number of a device may change when the machine starts
     look(work.watched)
 
 
@@ -245,8 +241,11 @@ def _settle(work: Shipment, last_id: int) -> None:
     for file in files:
         here = min(max(stored, 0), file.lines)
         stored -= here
-        if here < file.lines and not make_ready(work.watched, file) and here and file.path in work.watched.refused:
-            raise ConfigError(f"{file.path}: cannot be read, and a part of its lines was sent; make it readable")
+        is_ready = here == file.lines or make_ready(work.watched, file)
+        if here and not is_ready and (file.path in work.watched.refused or is_away(file)):
+            raise ConfigError(
+                f"{file.path}: cannot be read, and a part of its lines was sent; mount its directory, or make it readable"
+            )
         file.take_back(here)
     work.next_id = max(before, last_id) + 1  # ids only rise: another broker may know more of them
 

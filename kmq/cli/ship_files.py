@@ -1,7 +1,8 @@
 """The files that `kmq ship` follows, as `tail -F` does: found by patterns, known by identity, read in blocks of whole lines.
 
 Identity    Device and inode, and a mark: a checksum of the first and the last 1,024 bytes that were read, because inodes
-            are used again. The name may change: a file that was renamed is read to its end before a new one of its old name.
+            are used again. Without the number of the device, which a start of the machine may change: inode and mark, or
+            inode and name. The name may change: a file that was renamed is read to its end before a new one of its old name.
 Truncated   A file that is shorter than what was read, or has another mark, has new content, and is read from its start. So
             is a file that got the inode of a deleted one. Marks are compared when size or time of change are new.
 Away        A file that no pattern leads to, but that is in its place, or whose directory is missing or empty, as before a
@@ -16,6 +17,7 @@ Not covered New content with the same first and last 1,024 bytes up to the offse
             Lines that are unread when their file is deleted, or that copytruncate cuts off.
 """
 
+import contextlib
 import glob
 import os
 import stat
@@ -71,10 +73,10 @@ class LogFile:
         """Open the file at `path`. Returns False if another one is there now. Raises OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+        if found.st_ino != self.inode or (path != self.path and not self._fits(fd, found.st_size)):
             os.close(fd)
             return False
-        self.fd = fd
+        self.fd, self.device = fd, found.st_dev
         return True
 
     def close(self) -> None:
@@ -105,7 +107,11 @@ class LogFile:
     def is_replaced(self) -> bool:
         """Return True if the open file has other content than what was read of it."""
         self.see(os.fstat(self.fd))
-        return self.size < self.end or self.mark not in (None, _mark(self.fd, self.end))
+        return not self._fits(self.fd, self.size)
+
+    def _fits(self, fd: int, size: int) -> bool:
+        """Return True if an open file begins with what was read of this one."""
+        return size >= self.end and self.mark in (None, _mark(fd, self.end))
 
     def restart(self) -> None:
         """Read from the start again: the content is new."""
@@ -205,14 +211,18 @@ class FollowedFiles:
     lost: int = 0  # bytes that were unread when their file was deleted
 
 
+_Found = dict[tuple[int, int], tuple[str, os.stat_result]]  # device and inode → path and status
+
+
 def look(watched: FollowedFiles) -> list[LogFile]:
     """Find files that are new, renamed, gone or grown. Returns the new ones, which are among the files already."""
-    found: dict[tuple[int, int], tuple[str, os.stat_result]] = {}
+    found: _Found = {}
     for path, status in _matches(watched):
         found.setdefault((status.st_dev, status.st_ino), (path, status))
     now = time.monotonic()
-    for file in watched.files:
-        here = found.pop((file.device, file.inode), None)
+    places = [found.pop((file.device, file.inode), None) for file in watched.files]
+    for file, place in zip(watched.files, places, strict=True):
+        here = place or _pop_renumbered(found, file)
         if here is not None:
             if here[0] != file.path:
                 file.was = file.path
@@ -231,6 +241,17 @@ def look(watched: FollowedFiles) -> list[LogFile]:
         new[-1].see(status)
         watched.files.append(new[-1])
     return new
+
+
+def _pop_renumbered(found: _Found, file: LogFile) -> tuple[str, os.stat_result] | None:
+    """Remove from `found` and return the place of a file whose device got another number."""
+    for key, (path, _) in found.items():
+        if key[1] == file.inode and file.fd < 0:
+            with contextlib.suppress(OSError):
+                if file.open(path):
+                    file.close()
+                    return found.pop(key)
+    return None
 
 
 def _matches(watched: FollowedFiles) -> Iterator[tuple[str, os.stat_result]]:
@@ -274,7 +295,7 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
         if is_found and not is_left_out and (file.size != file.offset or not has_ended(file, linger_s)):
             kept.append(file)
             continue
-        if (is_left_out or _is_away(file)) and len(watched.files) < MOST_FILES:
+        if (is_left_out or is_away(file)) and len(watched.files) < MOST_FILES:
             if file.size != file.offset and not is_left_out:
                 what = f"is away with its directory; when it is back, it goes on at byte {file.offset:,}"
                 watched.report(f"{file.path} {what}")
@@ -297,10 +318,10 @@ def _is_in_place(file: LogFile) -> bool:
         return False
     except OSError:
         return True
-    return (found.st_dev, found.st_ino) == (file.device, file.inode)
+    return found.st_ino == file.inode
 
 
-def _is_away(file: LogFile) -> bool:
+def is_away(file: LogFile) -> bool:
     """Return True if the directory of a file cannot be read, or is empty, as if a volume were not mounted yet."""
     if file.fd >= 0 and not os.fstat(file.fd).st_nlink:
         return False  # deleted: a new file may get its inode
@@ -339,9 +360,7 @@ def _open(file: LogFile) -> bool:
     with os.scandir(os.path.dirname(file.path)) as entries:
         for entry in entries:
             if entry.inode() == file.inode and entry.is_file() and file.open(entry.path):
-                if not file.is_replaced():
-                    return True
-                file.close()
+                return True
     return False
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kmq.access import tokens
 from kmq.cli.ship import Shipment, _judge, run
-from kmq.cli.ship_files import FollowedFiles, LogFile
+from kmq.cli.ship_files import FollowedFiles, LogFile, load_state, save_state
 from kmq.client.lines import Patience
 from kmq.errors import KmqError
 
@@ -586,23 +586,43 @@ def test_a_state_belongs_to_one_topic(ship):
     assert done.returncode == CONFIG and f"belongs to topic {ship.topic}" in done.stderr
 
 
-def test_a_plan_is_sent_as_far_as_the_broker_does_not_have_it(ship):
-    """What a kill between the plan, the broker and the next state leaves: here each of them made by hand."""
+@pytest.fixture
+def half_sent(ship):
+    """What a kill leaves when the broker has one line of the two of a plan, made by hand."""
     log = ship.logs / "a.log"
     log.write_bytes(b"one\n")
     assert ship.once().returncode == 0
     log.write_bytes(b"one\ntwo\nthree\n")
-    name = re.search(r"name=(\S+)", ship.state.read_text())[1]
-    from kmq.cli.ship_files import load_state, save_state
-
     state = load_state(str(ship.state))
     [file] = state.files
     assert file.open(str(log)) and len(file.read(1000, is_final=False).lines) == 2
     save_state(str(ship.state), state)
-    sent = ship.broker.run("kmq", "produce", "--raw", "--producer", name, text=f"{ship.topic}|0|2|two\n")
+    sent = ship.broker.run("kmq", "produce", "--raw", "--producer", state.name, text=f"{ship.topic}|0|2|two\n")
     assert sent.returncode == 0, sent.stderr
+    return ship
+
+
+def test_a_plan_is_sent_as_far_as_the_broker_does_not_have_it(half_sent):
+    assert half_sent.once().returncode == 0
+    assert half_sent.stored() == [b"one", b"two", b"three"]
+
+
+def test_a_plan_waits_for_a_file_whose_directory_is_away(half_sent):
+    ship, away = half_sent, half_sent.root / "away"
+    ship.logs.rename(away)
+    done = ship.once()
+    assert done.returncode == CONFIG and "a.log: cannot be read, and a part of its lines was sent" in done.stderr
+    away.rename(ship.logs)
+    (ship.logs / "b.log").write_bytes(b"of b\n")
     assert ship.once().returncode == 0
-    assert ship.stored() == [b"one", b"two", b"three"]
+    assert sorted(ship.stored()) == sorted([b"one", b"two", b"three", b"of b"])
+
+
+def test_a_plan_does_not_wait_for_a_file_that_was_deleted(half_sent):
+    (half_sent.logs / "b.log").write_bytes(b"of b\n")
+    (half_sent.logs / "a.log").unlink()
+    assert half_sent.once().returncode == 0
+    assert half_sent.stored() == [b"one", b"two", b"of b"]
 
 
 def test_two_ships_with_one_state_are_one_too_many(ship):

@@ -101,6 +101,31 @@ def test_a_deleted_file_is_forgotten_and_one_whose_directory_is_away_is_not(watc
     assert drain(watched) == [("b.log", b"2")]
 
 
+@pytest.mark.parametrize("name", ["a.log", "b.log", "a.log.1"])
+def test_a_file_goes_on_under_any_name_after_its_device_got_another_number(watched, tmp_path, name):
+    (tmp_path / "a.log").write_bytes(b"one\n")
+    assert drain(watched) == [("a.log", b"one")]
+    [file] = watched.files
+    file.close()
+    file.device += 1
+    (tmp_path / "a.log").rename(tmp_path / name)
+    with (tmp_path / name).open("ab") as log:
+        log.write(b"two\n")
+    assert [line for _, line in drain(watched)] == [b"two"]
+    assert watched.said == []
+
+
+def test_a_file_that_patterns_leave_out_is_known_after_its_device_got_another_number(watched, tmp_path):
+    (tmp_path / "a.log").write_bytes(b"one\n")
+    assert drain(watched) == [("a.log", b"one")]
+    watched.files[0].close()
+    watched.files[0].device += 1
+    patterns = watched.patterns[:]
+    for watched.patterns[:] in (["b.log"], patterns):
+        assert drain(watched) == []
+    assert watched.said == []
+
+
 def test_new_content_is_noticed_by_its_first_line_and_by_the_byte_before_the_offset(watched, tmp_path):
     log = tmp_path / "a.log"
     log.write_bytes(b"same\nabc\n")
