@@ -281,35 +281,42 @@ class LoopThread:
 
         `undo` takes back what it had done by then, if it was too late to cancel it.
         """
-        has_ended = threading.Event()
+        tasks: list[asyncio.Task[Any]] = []
         done: list[T] = []
 
         async def work() -> T:
-            try:
-                done.append(await coroutine)
-                return done[0]
-            finally:
-                has_ended.set()
+            if (task := asyncio.current_task()) is not None:
+                tasks.append(task)
+            done.append(await coroutine)
+            return done[0]
 
-        with self._lock:  # what was begun before the end is cancelled by it
-            if self._is_gone:
-                coroutine.close()
-                raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
-            future = self._begin(work())
+        async def stop() -> None:  # the loop takes both in turn: `work` has begun by now, if it was handed over at all
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+        future: Future[T] | None = None
         try:
+            with self._lock:  # what was begun before the end is cancelled by it
+                if self._is_gone:
+                    coroutine.close()
+                    raise RuntimeError("this queue is closed, or belongs to the process that this one was forked from")
+                future = self._begin(work())
             return future.result()
         except CancelledError:  # by `end`, in another thread
             raise RuntimeError("this queue is closed") from None
         except BaseException:
-            if future.cancel():
-                has_ended.wait()
+            # Ctrl-C may come before the future is ours, and when nobody waits for it yet.
+            if not self._is_gone and (future is None or not future.done()):
+                self._begin(stop()).result()
             if done and undo is not None:
                 self.run(undo(done[0]))
             raise
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if self._loop is None:
+            if self._loop is None or self._thread is None:
                 self._loop = _Loop()
                 self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="kmq-session", daemon=True)
                 self._thread.start()

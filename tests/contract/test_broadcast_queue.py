@@ -821,8 +821,9 @@ def test_a_queue_that_was_closed_before_its_first_use_begins_nothing(cluster):
     assert threads() <= before
 
 
+@pytest.mark.parametrize("comes", ["while it waits", "before it waits"])
 @pytest.mark.parametrize("taken", ["_take_lock", "_subscribe"])
-def test_ctrl_c_when_something_was_just_taken_gives_it_back(cluster, taken):
+def test_ctrl_c_when_something_was_just_taken_gives_it_back(cluster, taken, comes):
     def as_publisher(queue):
         queue.as_publisher(lambda publisher: publisher.publish(Message.new("a", b"")))
 
@@ -831,14 +832,21 @@ def test_ctrl_c_when_something_was_just_taken_gives_it_back(cluster, taken):
 
     use = as_publisher if taken == "_take_lock" else as_subscriber
     with cluster.queue() as queue:
-        take = getattr(queue._queue, taken)
+        take, begin, slow = getattr(queue._queue, taken), queue._thread._begin, threading.Event()
 
         async def interrupted(*arguments):
             result = await take(*arguments)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             return result
 
+        def begun(coroutine):
+            future, queue._thread._begin = begin(coroutine), begin
+            slow.wait(30)  # as on a busy machine
+            return future
+
         setattr(queue._queue, taken, interrupted)
+        if comes == "before it waits":
+            queue._thread._begin = begun
         with pytest.raises(KeyboardInterrupt):
             use(queue)
         setattr(queue._queue, taken, take)
