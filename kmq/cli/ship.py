@@ -74,7 +74,6 @@ _ROUND_LINES = 50_000
 _REPORT_S = 60.0  # between two lines on stderr; a terminal is redrawn with each round
 _GRACE_S = 5.0  # how long it still sends once it is told to stop
 _FIELDS = 64  # bytes of a line besides routing key and payload: time, id, header, separators
-_LETTER = 192  # the same of a dead letter, with its routing key
 
 
 @dataclass
@@ -370,8 +369,7 @@ def _format(work: Shipment, file: LogFile, block: FileBlock, first_id: int, long
         if block.length or len(payload) > longest:
             length = block.length or len(line)
             work.too_long += 1
-            room = work.max_line - _LETTER - len(work.topic)
-            letter = record.malformed("too_long", line, length, room, f";topic={work.topic}".encode())
+            letter = record.long_letter(work.topic, line, length, work.max_line)
             rows.append(letter.replace(b"||", b"|%b|%d" % (stamp, id), 1) + b"\n")
             _note(work, file, f"has a line of {length:,} bytes, too long for KMQ_MAX_LINE: its start is a dead letter")
         else:

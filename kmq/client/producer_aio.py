@@ -163,11 +163,22 @@ class AsyncProducer:
 
         Returns when each has an outcome: what was refused or not answered is in the Delivery, and raises nothing.
         """
+        return await self._each(
+            len(messages), timeout, lambda part, at, end: self._core.add_each(part, messages[at:end])
+        )
+
+    async def send_lines(self, lines: Sequence[bytes], timeout: float | None = None) -> Delivery:
+        """Send whole lines, as they are, in the same way."""
+        return await self._each(
+            len(lines), timeout, lambda part, at, end: self._core.add_lines(part, b"".join(lines[at:end]), end - at)
+        )
+
+    async def _each(self, count: int, timeout: float | None, add: Callable[[Delivery, int, int], None]) -> Delivery:
         is_done = asyncio.Event()
         delivery = Delivery(lambda _: is_done.set())
-        for part, at, end in in_parts(delivery, len(messages), self.options.max_in_flight):
+        for part, at, end in in_parts(delivery, count, self.options.max_in_flight):
             await self._wait_for_room(timeout)
-            self._core.add_each(part, messages[at:end])
+            add(part, at, end)
             self._link.queued()
         if not delivery.done:
             async with self._timeout(timeout, "the replies to these messages"):

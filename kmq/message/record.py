@@ -197,6 +197,11 @@ def malformed(reason: str, original: bytes, length: int, max_line: int, headers:
     return b"%b||;reason=%b;len=%d%b%b|%b" % (MALFORMED, reason.encode(), length, headers, encoding, payload)
 
 
+def long_letter(topic: str, line: bytes, length: int, max_line: int) -> bytes:
+    """Return the `dead.malformed` line for a line that is too long for `topic`. It is no longer than `max_line` itself."""
+    return malformed("too_long", line, length, max_line - MALFORMED_OVERHEAD - len(topic), f";topic={topic}".encode())
+
+
 def admit(line: bytes, max_line: int) -> bytes:
     """Return `line` as it will be stored: padded to four fields, or wrapped as dead.malformed."""
     reason = refusal(line)

@@ -30,6 +30,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import NewMessage
 from kmq.log import compaction, passes, reader
 from kmq.message.message import Message
+from kmq.message.text import decode_payload
 
 TOPICS = "/api/admin/topics"
 SMALL = {
@@ -145,6 +146,35 @@ def test_what_log_shippers_send_is_a_message_a_line_or_an_item(broker, api, topi
     items = b'[{"date": 1.50, "log": "a"}, "b", null]'
     answers = api.call("POST", produce(topic, "format=raw"), items, Content_Type="application/json").value["results"]
     assert [line_at(broker, topic, place).value for place in answers] == [b'{"date":1.50,"log":"a"}', b'"b"', b"null"]
+
+
+@pytest.mark.parametrize(("kind", "body"), [(NDJSON, b"a\nb\n"), ("application/json", b'["a", "b"]')])
+@pytest.mark.parametrize(
+    ("name", "query", "refusal"),
+    [("append", "", (400, "reserved_topic", "")), ("t-raw", "&partition=7", (404, "unknown_partition", ""))],
+)
+def test_lines_that_are_refused_for_good_are_no_success_for_a_shipper(api, kind, body, name, query, refusal):
+    assert api.call("POST", produce(name, "format=raw" + query), body, Content_Type=kind).refusal == refusal
+
+
+@pytest.mark.parametrize("kept", [b"x" * 100, b"x\0" * 50], ids=["text", "nul"])
+def test_a_raw_line_that_is_too_long_leaves_its_beginning_as_a_dead_letter(broker, api, topic, kept):
+    long = kept * 15_000
+    for body in (b"one\n" + long + b"\ntwo\n", long + b"\n"):
+        answers = api.call("POST", produce(topic, "format=raw"), body, Content_Type=NDJSON).value
+        errors = [each["error"]["code"] for each in answers if "error" in each]
+        assert (len(answers), errors) == (body.count(b"\n"), ["too_long"])
+    broker.wait(lambda: len(letters(broker, topic)) == 2, "the dead letters")
+    assert [line.rpartition(b"|")[2] for line in broker.lines(topic)] == [b"one", b"two"]
+    for id, value in letters(broker, topic):
+        assert b";reason=too_long;len=1500000;topic=" + topic.encode() in id
+        assert long.startswith(value) and len(value) > 700_000
+
+
+def letters(broker, topic):
+    """Id field and value of the dead letters that name this topic."""
+    rows = (line.split(b"|", 5)[4:] for line in broker.lines("dead"))
+    return [(id, decode_payload(id, payload)) for id, payload in rows if b";topic=" + topic.encode() in id]
 
 
 @pytest.mark.parametrize(
@@ -304,6 +334,8 @@ def test_a_full_disk_is_507_with_the_time_to_come_again(tmp_path):
     for broker in started(tmp_path / "b", KMQ_AUTO_CREATE_TOPICS="off", **SMALL):
         with connected(broker) as api:
             assert api.post(produce("nobody"), {"value": ""}).refusal[:2] == (404, "unknown_topic")
+            raw = api.call("POST", produce("nobody", "format=raw"), b"a\nb\n", Content_Type=NDJSON)
+            assert raw.refusal[:2] == (404, "unknown_topic")
             api.post(TOPICS, {"name": "orders"})
             batch = {"messages": [{"value": b64encode(bytes(40_000)).decode()}] * 50}
             deadline = time.monotonic() + 60

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from kmq.client.delivery import Delivery
@@ -27,6 +27,7 @@ from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.finding import PlaceFinder, Places, StoredPlace
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
+from kmq.message import record
 from kmq.message.ids import MAX_NAME
 from kmq.message.message import Message
 from kmq.message.text import Headers, make_routing_key
@@ -85,6 +86,7 @@ class Producing:
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self._watermark, self._log = watermark, log
         self._finder = PlaceFinder(settings.data)
+        self._max_line = settings.max_line
         self._senders: OrderedDict[tuple[str, str], _Sender] = OrderedDict()  # the one used last at the end
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -122,6 +124,13 @@ class Producing:
         """Send messages and forget what became of them; returns when the broker has replied, or not in time."""
         await self._send(topic, self._format(topic, messages), producer)
 
+    async def bury(self, topic: str, values: Sequence[bytes]) -> None:
+        """Store the beginnings of values that are too long for a message as dead letters. Raises RequestRefused."""
+        letters = [record.long_letter(topic, value, len(value), self._max_line) + b"\n" for value in values]
+        delivery = await self._through(("letters", ""), lambda sender: sender.send_lines(letters))
+        for refused in _refusals(delivery).values():
+            raise refused
+
     def _format(self, topic: str, messages: Sequence[NewMessage]) -> list[Outgoing]:
         now = time.time()
         try:
@@ -142,10 +151,13 @@ class Producing:
     async def _send(self, topic: str, outgoing: Sequence[Outgoing], producer: str) -> Delivery:
         has_ids = any(message[2] is not None for message in outgoing)
         kind = ("producer", producer) if producer else ("window", topic) if has_ids else ("", "")
+        return await self._through(kind, lambda sender: sender.send_each(outgoing))
+
+    async def _through(self, kind: tuple[str, str], send: Callable[[AsyncProducer], Awaitable[Delivery]]) -> Delivery:
         sender = self._sender(*kind)
         sender.users += 1
         try:
-            return await sender.producer.send_each(outgoing)
+            return await send(sender.producer)
         except KmqError as err:
             raise refusal_of(err) from err
         finally:
@@ -203,6 +215,7 @@ class Producing:
             producer=name if kind == "producer" else "",
             first_id=1 if kind == "producer" else None,
             window=window_of(name) if kind == "window" else "",
+            dedupe=kind != "letters",  # these lines have no ids
             retry=frozenset(),  # the client hears of a refusal at once, because only the client knows how long to retry
             delivery_timeout_s=ANSWER_S,
             timeout_s=2 * ANSWER_S,

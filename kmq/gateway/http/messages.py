@@ -11,8 +11,9 @@ Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, 
             bytes or plain text is one value; with format=raw each line, or each item of a JSON list, is one.
             A request with a wrong field is refused whole, and nothing of it is stored. What the broker then refuses of
             a batch is an error in the results, unless it refused all for one reason that passes, such as a full disk:
-            that is the answer. Who sends lists with format=raw reads no results (log shippers): any reason that passes
-            is the answer, so that they send again.
+            that is the answer. Who sends lists with format=raw reads no results (log shippers): any reason is the
+            answer, first one that passes, so that they send again. Only a value that is too long goes to the dead
+            letters, as at an intake, and keeps the others from nothing.
 """
 
 import asyncio
@@ -373,6 +374,8 @@ class MessageCalls:
             if not asked.acks or call.query["acks"] == "0":
                 return self._send(topic, asked, len(body))
             outcomes = await self._producing.produce(topic, asked.messages, asked.producer)
+            if asked.is_raw and (long := _too_long(asked.messages, outcomes)):
+                await self._producing.bury(topic, long)
         return _answer(topic, asked, outcomes)
 
     def _send(self, topic: str, asked: ProduceRequest, nbytes: int) -> web.Response:
@@ -482,11 +485,21 @@ def _is_number(id: str | None) -> bool:
     return id is not None and id.isascii() and id.isdigit() and len(id) <= MAX_ID_DIGITS
 
 
+def _too_long(messages: Sequence[NewMessage], outcomes: Sequence[Outcome]) -> list[bytes]:
+    """Return the values that are too long for a message. Raises any other refusal, one that passes before one for good."""
+    refused = [
+        (each, message.value)
+        for each, message in zip(outcomes, messages, strict=True)
+        if isinstance(each, RequestRefused)
+    ]
+    others = [each for each, _ in refused if each.code != "too_long"]
+    if others:
+        raise next((each for each in others if each.refusal.is_retryable), others[0])
+    return [value or b"" for _, value in refused]
+
+
 def _answer(topic: str, asked: ProduceRequest, outcomes: Sequence[Outcome]) -> web.Response:
     refused = [outcome for outcome in outcomes if isinstance(outcome, RequestRefused)]
-    passing = next((each for each in refused if each.refusal.is_retryable), None)
-    if asked.is_raw and passing is not None:
-        raise passing
     if len(refused) == len(outcomes):
         first = refused[0]
         if asked.shape == "one" or (first.refusal.is_retryable and {each.code for each in refused} == {first.code}):
