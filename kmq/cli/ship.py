@@ -175,7 +175,7 @@ def _judge(work: Shipment, was_interrupted: bool) -> None:
     if work.watched.refused:
         raise KmqError(f"not all was sent: {len(work.watched.refused)} that the patterns match could not be read")
     if all(file.gone_at is not None for file in work.watched.files):
-        raise KmqError(f"no file matches {' '.join(work.watched.patterns)}")
+        raise KmqError("there is no file to send")
 
 
 # --- the state -------------------------------------------------------------------------------------------------------

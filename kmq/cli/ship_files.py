@@ -20,6 +20,7 @@ Not covered New content with the same first and last 1,024 bytes up to the offse
 import contextlib
 import glob
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -203,10 +204,11 @@ class FollowedFiles:
     """The patterns, the files in the order in which they are read, and what was said of paths and files."""
 
     patterns: list[str]
-    not_these: set[str]  # the state is no log
+    not_these: set[str]  # the state is no log, under any name
     report: Callable[[str], None]
     files: list[LogFile] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # path → why it is not read
+    tried: set[str] = field(default_factory=set)  # patterns
     truncated: int = 0
     lost: int = 0  # bytes that were unread when their file was deleted
 
@@ -255,8 +257,12 @@ def _pop_renumbered(found: _Found, file: LogFile) -> tuple[str, os.stat_result] 
 
 
 def _matches(watched: FollowedFiles) -> Iterator[tuple[str, os.stat_result]]:
-    for path in dict.fromkeys(path for pattern in watched.patterns for path in glob.iglob(pattern, recursive=True)):
-        path = os.path.abspath(path)
+    own = set()
+    for path in watched.not_these:
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            own.add((status.st_dev, status.st_ino))
+    for path in dict.fromkeys(map(os.path.abspath, _paths(watched))):
         try:
             status = os.stat(path)
         except FileNotFoundError:  # removed just now, or a link that leads nowhere
@@ -267,8 +273,30 @@ def _matches(watched: FollowedFiles) -> Iterator[tuple[str, os.stat_result]]:
         if not stat.S_ISREG(status.st_mode):
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
             refuse(watched, path, f"is not read: it is {kind}")
-        elif path not in watched.not_these:
+        elif (status.st_dev, status.st_ino) not in own:
             yield path, status
+
+
+def _paths(watched: FollowedFiles) -> Iterator[str]:
+    """Yield what the patterns match. A pattern that exists as a path, as from a shell, is that path."""
+    for pattern in watched.patterns:
+        paths = [pattern] if os.path.lexists(pattern) else list(_expand(pattern))
+        if not paths and pattern not in watched.tried:
+            watched.report(f"no file matches {pattern}")
+        watched.tried.add(pattern)
+        yield from paths
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """Yield the paths that match. `**` is a directory at any depth; links to directories may have no end."""
+    top, *rest = re.split(r"(?<![^/])\*\*(?:/+|$)", pattern, maxsplit=1)
+    if not rest:
+        yield from glob.iglob(pattern)
+        return
+    for start in glob.iglob(top) if top else ["."]:
+        for folder, folders, _ in os.walk(start):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from _expand(os.path.join(glob.escape(folder), rest[0] or "*"))
 
 
 def refuse(watched: FollowedFiles, path: str, why: str) -> None:
@@ -313,12 +341,11 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
 def _is_in_place(file: LogFile) -> bool:
     """Return True if a file is where it was, or that cannot be told."""
     try:
-        found = os.stat(file.path)
+        return os.stat(file.path).st_ino == file.inode
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return found.st_ino == file.inode
 
 
 def is_away(file: LogFile) -> bool:

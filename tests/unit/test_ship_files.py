@@ -1,5 +1,6 @@
 """The files that `kmq ship` follows, without a broker: what would take many files, or half a minute, with one."""
 
+import glob
 import os
 import time
 
@@ -120,8 +121,9 @@ def test_a_file_that_patterns_leave_out_is_known_after_its_device_got_another_nu
     assert drain(watched) == [("a.log", b"one")]
     watched.files[0].close()
     watched.files[0].device += 1
+    (tmp_path / "b.log").touch()
     patterns = watched.patterns[:]
-    for watched.patterns[:] in (["b.log"], patterns):
+    for watched.patterns[:] in ([f"{tmp_path}/b.log"], patterns):
         assert drain(watched) == []
     assert watched.said == []
 
@@ -220,6 +222,43 @@ def test_a_block_is_larger_than_others_only_for_one_line_that_is(watched, tmp_pa
         found += part.lines
         file.take_back(len(part.lines))
     assert found == lines
+
+
+@pytest.mark.parametrize(
+    "pattern", ["**/*.log", "**", "**/d/**", "*/**/*.log", "d/**/e/*.log", "**/.h/*.log", "d/**.log"]
+)
+def test_two_asterisks_find_what_glob_finds_and_follow_no_link_to_a_directory(watched, tmp_path, monkeypatch, pattern):
+    for folder in (".", "d", "d/e", "d/e/e", "f/d", ".h", "d/.h"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "a.log").write_bytes(b"1\n")
+    expected = {path for path in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(path)}
+    for link in ("d/up", "d/e/up", "d/e/again"):  # without an end, and each level doubles the paths
+        (tmp_path / link).symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for patterns in ([f"{tmp_path}/{pattern}"], [pattern]):
+        watched.patterns[:], watched.files[:] = patterns, []
+        look(watched)
+        assert {file.path for file in watched.files} == expected
+        assert len(watched.files) == len(expected) > 0
+
+
+def test_the_state_is_no_log_under_any_name(watched, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "linked").symlink_to("logs")
+    (tmp_path / "logs" / "a.log").write_bytes(b"the state\n")
+    (tmp_path / "logs" / "b.log").symlink_to("a.log")
+    watched.not_these.add(str(tmp_path / "logs" / "a.log"))
+    watched.patterns[:] = [f"{tmp_path}/linked/*.log", f"{tmp_path}/logs/*.log"]
+    assert drain(watched) == []
+
+
+def test_a_pattern_that_is_a_path_is_that_path_and_one_without_files_is_named_once(watched, tmp_path):
+    (tmp_path / "a[1].log").write_bytes(b"1\n")
+    watched.patterns[:] = [f"{tmp_path}/a[1].log", f"{tmp_path}/*.txt"]
+    assert drain(watched) == [("a[1].log", b"1")]
+    (tmp_path / "a[1].log").unlink()
+    look(watched)
+    assert watched.said == [f"no file matches {tmp_path}/*.txt"]
 
 
 def test_more_files_than_may_be_followed_are_named(watched, tmp_path, monkeypatch):
