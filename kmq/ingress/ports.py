@@ -1,6 +1,7 @@
 """The ports of ingress: lines (KMQ_PORT, KMQ_TLS_PORT), raw lines (KMQ_INTAKES) and questions (KMQ_ACK_PORT).
 
-Producers are accepted up to KMQ_CONNECTIONS and the limit on open files, and turned away beyond that. On the ack port
+Producers are accepted up to KMQ_CONNECTIONS and the limit on open files, of them up to half at intakes, and turned away
+beyond that: who may send to an intake shuts out nobody whose messages are answered. On the ack port
 one question comes in and one line goes out, from durability's cursor in the stats page:
 
     GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed where KMQ_TOKENS is set
@@ -305,8 +306,8 @@ class Entrance:
             if raw is not None and networks and not self._is_welcome(raw, peer):
                 sock.close()
                 continue
-            if len(self._table) >= self.max_connections:
-                self._turn_away(sock, peer, listener.is_tls or raw is not None)
+            if full := self._is_full(raw):
+                self._turn_away(sock, peer, full, listener.is_tls or raw is not None)
                 continue
             connection = listener.connect(sock, peer)
             if connection is not None:
@@ -325,9 +326,17 @@ class Entrance:
         self._strangers.note("intake_refused", peer, f"{raw.spec}: KMQ_INTAKES_FROM does not have the address")
         return False
 
-    def _turn_away(self, sock: socket.socket, peer: str, is_silent: bool) -> None:
+    def _is_full(self, raw: "RawPort | None") -> str:
+        """Return why no more may come to this port; "": it may. Intakes leave half of all to producers with replies."""
+        if len(self._table) >= self.max_connections:
+            return f"{self.max_connections} are open already (KMQ_CONNECTIONS, ulimit -n)"
+        most = max(1, self.max_connections // 2)
+        if raw is None or sum(each.raw.connections for each in self._listeners.values() if each.raw) < most:
+            return ""
+        return f"{most} are open at the intakes already (half of KMQ_CONNECTIONS, ulimit -n)"
+
+    def _turn_away(self, sock: socket.socket, peer: str, reason: str, is_silent: bool) -> None:
         """`is_silent`: no reply. Over TLS it would cost the handshake that the limit is there to avoid."""
-        reason = f"{self.max_connections} are open already (KMQ_CONNECTIONS, ulimit -n)"
         self._row.turned_away += 1
         self._row.errs_limit += not is_silent
         self._strangers.note("connection_refused", peer, reason)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -199,6 +200,26 @@ def test_an_address_that_is_not_listed_is_closed_and_counted(raw):
     broker.wait(lambda: [counted(broker, at)["refused"] for at in (1, 2)] == [1, 1], "both counted")
     assert not broker.wal() and counted(broker)["lines"] == 0
     broker.wait(lambda: "event=intake_refused" in broker.log(), "a log line")
+
+
+def test_connections_to_intakes_leave_half_of_all_to_producers(raw):
+    broker = raw("0=app 0=net", KMQ_CONNECTIONS=20)
+    with contextlib.ExitStack() as opened:
+        silent = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", port_of(broker, 1 + n % 2)))) for n in range(30)
+        ]
+        broker.wait(lambda: broker.status()["ingress"]["connections"] in ("10", "20"), "they are taken")
+        done = broker.kmq("produce", "orders", "--acks", "--timeout", "20", "-m", "x")
+        assert (done.returncode, done.stdout) == (0, "stored 1, last seq 1\n"), done.stderr
+        broker.wait(lambda: "event=connection_refused" in broker.log(), "a word in the log")
+        assert 'reason="10 are open at the intakes already (half of KMQ_CONNECTIONS, ulimit -n)"' in broker.log()
+        broker.wait(lambda: len(select.select(silent, [], [], 0)[0]) == 20, "the others are closed")
+        over = select.select(silent, [], [], 0)[0]
+        next(sock for sock in silent if sock not in over).sendall(b"a line\n")
+        broker.wait_routed(2)
+    broker.wait(lambda: broker.status()["ingress"]["connections"] == "0", "they have gone")
+    ship(broker, b"another\n")
+    broker.wait_routed(3)
 
 
 def test_datagrams_that_nobody_reads_are_counted_and_the_rest_is_whole(raw):
