@@ -14,7 +14,8 @@ Memory      One block at a time, of at most _BLOCK bytes or one longest line. Of
             At most MOST_FILES files, with those that are only known because they may come back.
 Not covered New content with the same first and last 1,024 bytes up to the offset.
             A file that was renamed so that no pattern fits, was idle for LINGER_S, and is renamed back: it is sent again.
-            Lines that are unread when their file is deleted, or that copytruncate cuts off.
+            Lines that are unread when their file is deleted, or that copytruncate cuts off. A copy of copytruncate that a
+            pattern finds: it is sent from its start, because another file may well begin with the same lines.
 """
 
 import contextlib
@@ -227,7 +228,7 @@ def look(watched: FollowedFiles) -> list[LogFile]:
         here = place or _pop_renumbered(found, file)
         if here is not None:
             if here[0] != file.path:
-                file.was = file.path
+                file.was, file.grown_at = file.path, now
             elif file.gone_at is not None:
                 file.was = ""
             file.path, file.gone_at = here[0], None
@@ -307,8 +308,8 @@ def refuse(watched: FollowedFiles, path: str, why: str) -> None:
 
 
 def has_ended(file: LogFile, linger_s: float = LINGER_S) -> bool:
-    """Return True if no pattern leads to a file, and nobody has written to it for a while."""
-    return file.gone_at is not None and time.monotonic() - max(file.grown_at, file.gone_at) >= linger_s
+    """Return True if a file was renamed or deleted, and nobody has written to it for a while."""
+    return bool(file.was) and time.monotonic() - max(file.grown_at, file.gone_at or 0.0) >= linger_s
 
 
 def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
@@ -318,8 +319,11 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
     """
     kept = []
     for file in watched.files:
-        is_left_out = file.gone_at is not None and not file.lines and _is_in_place(file)
-        is_found = file.gone_at is None or file.lines or is_left_out or make_ready(watched, file)
+        if file.gone_at is None:
+            kept.append(file)
+            continue
+        is_left_out = not file.lines and _is_in_place(file)
+        is_found = file.lines or is_left_out or make_ready(watched, file)
         if is_found and not is_left_out and (file.size != file.offset or not has_ended(file, linger_s)):
             kept.append(file)
             continue

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from kmq.access import tokens
+from kmq.cli import ship_files
 from kmq.cli.ship import Shipment, _judge, run
 from kmq.cli.ship_files import FollowedFiles, LogFile, load_state, save_state
 from kmq.client.lines import Patience
@@ -503,6 +504,23 @@ def test_a_renamed_file_is_read_to_its_end_first_also_if_a_pattern_has_both_name
     log.write_bytes(b"new\n")
     assert ship.once(pattern="a.log*").returncode == 0
     assert ship.stored() == [b"0", *lines, b"new"]
+
+
+def test_half_a_line_of_a_renamed_file_is_sent_although_a_pattern_has_its_new_name(ship, running, monkeypatch):
+    work, end = running
+    work.watched.patterns[:] = [f"{ship.logs}/a.log*"]
+    append(ship, b"a\nhalf")
+    work.clock.now += 0.25
+    ship.broker.wait(lambda: work.lines == 1, "the first line sent")
+    (ship.logs / "a.log").rename(ship.logs / "a.log.1")
+    append(ship, b"new\n")
+    work.clock.now += 0.25
+    ship.broker.wait(lambda: work.lines == 2, "the line of the new file sent")
+    monkeypatch.setattr(ship_files.has_ended, "__defaults__", (0.0,))
+    work.clock.now += 0.25
+    ship.broker.wait(lambda: work.lines == 3, "the end of the old file sent")
+    end()
+    assert ship.stored() == [b"a", b"new", b"half"]
 
 
 def test_a_file_deleted_while_ship_is_down_is_named(ship):

@@ -8,6 +8,7 @@ import pytest
 
 from kmq.cli import ship_files
 from kmq.cli.ship_files import (
+    LINGER_S,
     FollowedFiles,
     ShipState,
     forget_ended,
@@ -83,6 +84,23 @@ def test_a_renamed_file_that_ends_without_a_newline_is_sent_whole_in_the_end(wat
     assert drain(watched) == [("a.log", b" and more")]
     forget_ended(watched, 0.0)
     assert watched.files == [] and watched.said == []
+
+
+def test_a_renamed_file_that_a_pattern_still_has_ends_without_growth_and_stays_known(watched, tmp_path):
+    watched.patterns[:] = [f"{tmp_path}/a.log*"]
+    (tmp_path / "a.log").write_bytes(b"one\nhalf")
+    assert drain(watched) == [("a.log", b"one")]
+    (tmp_path / "a.log").rename(tmp_path / "a.log.1")
+    (tmp_path / "a.log").write_bytes(b"new\nhalf")
+    assert drain(watched) == [("a.log", b"new")]
+    renamed, new = watched.files
+    assert has_ended(renamed, 0.0) and not has_ended(renamed) and not has_ended(new, 0.0)
+    forget_ended(watched, 0.0)
+    assert renamed.read(LONGEST, is_final=True).lines == [b"half"]
+    renamed.take_back(1)
+    for step in (0.0, LINGER_S):
+        forget_ended(watched, step)
+        assert drain(watched) == [] and watched.files == [renamed, new]
 
 
 def test_a_deleted_file_is_forgotten_and_one_whose_directory_is_away_is_not(watched, tmp_path):
