@@ -347,8 +347,11 @@ class ProducerLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._greeting is not None:
             self._greeting_so_far += data
-            if not self._greeting.done() and self.core.is_greeting(self._greeting_so_far):
-                self._greeting.set_result(self._greeting_so_far)
+            try:
+                if not self._greeting.done() and self.core.is_greeting(self._greeting_so_far):
+                    self._greeting.set_result(self._greeting_so_far)
+            except Refused as refused:
+                self._greeting.set_exception(refused)
             return
         if not self.core.connected:
             return  # the core has already given up this connection

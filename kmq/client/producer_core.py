@@ -23,7 +23,7 @@ from secrets import token_hex
 from kmq.client.delivery import Delivery, Options
 from kmq.client.failures import ANSWER_S, Fenced, Refused, refused_message
 from kmq.client.window import SendWindow
-from kmq.config.values import MIB
+from kmq.config.values import KIB, MIB
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.message.ids import MADE_UP, MAX_ID_DIGITS
 from kmq.message.text import (
@@ -70,7 +70,7 @@ class ProducerCore:
         self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended
         self._away_since: float | None = time.monotonic()  # None: there is a connection
-        self._away_reason = "not connected yet"
+        self._away_reason = "not connected yet"  # why the last connection ended; "": it has answered since
         self._replied_at = 0.0  # when the last reply came on this connection, or its greeting
         self.has_others = False  # there are other addresses than the one of this connection
         self._replies = ConnectionReplies()  # of this connection
@@ -144,9 +144,10 @@ class ProducerCore:
         return format_hello(self.ids, options.window, options.token or token, options.reserved)
 
     def is_greeting(self, data: bytes) -> bool:
-        """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`."""
+        """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`. Raises Refused."""
+        check_unfinished(data.rpartition(b"\n")[2])
         has_more = self.ids.asks_last and data.startswith(b"!ok")
-        return data.endswith(b"\n") and data.count(b"\n") > has_more
+        return len(data) > _MOST_REPLY or (data.endswith(b"\n") and data.count(b"\n") > has_more)
 
     def greeted(self, data: bytes) -> None:
         """Accept the reply to hello. Raises Refused if the broker refuses, and sets `failed` if a retry is useless."""
@@ -160,6 +161,7 @@ class ProducerCore:
             last = read_last(more, self.ids.name)
             self.window.raise_ids(last)
             self.ids.resume(last)
+        self._away_reason = self._away_reason if self.connections else ""
         self._away_since, self._replies, self._replied_at = None, ConnectionReplies(), time.monotonic()
         self.connections += 1
         name, _, value = rest.partition("=")
@@ -217,6 +219,7 @@ class ProducerCore:
                     raise ValueError(number)
             except (ValueError, IndexError):
                 raise Refused(f"protocol the broker says {line[:100]!r} after {answered} replies") from None
+            self._away_reason = ""
         if replies.refusing and not self.window.flying:
             raise Refused(replies.refusing)  # the next connection may be accepted
 
@@ -277,7 +280,8 @@ class ProducerCore:
             text += f", the oldest for {now - oldest:.1f} s"
         if self._away_since is not None:
             return f"{text}; not connected for {now - self._away_since:.1f} s: {self._away_reason}"
-        return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
+        text += "; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
+        return f"{text}; the connection before ended: {self._away_reason}" if self._away_reason else text
 
 
 class Overdue:
@@ -421,6 +425,15 @@ def read_last(line: bytes, name: str) -> int:
     return int(id)
 
 
+_MOST_REPLY = 64 * KIB  # bytes of a line that a broker says
+
+
+def check_unfinished(line: bytes) -> None:
+    """Raise Refused if this part of a line is longer than any line of a broker."""
+    if len(line) > _MOST_REPLY:
+        raise Refused(f"protocol the broker sent {len(line):,} bytes without a newline, beginning with {line[:20]!r}")
+
+
 class ConnectionReplies:
     """The replies on one connection."""
 
@@ -432,8 +445,9 @@ class ConnectionReplies:
         self._unfinished = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the whole lines received so far; an unfinished line is kept for the next call."""
+        """Return the whole lines received so far; an unfinished line is kept for the next call. Raises Refused."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        check_unfinished(self._unfinished)
         return lines
 
     def count_to(self, number: int) -> int:

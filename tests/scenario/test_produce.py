@@ -159,6 +159,32 @@ def test_produce_to_a_broker_elsewhere_says_that_it_does_not_answer(broker):
     ) in sent.said
 
 
+@pytest.mark.parametrize("greeting", [b"", b"!ok max_line=1048576\n"], ids=["at once", "greeted"])
+@pytest.mark.parametrize("name", [["--acks"], ["--producer", "imp"]], ids=["acks", "named"])
+def test_a_peer_that_never_ends_a_line_is_left_and_named(broker, greeting, name):
+    taken = []  # bytes, of each connection
+
+    def flood():
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = peer.accept()
+                taken.append(0)
+                with sock, contextlib.suppress(OSError):
+                    taken[-1] += sock.send(greeting or b"x")
+                    while True:
+                        taken[-1] += sock.send(b"x" * (1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        thread = threading.Thread(target=flood)
+        thread.start()
+        sent = Produce(broker, "test.a", *name, "--timeout", "4", "-m", "x", KMQ_PORT=peer.getsockname()[1])
+        assert sent.end() == RETRY
+        peer.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert len(taken) > 1 and max(taken) < 32 << 20, (taken, sent.said)
+    assert "bytes without a newline" in sent.said
+
+
 def test_produce_gives_up_after_its_timeout_and_says_what_was_handed_over(broker, produce):
     with stopped(broker, "ingress"):
         plain, acked = (produce("test.a", *how, "--timeout", "1", stdin=MANY * ENOUGH) for how in ([], ["--acks"]))
