@@ -16,7 +16,7 @@ Crash       Of ship: the next one asks for the last id (`last=?`, which fences t
 Locking     `<state>.lock`, for as long as ship runs: a second one ends with 69 and names the holder.
 Memory      A round of at most _ROUND_BYTES and the block that reaches it; ship_files.py bounds the rest.
 Not covered A line that the broker refuses while it stores later ones of the same round, as when the topic is declared
-            in that moment: it is named, and not sent again.
+            in that moment, or a broker starts anew with a smaller KMQ_MAX_LINE: it is named, and not sent again.
 """
 
 import contextlib
@@ -296,6 +296,7 @@ def _follow(work: Shipment, producer: "Producer", show: Callable[[str], None]) -
         if began - before[0] >= 1:
             show(f"{_totals(work)}, {(work.lines - before[1]) / (began - before[0]):,.0f} lines/s{_behind(work)}")
             before = began, work.lines
+        work.max_line = producer.connect(_TICK_S)  # a broker that has started anew may have another
         if lines := _plan(work):
             is_saved = is_fresh = False
             _save(work)

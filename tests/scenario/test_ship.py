@@ -251,6 +251,23 @@ def test_it_waits_for_a_broker_that_is_down_and_says_so(new_broker, tmp_path):
         assert ship.stored() == [b"one"]
 
 
+def test_a_broker_that_starts_anew_with_a_smaller_limit_gets_a_longer_line_as_a_letter(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    broker.up()
+    for ship in shipping(broker, tmp_path, "app"):
+        ship.start("--from-start")
+        for line in (b"1\n", b"2\n", b"x" * 100_000 + b"\n3\n"):
+            append(ship, line)
+            ship.wait_sent("a.log")
+            if line == b"1\n":
+                broker.down()
+                broker.up(KMQ_MAX_LINE=65_536)
+        assert ship.end() == 0, ship.said()
+        assert ship.stored() == [b"1", b"2", b"3"]
+        assert [b"reason=too_long;len=100000" in line for line in broker.lines("dead")] == [True]
+
+
 class Clock:
     """A clock that stands still until a test moves it."""
 
