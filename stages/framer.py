@@ -4,7 +4,8 @@ Links       in: FIFO `raw`, ring `received` (sole reader)   out: ring `framed` (
 Owns        the reading ends of both, the sequence, the dedupe table.
 
 Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one
-            seq; seqs are dense. A line that is not a message gets a seq too, as dead.malformed. However much is staged,
+            seq; seqs are dense. The messages of one control line have consecutive seqs, also over turns and restarts. A line
+            that is not a message gets a seq too, as dead.malformed. However much is staged,
             a turn looks at no more than about parser.TURN lines one by one before the next sign of life. A change of a
             topic is a record, too (kmq/framing/topics.py), and so is the beginning of an epoch in a shard: the first
             record that its leader numbers.
@@ -106,9 +107,11 @@ class Framer:
             self.held_times.look(ring.last.last_ts)
             self._count()
         text = staging.lines()
-        numbered = self._number_changes()  # after the read: what was declared before a line was sent comes before it
+        begun = self.parser.begun(text)  # before anything else gets a seq
+        # After the read: what was declared before a line was sent comes before it.
+        numbered = not begun and self._number_changes()
         if text:
-            batch = self.parser.batch(text, ring.last.next_seq, self.now)
+            batch = self.parser.batch(begun or text, ring.last.next_seq, self.now)
         elif not staging.make_room() and staging.is_full:
             position, max_line = self.source.done.position, self.stage.settings.max_line
             batch = blocks.endless(ring.last.next_seq, position, staging.unfinished(), max_line)

@@ -7,7 +7,7 @@ kmq/links/fifo.py has the format of the text.
 The replies are made here, in order, as the text that durability writes to the FIFO `acks` once the block is on disk:
 
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
-    <connection> 0 !last <id>                                            to the question for the last id of a name
+    <connection> <q> !last <id>                                          to question q, for the last id of a name
 
 Invariant   A batch takes the text in its order, from the start, and knows for each cut what of it is done. What an
             earlier block took of a piece is not taken again: a piece is read from `ReceivedLines.done` on, which is
@@ -171,6 +171,17 @@ class Parser:
             batch.key = record.common_key(batch.lines)
         return batch
 
+    def begun(self, text: bytes) -> bytes:
+        """Return the control line that `text` begins with, if an earlier batch, or framer, took some of its messages; or b"".
+
+        The messages of one control line have consecutive seqs: what the framer numbers of its own comes after the rest.
+        """
+        match, done = MESSAGES.match(text), self.source.done
+        if match is None:
+            return b""
+        birth, start, stop = map(int, match.group(4, 5, 6))
+        return match[0] if birth == done.birth and start < done.position < stop else b""
+
     def _whole(self, batch: LineBatch) -> tuple[int, int] | None:
         """Make the batch of one run of well-formed lines; return where it ends, or None if there is more, or other."""
         run = None if self._text.startswith(b"!c") else self._run(0, batch.begin)
@@ -195,9 +206,9 @@ class Parser:
             return self._add_run(run)
         elif match := LAST_ID.match(text, at):
             self._looked += 1
-            connection, name = match.groups()
+            connection, question, name = match.groups()
             reply = b"!last %d" % self.table.last_id(name)
-            self._reply(connection, 0, 0, reply)
+            self._reply(connection, int(question), 0, reply)
             self._cut(match.end(), position)
             return match.end(), position
         end = text.index(b"\n", at) + 1  # ingress has not written it: it is a message of some writer

@@ -24,6 +24,7 @@ import contextlib
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 
 from kmq.config.values import KIB, MIB
@@ -33,14 +34,14 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 
 if TYPE_CHECKING:
     from kmq.broker.tls import TlsSocket
-    from kmq.ingress.hello import Hello
+    from kmq.ingress.hello import Hello, Unit
     from kmq.ingress.intakes import RawPort
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer reads those before them
-LAST = b"!last "  # begins the reply to a hello with last=?, which comes before the reply to message 1
+LAST = b"!last "  # begins the reply to a question for the last id of a name
 
 
 class PendingReplies:
@@ -49,16 +50,18 @@ class PendingReplies:
     taken       messages received
     passed      of these, the messages that were handed over; the messages after them were refused here
     answered    messages whose reply is in `pending`, or was sent already: answered <= taken
+    questions   the questions for a last id that have no reply: for each, how many messages came before it
     """
 
     __slots__ = (
-        *("acks", "answered", "asks_last", "counted", "passed", "pending", "refusal", "taken"),
+        *("acks", "answered", "counted", "passed", "pending", "questions", "refusal", "taken", "told"),
         *("train_at", "train_end"),
     )
 
     def __init__(self) -> None:
         self.acks = False  # the producer wants replies
-        self.asks_last = False  # it was not told yet which id of its name is the last
+        self.questions: deque[int] = deque()
+        self.told = 0  # questions that have their reply
         self.taken = self.passed = self.answered = 0
         self.refusal = b""  # code and reason why nothing more is taken; b"": messages are taken
         self.pending = bytearray()  # replies that the socket has not taken yet
@@ -68,21 +71,29 @@ class PendingReplies:
 
     def expect(self, hello: "Hello") -> None:
         """Remember what the producer asked for."""
-        self.acks, self.asks_last = hello.acks, hello.asks_last
+        self.acks = hello.acks
+        if hello.asks_last:
+            self.ask()
+
+    def ask(self) -> int:
+        """Expect a reply to a question for a last id; return the number of the question."""
+        self.questions.append(self.taken)
+        return self.told + len(self.questions) - 1
 
     def reply(self, first: int, text: bytes) -> bool:
-        """Add the reply to the messages from `first` on, or the last id. Returns False if an earlier one is missing."""
-        if self.asks_last:
-            if not text.startswith(LAST):
-                return False
-            self.asks_last = False
-            self.pending += text + b"\n"
-            return True
-        if first <= self.answered:
+        """Add the reply to the messages from `first` on, or to question `first`. Return False if an earlier one is missing."""
+        is_last, done, questions = text.startswith(LAST), self.answered, self.questions
+        if (first < self.told or not questions) if is_last else first <= done:
             return True  # repeated by a durability that was killed in between
-        if first != self.answered + 1:
+        if (len(questions) > 0 and questions[0] == done) is not is_last:
             return False
-        self.answered = int(text.split(b" ", 2)[1])
+        if first != (self.told if is_last else done + 1):
+            return False
+        if is_last:
+            questions.popleft()
+            self.told += 1
+        else:
+            self.answered = int(text.split(b" ", 2)[1])
         if self.acks:
             self.pending += text + b"\n"
         return True
@@ -94,7 +105,7 @@ class PendingReplies:
 
     def write_refusals(self) -> None:
         """Write refusals once everything that was passed on is answered, as fast as the producer reads them."""
-        if not self.refusal or self.answered < self.passed or self.asks_last:
+        if not self.refusal or self.answered < self.passed or self.questions:
             return
         if not self.acks:
             self.answered = self.taken
@@ -116,13 +127,13 @@ class PendingReplies:
     @property
     def is_complete(self) -> bool:
         """Return True if every message was answered and every reply is sent."""
-        return self.answered >= self.taken and not (self.pending or self.asks_last)
+        return self.answered >= self.taken and not (self.pending or self.questions)
 
 
 # --- connection ------------------------------------------------------------------------------------------------------
 
 GREETING, PLAIN, ACKED, CLOSING = range(4)
-MAX_UNANSWERED = 1 << 17  # messages of one connection without a reply: far more than the links hold
+MAX_UNANSWERED = 1 << 17  # messages and questions of one connection without a reply: far more than the links hold
 MAX_PENDING = MIB  # bytes of replies that a producer may leave unread
 
 
@@ -143,6 +154,7 @@ class Connection:
         "sock",
         "tls",
         "unfinished_since",
+        "unit",
         "was_active",
     )
 
@@ -155,6 +167,9 @@ class Connection:
         self.phase = GREETING if raw is None else PLAIN
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
         self.length = 0  # of the unfinished line, with the bytes that are not kept
+        self.unit: Unit | None = (
+            None  # that has begun: then `partial` is what has come of it, and `length` counts its first line
+        )
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
         self.replies = PendingReplies()
@@ -170,7 +185,8 @@ class Connection:
         if phase == CLOSING or (refusal and phase == PLAIN):
             return False
         replies = self.replies
-        return len(replies.pending) <= MAX_PENDING and replies.taken - replies.answered <= MAX_UNANSWERED
+        unanswered = replies.taken - replies.answered + len(replies.questions)
+        return len(replies.pending) <= MAX_PENDING and unanswered <= MAX_UNANSWERED
 
     @property
     def is_unfinished(self) -> bool:
@@ -259,9 +275,9 @@ class ConnectionTable:
 
     @property
     def owes_replies(self) -> bool:
-        """Return True if a connection waits for a reply to a message, or for its last id."""
+        """Return True if a connection waits for a reply to a message or a question."""
         every = (connection.replies for connection in self._by_sender.values())
-        return any(replies.answered < replies.taken or replies.asks_last for replies in every)
+        return any(replies.answered < replies.taken or replies.questions for replies in every)
 
 
 # --- end -------------------------------------------------------------------------------------------------------------

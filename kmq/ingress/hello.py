@@ -1,4 +1,4 @@
-"""The first line of a connection that speaks the acknowledged protocol.
+"""The lines in which a connection speaks of itself and its messages: the hello, and the first line of a unit.
 
     !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]
 
@@ -13,15 +13,26 @@
                 producer's name may begin with `__`. It must be asked for: the gateway shows that token for its clients
                 too, and must not lend them this right
 
+    !unit <lines> <bytes> [p=<name>]
+
+After reserved=1 only: so many lines follow, in exactly so many bytes. They are handed over as one piece, so they get
+consecutive seqs whoever else writes. `p` is the producer of this unit, else it is that of the connection. A unit of
+0 lines asks for the last id of the name, as `last=?` does.
+
 An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
 as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
 """
 
 import re
+from collections import namedtuple
 
+from kmq.config.values import KIB
 from kmq.message.ids import NAME_PATTERN
 
-MAX_BYTES = 4096  # of the line
+MAX_BYTES = 4096  # of either line
+UNIT_BYTES = (
+    64 * KIB
+)  # that a unit may have beside the longest line: so it goes into `received` in one piece (received.py)
 _NAME = re.compile(NAME_PATTERN.encode())
 _FIELDS = (b"acks", b"producer", b"window", b"last", b"shard", b"reserved", b"token")
 _USAGE = (
@@ -92,3 +103,27 @@ def parse(line: bytes) -> Hello:
         asks_shard=b"shard" in fields,
         reserved=reserved,
     )
+
+
+# --- unit ------------------------------------------------------------------------------------------------------------
+
+_UNIT = re.compile(rb"!unit (\d{1,9}) (\d{1,9})(?: p=(%b))?\r?" % NAME_PATTERN.encode())
+
+
+class Unit(namedtuple("Unit", ("lines", "nbytes", "producer"))):
+    """What the first line of a unit says; `producer`: b"" if it names none."""
+
+    __slots__ = ()
+
+
+def parse_unit(line: bytes, max_line: int) -> Unit:
+    """Return the unit that begins with `line` (without newline). Raises ValueError, which says what is wrong."""
+    match = _UNIT.fullmatch(line)
+    if match is None:
+        raise ValueError("expected: !unit <lines> <bytes> [p=<name>]")
+    unit = Unit(int(match[1]), int(match[2]), match[3] or b"")
+    if unit.nbytes > max_line + UNIT_BYTES:
+        raise ValueError(f"{unit.nbytes} bytes: a unit has at most {max_line + UNIT_BYTES}")
+    if unit.lines > unit.nbytes or bool(unit.lines) != bool(unit.nbytes):
+        raise ValueError(f"{unit.lines} lines cannot have {unit.nbytes} bytes")
+    return unit

@@ -8,7 +8,8 @@ framer judges the lines. Only what it cannot judge is looked at here:
 
 A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its messages are counted, for
 the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
-without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
+without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies. A unit goes
+on as one piece when all of it is there and is what it says. Else nothing of it goes on, and the connection ends.
 
 What comes to an intake has no hello and no `!`: its lines get the head of their topic first (intakes.py).
 
@@ -19,8 +20,9 @@ Invariant   Every connection with something to read gets one receive before any 
             producer name belongs to the connection that said hello last: every older one is refused from then on
             (`fenced`). Only a connection that has shown the pod's local token is announced to the framer as one that
             may write to reserved topics.
-Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES. Over that the
-            connection with the longest line is closed, and what it has sent so far becomes dead.malformed.
+Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, a unit 64 KiB more, and all of them together
+            PARTIAL_BYTES. Over that the connection with the longest one is closed, and what it has sent of a line so far
+            becomes dead.malformed.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ from kmq.broker.stage import Stage
 from kmq.broker.stats import Row, Strangers
 from kmq.config.values import KIB, MIB
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection, ConnectionTable, close_in_order
-from kmq.ingress.hello import MAX_BYTES, HelloRefused, parse
+from kmq.ingress.hello import MAX_BYTES, HelloRefused, Unit, parse, parse_unit
 from kmq.ingress.limits import UNREAD, Deadlines, Gate, UnreadBudget, count_err, largest
 from kmq.ingress.ports import Entrance
 from kmq.links.fifo import AckReader, Sender
@@ -110,17 +112,13 @@ class Intake:
                 connection.replies.pending += b"!err 0 %b\n" % self.hello_required
                 count_err(self._row, self.hello_required)
                 return False
-        self._take(connection, count)
-        return True
+        return self._take(connection, 0, count)
 
     def _greet(self, connection: Connection, count: int) -> bool:
         """Parse `buffer[:count]`: all or part of a hello line, then any messages after it."""
-        end = self._buffer.find(b"\n", 0, count)
-        self._keep(connection, 0, count if end < 0 else end)
-        if end < 0 and connection.length <= MAX_BYTES:
+        line, end = self._control_line(connection, 0, count)
+        if line is None:
             return True
-        line = bytes(connection.partial)
-        self._forget_partial(connection)
         connection.phase = PLAIN
         try:
             if self.greet is None or len(line) > MAX_BYTES:
@@ -134,13 +132,19 @@ class Intake:
         connection.replies.pending += b"!ok max_line=%d\n%b" % (self.max_line, more)
         if not connection.send_replies():
             return False
-        if connection.replies.asks_last and connection.sender is not None:
-            self.handover.say(connection.sender.question())
-        if end + 1 < count:
-            rest = count - end - 1
-            self._buffer[:rest] = self._buffer[end + 1 : count]
-            self._take(connection, rest)
-        return True
+        if connection.replies.questions and connection.sender is not None:
+            self.handover.say(connection.sender.question(0))
+        return self._take(connection, end, count)
+
+    def _control_line(self, connection: Connection, start: int, count: int) -> tuple[bytes | None, int]:
+        """Return the control line that begins or goes on at buffer[start:count], None if it is not whole; and its end."""
+        newline = self._buffer.find(b"\n", start, count)
+        self._keep(connection, start, count if newline < 0 else newline)
+        if newline < 0 and connection.length <= MAX_BYTES:
+            return None, count
+        line = bytes(connection.partial)
+        self._forget_partial(connection)
+        return line, newline + 1 or count
 
     def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
         """Return the connections to end because unfinished lines take too much memory."""
@@ -150,46 +154,71 @@ class Intake:
     def _forget_partial(self, connection: Connection) -> None:
         self.partial_bytes -= len(connection.partial)
         connection.partial, connection.length, connection.unfinished_since = bytearray(), 0, 0.0
+        connection.unit = None
 
-    def _take(self, connection: Connection, count: int) -> None:
-        """Take buffer[:count]: lines, and the parts of lines at both ends."""
-        buffer, start = self._buffer, 0
-        end = buffer.rfind(b"\n", 0, count) + 1
+    def _take(self, connection: Connection, start: int, count: int) -> bool:
+        """Take buffer[start:count]: lines and units, and the parts of them at both ends. Returns False after a bad unit."""
+        sender, buffer = connection.sender, self._buffer
+        if sender is None or not sender.right:
+            self._take_lines(connection, start, count)
+            return True
+        while start < count:
+            unit = connection.unit
+            if unit is not None:
+                stop = min(count, start + unit.nbytes - len(connection.partial))
+                is_good = self._take_of_unit(connection, unit, start, stop)
+            elif (connection.partial or buffer[start : start + 1])[:1] == b"!":
+                line, stop = self._control_line(connection, start, count)
+                is_good = line is None or self._begin_unit(connection, sender, line)
+            else:
+                stop, is_good = buffer.find(b"\n!", start, count) + 1 or count, True
+                self._take_lines(connection, start, stop)
+            if not is_good:
+                return False  # nobody knows where the next line begins
+            start = stop
+        return True
+
+    def _take_lines(self, connection: Connection, start: int, count: int) -> None:
+        """Take buffer[start:count]: lines, and the parts of lines at both ends."""
+        buffer = self._buffer
+        end = buffer.rfind(b"\n", start, count) + 1
         if end:
             if connection.length:
-                start = self._end_line(connection, buffer.index(b"\n", 0, end) + 1, end)
+                start = self._end_line(connection, start, buffer.index(b"\n", start, end) + 1, end)
             if start < end:
                 self._forward(connection, start, end)
-        if end < count:
-            self._keep(connection, end, count)
+            start = end
+        if start < count:
+            self._keep(connection, start, count)
 
     def _max_line(self, connection: Connection) -> int:
         return self.max_line if connection.raw is None else connection.raw.max_line
 
     def _keep(self, connection: Connection, start: int, end: int) -> None:
-        """Add buffer[start:end] to the unfinished line, as far as the limit of a line allows."""
-        space = self._max_line(connection) + 1 - len(connection.partial)
+        """Add buffer[start:end] to the unfinished line or unit, as far as the limit of a line allows."""
+        most = self._max_line(connection) if connection.unit is None else connection.unit.nbytes
+        space = most + 1 - len(connection.partial)
         kept = min(end - start, max(0, space))
         connection.partial += self._view[start : start + kept]
         connection.length += end - start
         self.partial_bytes += kept
 
-    def _end_line(self, connection: Connection, first: int, end: int) -> int:
-        """End the unfinished line with buffer[:first], and take with it what follows, up to `end`, if it may be taken.
+    def _end_line(self, connection: Connection, start: int, first: int, end: int) -> int:
+        """End the unfinished line with buffer[start:first], and take with it what follows, up to `end`, if it may be taken.
 
         Return where the rest of the buffer begins.
         """
         most = self._max_line(connection)
-        if connection.length + first - 1 > most or end > most:
-            self._keep(connection, 0, first - 1)
+        if connection.length + first - 1 - start > most or end - start > most:
+            self._keep(connection, start, first - 1)
             line, length = bytes(connection.partial), connection.length
             self._forget_partial(connection)
             self._pass_line(connection, line, length, "too_long" if length > most else "")
             return first
         partial = connection.partial
         self._forget_partial(connection)
-        count = record.count_lines(self._buffer[:end]) if connection.sender is not None else 0
-        self._pass_on(connection, [partial, self._view[:end]], count)
+        count = record.count_lines(self._buffer[start:end]) if connection.sender is not None else 0
+        self._pass_on(connection, [partial, self._view[start:end]], count)
         return end
 
     def _pass_line(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
@@ -248,7 +277,51 @@ class Intake:
         count = record.count_lines(self._buffer[start:end]) if connection.sender is not None else 0
         self._pass_on(connection, [self._view[start:end]], count)
 
-    def _pass_on(self, connection: Connection, parts: list[Part], count: int) -> None:
+    # --- units -------------------------------------------------------------------------------------------------------
+
+    def _begin_unit(self, connection: Connection, sender: Sender, line: bytes) -> bool:
+        """Begin the unit of which this is the first line, or ask what one of 0 lines asks. Returns False after a bad one."""
+        try:
+            unit = parse_unit(line, self.max_line)
+        except ValueError as err:
+            return self._refuse(connection, 1, "bad_unit", str(err))
+        if unit.lines:
+            connection.unit, connection.length = unit, len(line) + 1
+            return True
+        replies = connection.replies
+        if not (unit.producer or connection.producer):
+            return self._refuse(connection, 1, "bad_unit", "0 lines ask for the last id of a name: p= is missing")
+        if replies.refusal:
+            self._refuse(connection, 1)
+        else:
+            self.handover.say(sender.question(replies.ask(), unit.producer))
+        return True
+
+    def _take_of_unit(self, connection: Connection, unit: Unit, start: int, stop: int) -> bool:
+        """Take buffer[start:stop], which belongs to the unit. Returns False if it ends there and is not what it said."""
+        if len(connection.partial) + stop - start < unit.nbytes:
+            self._keep(connection, start, stop)
+            return True
+        parts = [connection.partial, self._buffer[start:stop]]
+        self._forget_partial(connection)
+        lines = sum(map(record.count_lines, parts))
+        if lines != unit.lines or self._buffer[stop - 1 : stop] != b"\n":
+            why = f"its {unit.nbytes} bytes are {lines} lines" + (" and no more" if lines == unit.lines else "")
+            return self._refuse(connection, unit.lines, "bad_unit", why)
+        self._pass_on(connection, parts, lines, unit.producer)
+        return True
+
+    def _refuse(self, connection: Connection, count: int, code: str = "", why: str = "") -> bool:
+        """Refuse so many messages, and all after them, for the reason that the connection has, else for this one. False."""
+        replies = connection.replies
+        replies.refusal = replies.refusal or refusals.reason(code, why).encode()
+        replies.refuse(count)
+        count_err(self._row, replies.refusal, count)
+        return False
+
+    # --- whole lines are handed over ---------------------------------------------------------------------------------
+
+    def _pass_on(self, connection: Connection, parts: Sequence[Part], count: int, producer: bytes = b"") -> None:
         """Hand over whole lines, `count` messages if the connection has a sender; or refuse them if it is refused."""
         if connection.raw is not None:
             self._hand_over_raw(connection.raw, parts)
@@ -257,31 +330,30 @@ class Intake:
         if sender is not None:
             replies = connection.replies
             if replies.refusal:
-                replies.refuse(count)
-                count_err(self._row, replies.refusal, count)
+                self._refuse(connection, count)
                 return
             replies.taken += count
             replies.passed += count
             if not replies.train_at and replies.acks:
                 replies.train_end, replies.train_at = replies.taken, time.monotonic()
-        self._hand_over(parts, sender, count)
+        self._hand_over(parts, sender, count, producer)
 
-    def _hand_over(self, parts: list[Part], sender: Sender | None, count: int) -> None:
+    def _hand_over(self, parts: Sequence[Part], sender: Sender | None, count: int, producer: bytes = b"") -> None:
         self.bytes += sum(map(len, parts))
-        self.handover.put(parts, sender, count)
+        self.handover.put(parts, sender, count, producer)
 
     def finish(self, connection: Connection) -> None:
         """Take the end of a connection: its unfinished line is refused, or becomes dead.malformed (connection.py)."""
-        line, length, replies = bytes(connection.partial), connection.length, connection.replies
+        line, length, unit = bytes(connection.partial), connection.length, connection.unit
         self._forget_partial(connection)
         if not length or connection.phase == GREETING:
             return
         reason = "too_long" if length > self._max_line(connection) else "no_newline"
-        if replies.acks:
-            replies.refusal = replies.refusal or b"%b the connection ended before the line did" % reason.encode()
-            replies.refuse(1)
-            count_err(self._row, replies.refusal)
-        elif not replies.refusal:
+        if unit is not None:
+            self._refuse(connection, unit.lines, "bad_unit", "the connection ended before the unit did")
+        elif connection.replies.acks:
+            self._refuse(connection, 1, reason, "the connection ended before the line did")
+        elif not connection.replies.refusal:
             self._bury(connection.raw, line, length, reason)
 
 

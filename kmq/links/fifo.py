@@ -86,7 +86,7 @@ def capacity(fd: int) -> int:
 #     !c <connection> <n> <k> <birth> <start> <end> [p=<producer>|w=<scope>] [reserved]
 #                                        there lie the k messages n… of an acknowledged connection; `reserved`: it has
 #                                        shown the pod's token, and may write to the topics of KMQ itself
-#     !l <connection> p=<producer>       asks for the last id stored of a producer
+#     !l <connection> <q> p=<producer>   question q of a connection, from 0: the last id stored of a producer
 #
 # <birth> names the ring (received.py). A control line is shorter than PIPE_BUF, and so is written at once.
 
@@ -99,7 +99,7 @@ _COUNTED = rb"(%b) (\d{1,18}) (\d{1,9}) %b" % (_CONNECTION, _PIECE)
 MESSAGES = re.compile(rb"!c %b(?: ([pw])=(%b))?( reserved)?\n" % (_COUNTED, _NAME))
 # one message of a connection without a name: connection, n, birth, start, end
 SINGLE = re.compile(rb"!c (%b) (\d{1,18}) 1 %b\n" % (_CONNECTION, _PIECE))
-LAST_ID = re.compile(rb"!l (%b) p=(%b)\n" % (_CONNECTION, _NAME))  # connection, producer
+LAST_ID = re.compile(rb"!l (%b) (\d{1,18}) p=(%b)\n" % (_CONNECTION, _NAME))  # connection, q, producer
 
 
 def lines(birth: int, start: int, end: int) -> bytes:
@@ -118,15 +118,16 @@ class Sender:
         self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
         self.sent = 0  # messages announced in the FIFO, and so the n of the last message
 
-    def messages(self, count: int, birth: int, start: int, end: int) -> bytes:
-        """Return the control line for the next `count` messages."""
+    def messages(self, count: int, birth: int, start: int, end: int, producer: bytes = b"") -> bytes:
+        """Return the control line for the next `count` messages. `producer`: whose they are, if not the connection's."""
         first = self.sent + 1
         self.sent += count
-        return b"!c %b %d %d %d %d %d%b%b\n" % (self.name, first, count, birth, start, end, self.tag, self.right)
+        tag = b" p=" + producer if producer else self.tag
+        return b"!c %b %d %d %d %d %d%b%b\n" % (self.name, first, count, birth, start, end, tag, self.right)
 
-    def question(self) -> bytes:
-        """Return the line that asks the framer for the last id of this producer."""
-        return b"!l %b%b\n" % (self.name, self.tag)
+    def question(self, number: int, producer: bytes = b"") -> bytes:
+        """Return the line that asks the framer for the last id of a producer, else of the connection's own name."""
+        return b"!l %b %d%b\n" % (self.name, number, b" p=" + producer if producer else self.tag)
 
 
 # --- acks ------------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class Handover:
     def __init__(self, fd: int, ring: ReceivedWriter) -> None:
         self.fd, self.ring = fd, ring
         # Put or said, but the ring had no room; a control line has the count -1.
-        self._waiting: deque[tuple[bytes, Sender | None, int]] = deque()
+        self._waiting: deque[tuple[bytes, Sender | None, int, bytes]] = deque()
         self._piece = 0, 0  # lines that nobody waits for, to be announced as one piece: start and end
         self._lines: list[bytes] = []  # control lines to be written
         self._unsaid = 0  # bytes put since the last flush
@@ -228,22 +228,25 @@ class Handover:
         """Return True if something waits for room. Nothing more may be received until `flush` has ended that."""
         return self.is_full or bool(self._waiting)
 
-    def put(self, parts: Sequence[Part], sender: Sender | None = None, count: int = 0) -> None:
-        """Hand over whole lines: `count` messages of `sender`, or lines that nobody waits for."""
+    def put(self, parts: Sequence[Part], sender: Sender | None = None, count: int = 0, producer: bytes = b"") -> None:
+        """Hand over whole lines: `count` messages of `sender`, or lines that nobody waits for.
+
+        `producer`: whose messages they are, if not of the name that the sender has.
+        """
         nbytes = sum(map(len, parts))
         start = -1 if self._waiting else self.ring.put(parts, nbytes)
         if start < 0:
-            self._waiting.append((b"".join(parts), sender, count))
+            self._waiting.append((b"".join(parts), sender, count, producer))
             return
-        self._announce(start, start + nbytes, sender, count)
+        self._announce(start, start + nbytes, sender, count, producer)
         self._unsaid += nbytes
         if self._unsaid > _PROMPT_BYTES:
             self.flush()
 
-    def _announce(self, start: int, end: int, sender: Sender | None, count: int) -> None:
+    def _announce(self, start: int, end: int, sender: Sender | None, count: int, producer: bytes) -> None:
         if sender is not None:
             self._end_piece()
-            self._lines.append(sender.messages(count, self.ring.birth, start, end))
+            self._lines.append(sender.messages(count, self.ring.birth, start, end, producer))
         elif start == self._piece[1]:
             self._piece = self._piece[0], end
         else:
@@ -259,7 +262,7 @@ class Handover:
     def say(self, line: bytes) -> None:
         """Write a control line that speaks of no bytes, after everything that was put."""
         if self._waiting:
-            self._waiting.append((line, None, _CONTROL_LINE))
+            self._waiting.append((line, None, _CONTROL_LINE, b""))
         else:
             self._end_piece()
             self._lines.append(line)
@@ -281,7 +284,7 @@ class Handover:
             self.is_full = done < len(text)
             self._lines = [text[done:]] if self.is_full else []
 
-    def _put_again(self, data: bytes, sender: Sender | None, count: int) -> bool:
+    def _put_again(self, data: bytes, sender: Sender | None, count: int, producer: bytes) -> bool:
         if count == _CONTROL_LINE:
             self._end_piece()
             self._lines.append(data)
@@ -289,7 +292,7 @@ class Handover:
         start = self.ring.put([data], len(data))
         if start < 0:
             return False
-        self._announce(start, start + len(data), sender, count)
+        self._announce(start, start + len(data), sender, count, producer)
         return True
 
     def _write(self, text: bytes) -> int:

@@ -89,6 +89,7 @@ _ROWS = (
         ("INVALID_ARGUMENT", 400, EXIT_CONFIG, FORMAT),
         "the first line is no !hello that ingress knows",
     ),
+    Refusal(CONNECTION, "bad_unit", _BAD, "what came is not what !unit says"),
     Refusal(
         CONNECTION,
         "unauthorized",

@@ -60,6 +60,7 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
+UNITS, UNIT_UNITS, CONNECTION = "tests/chaos/test_units.py", "tests/unit/test_units.py", "kmq/ingress/connection.py"
 FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/producers.py"
 SOURCE, UNIT_SOURCE = "kmq/framing/parser.py", "tests/unit/test_source.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/dedupe.py", "kmq/framing/recovery.py", "kmq/links/fifo.py"
@@ -207,8 +208,14 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a reply overtakes the last id that was asked for",
-        [("kmq/ingress/connection.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
-        [UNIT_INTAKE],
+        [
+            (
+                CONNECTION,
+                "        if (len(questions) > 0 and questions[0] == done) is not is_last:\n",
+                "        if False:\n",
+            )
+        ],
+        [UNIT_INTAKE, UNIT_UNITS],
     ),
     Mutant(
         "ids: a turn of the framer has no limit",
@@ -237,8 +244,34 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [("kmq/ingress/connection.py", "        if first != self.answered + 1:\n", "        if False:\n")],
-        [UNIT_INTAKE],
+        [(CONNECTION, "        if first != (self.told if is_last else done + 1):\n", "        if False:\n")],
+        [UNIT_INTAKE, UNIT_UNITS],
+    ),
+    Mutant(
+        "units: a record of the framer's own comes between the lines of a unit",
+        [(FRAMER, "numbered = not begun and self._number_changes()", "numbered = self._number_changes()")],
+        [UNITS],
+    ),
+    Mutant(
+        "units: a framer that starts does not know that it is within a unit",
+        [(FRAMING, "if birth == done.birth and start < done.position < stop else", "if False else")],
+        [UNIT_UNITS],
+    ),
+    Mutant(
+        "units: a unit that lies is handed over",
+        [(INGRESS, "        if lines != unit.lines or ", "        if False and ")],
+        [UNIT_UNITS],
+    ),
+    Mutant(
+        "units: the rest of a connection is taken after a unit that lies",
+        [
+            (
+                INGRESS,
+                "                return False  # nobody knows where the next line begins\n",
+                "                pass\n",
+            )
+        ],
+        [UNIT_UNITS],
     ),
     Mutant(
         "acks: after a refusal the rest of the connection is taken",

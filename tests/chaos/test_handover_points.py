@@ -122,7 +122,7 @@ class Bench:
             line = self.line(lines, n)
             end.put([line[:9], line[9:] + b"\n"], sender if n // 20 % 2 else None, 1)
             if n % 7 == 0:
-                end.say(asker.question())
+                end.say(asker.question(0))
             if n % 11 == 5 and self.prompt_bytes == PROMPTLY:
                 end.flush()
             while end.clogged:

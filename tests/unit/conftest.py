@@ -5,6 +5,7 @@ import os
 
 import pytest
 from fake_logger import FakeLogger
+from intake_wire import Wire
 from received_ends import close_all
 
 from kmq.links import layout, ring
@@ -40,6 +41,14 @@ def rings():
         end.close()
     for instance in {instance for instance, _ in made}:
         layout.remove(instance, "framed")
+
+
+@pytest.fixture
+def wire(tmp_path):
+    """An Intake and what reads from it."""
+    made = Wire(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

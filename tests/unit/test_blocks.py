@@ -106,7 +106,7 @@ def test_control_lines_are_read_as_they_were_written():
             line = MESSAGES.fullmatch(sender.messages(128, 1732190000, 4000, 5000))
             assert line.groups() == (b"1732190000.7", b"42", b"128", *piece, kind, name, right)
             assert sender.sent == 169
-    assert LAST_ID.fullmatch(Sender(b"1.2", b"p=me").question()).groups() == (b"1.2", b"me")
+    assert LAST_ID.fullmatch(Sender(b"1.2", b"p=me").question(3)).groups() == (b"1.2", b"3", b"me")
     assert LINES.fullmatch(fifo.lines(1732190000, 7, 7)).groups() == (b"1732190000", b"7", b"7")
 
 
@@ -116,4 +116,4 @@ def test_the_longest_control_lines_are_atomic_writes_and_are_read():
     sender.sent = 10**18 - 2
     line = sender.messages(10**9 - 1, most, most, most)
     assert MESSAGES.fullmatch(line) and len(line) < PIPE_BUF
-    assert LINES.fullmatch(fifo.lines(most, most, most)) and LAST_ID.fullmatch(sender.question())
+    assert LINES.fullmatch(fifo.lines(most, most, most)) and LAST_ID.fullmatch(sender.question(0))

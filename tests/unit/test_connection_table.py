@@ -56,7 +56,7 @@ def test_what_all_connections_are_owed_is_counted(connect):
     assert table.unanswered == 3 and table.owes_replies
     table.of_sender(b"1.1").replies.answered = 5
     assert table.unanswered == 0 and not table.owes_replies
-    table.of_sender(b"1.2").replies.asks_last = True
+    table.of_sender(b"1.2").replies.ask()
     assert table.owes_replies
 
 

@@ -123,8 +123,8 @@ def test_committing_any_prefix_and_framing_the_rest_gives_the_same_lines():
 
 def test_a_name_that_is_asked_for_is_answered_in_its_place_with_its_last_id():
     """`!l` is what ingress asks for a hello with last=?; the line is none of anybody's."""
-    ask = b"!l 17.1 p=me\n"
-    parts = ask, messages(mine(5, 6), 1, P), ask, b"u|||\n", ask, messages(mine(9), 3, P), b"!l 17.2 p=you\n!l 17.1\n"
+    ask = b"!l 17.1 0 p=me\n"
+    parts = ask, messages(mine(5, 6), 1, P), ask, b"u|||\n", ask, messages(mine(9), 3, P), b"!l 17.2 0 p=you\n!l 17.1\n"
     lines, replies = framed(*parts)
     wrapped = b"dead.malformed||;reason=control_byte;len=7|!l 17.1"
     assert lines == [*mine(5, 6, tag=b";p=me"), b"u|||", *mine(9, tag=b";p=me"), wrapped]
@@ -306,7 +306,7 @@ def test_a_full_table_refuses_new_names_and_serves_known_ones():
         (b"u|||\n", True),
         (b"\n", False),
         (b"!x\n", False),
-        (b"!l 17.1 p=me\n", False),
+        (b"!l 17.1 0 p=me\n", False),
         (plain(b"u|||"), True),
         (plain(b"", b"u|"), False),
         (messages([b"", b""], 1, P), False),
@@ -393,7 +393,7 @@ def random_singles(rng, way):
         at, end = rng.choice([(at, end)] * 40 + [(at, at), (at + 2, end), (at, end - 1), (start, end), (at, end + 50)])
         right = rng.choice([b""] * 40 + [b" reserved", b" p=me"])
         text += b"!c 17.%d %d 1 %d %d %d%b\n" % (n, n + 1, birth, at, end, right)
-        text += rng.choice([b""] * 40 + [b"u|||\n", b"!l 17.1 p=me\n", b"!c 17.1 1 2 1 0 9\n"])
+        text += rng.choice([b""] * 40 + [b"u|||\n", b"!l 17.1 0 p=me\n", b"!c 17.1 1 2 1 0 9\n"])
     return text
 
 

@@ -143,7 +143,7 @@ def test_adjoining_pieces_that_nobody_waits_for_become_one_and_others_do_not(end
     ends.put([line(0), line(0)])
     ends.put([b"t|1|1|"], sender)  # 7 bytes
     ends.put([line(0)])
-    ends.hand.say(sender.question())
+    ends.hand.say(sender.question(0))
     ends.put([line(0)])
     ends.put([line(0)])
     ends.put([b"t|1|2|"], sender)
@@ -153,7 +153,7 @@ def test_adjoining_pieces_that_nobody_waits_for_become_one_and_others_do_not(end
         b"!r %d 0 15" % birth,
         b"!c 17.1 1 1 %d 15 22 p=me" % birth,
         b"!r %d 22 27" % birth,
-        b"!l 17.1 p=me",
+        b"!l 17.1 0 p=me",
         b"!r %d 27 37" % birth,
         b"!c 17.1 2 1 %d 37 44 p=me" % birth,
         b"!c 17.1 3 2 %d 44 58 p=me" % birth,
@@ -227,7 +227,7 @@ def test_a_full_fifo_clogs_and_keeps_the_order(ends, raw, writes):
     ends.hand.flush()
     assert ends.hand.is_full and ends.hand.clogged
     ends.put([b"t|||2"])  # what was received before it was clogged
-    ends.hand.say(b"!l 17.1 p=me\n")
+    ends.hand.say(b"!l 17.1 0 p=me\n")
     ends.put([b"t|||3"], sender)
     ends.hand.flush()
     assert ends.hand.clogged and not writes
@@ -246,7 +246,7 @@ def test_a_full_ring_clogs_and_keeps_the_order_also_of_what_speaks_of_no_bytes(r
     ends.put([b"t|1|1|" + b"x" * 4000], sender)
     assert ends.hand.clogged and not ends.hand.is_full
     ends.put([b"t|1|2|x"], sender)  # it would fit, but it has to wait for its turn
-    ends.hand.say(sender.question())
+    ends.hand.say(sender.question(0))
     ends.put([line(1)])
     ends.put([b"t|1|3|x"], sender)
     assert sender.sent == 0 and ends.hand.clogged  # they are numbered when they are told of

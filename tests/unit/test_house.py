@@ -90,7 +90,7 @@ def test_a_header_of_dead_malformed_is_never_longer_than_its_allowance():
 
 def test_every_control_line_begins_with_a_byte_that_no_stored_line_begins_with():
     sender = fifo.Sender(b"1.2", b"p=me")
-    for line in (fifo.lines(1, 2, 3), sender.messages(1, 2, 3, 4), sender.question()):
+    for line in (fifo.lines(1, 2, 3), sender.messages(1, 2, 3, 4), sender.question(0)):
         assert line[:1] == fifo.CONTROL and fifo.CONTROL[0] in record.CONTROL
     assert all(record.refusal(bytes([byte]) + b"t|1|2|x") == "control_byte" for byte in record.CONTROL)
 

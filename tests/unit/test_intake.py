@@ -1,97 +1,18 @@
 """From the bytes of a connection to whole lines for the framer, however they are cut on the way."""
 
 import contextlib
-import os
 import random
 import socket
 from base64 import b64encode
 
 import pytest
-from fifo_reading import read_all
-from framing_steps import Steps, one_by_one, table
-from received_ends import Way, new_row
+from framing_steps import one_by_one
+from intake_wire import HELLO, MAX, greeted, read
 
 from kmq.ingress import connection as connection_module
-from kmq.ingress import hello, limits, producers
+from kmq.ingress import limits, producers
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, REFUSALS_BYTES, Connection
-from kmq.ingress.producers import Intake
-from kmq.links.fifo import Sender, open_fifo
-from kmq.links.received import Handover
 from kmq.message import record
-
-MAX = 8192
-
-
-class Wire:
-    """An Intake with its ring and FIFO, connections to it, and a framer that reads both."""
-
-    def __init__(self, directory):
-        self.raw = open_fifo(str(directory), "raw")
-        self.way = Way(1 << 16)
-        self.handover = Handover(self.raw, self.way.writer)
-        self.intake = Intake(self.handover, MAX, new_row(), self.greet)
-        self.steps = Steps(table(), max_line=MAX, way=self.way)
-        self.text = b""  # of the FIFO
-        self.greeted, self.sockets = 0, []
-
-    def greet(self, connection, line):
-        said = hello.parse(line)
-        self.greeted += 1
-        connection.producer = said.producer
-        connection.replies.expect(said)
-        connection.phase = ACKED if said.acks else PLAIN
-        connection.sender = Sender(b"1.%d" % self.greeted, said.tag)
-        return b""
-
-    def connect(self):
-        near, far = socket.socketpair()
-        self.sockets += near, far
-        far.setblocking(False)
-        return near, Connection(far, "test")
-
-    def receive(self, connection):
-        alive = self.intake.receive(connection)
-        self.drain()
-        return alive
-
-    def drain(self):
-        self.handover.flush()
-        self._frame()
-        while self.handover.clogged:
-            self.handover.flush()
-            self._frame()
-
-    def _frame(self):
-        text = read_all(self.raw)
-        self.text += text
-        self.steps.read(text)
-
-    def send(self, near, connection, data):
-        near.sendall(data)
-        assert self.receive(connection)
-
-    def finish(self, near, connection):
-        near.close()
-        while self.receive(connection):
-            pass
-        self.intake.finish(connection)
-        connection.sock.close()
-        self.drain()
-
-    @property
-    def lines(self):
-        """What the framer makes of it."""
-        assert not self.steps.waiting
-        return self.steps.lines
-
-
-@pytest.fixture
-def wire(tmp_path):
-    made = Wire(tmp_path)
-    yield made
-    for each in made.sockets:
-        each.close()
-    os.close(made.raw)
 
 
 def refused(reason, original, length=None):
@@ -260,29 +181,10 @@ def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, mo
 
 # --- the acknowledged protocol -----------------------------------------------------------------------------------------
 
-HELLO = b"!hello acks=1 producer=me\n"
-
 
 def answers(wire):
     """What the framer makes of it: (stored lines, {(connection, n): reply})."""
     return wire.lines, one_by_one(wire.steps.replies)
-
-
-def greeted(wire, said=HELLO):
-    """A connection that has said hello, and been told so."""
-    near, connection = wire.connect()
-    near.sendall(said)
-    assert wire.receive(connection)
-    assert near.recv(100) == b"!ok max_line=%d\n" % MAX
-    return near, connection
-
-
-def read(near):
-    near.setblocking(False)
-    try:
-        return near.recv(1 << 20)
-    except BlockingIOError:
-        return b""
 
 
 SENT_WITH_ACKS = [
@@ -390,9 +292,9 @@ def test_a_hole_in_the_replies_is_seen(wire):
 def test_who_asks_for_its_last_id_is_told_that_first_and_once(wire):
     """The question goes to the framer in its place: behind what older connections of this name have sent."""
     near, connection = greeted(wire, HELLO.replace(b"\n", b" last=?\n") + b"t|1|5|x\n")
-    assert wire.text.startswith(b"!l %b p=me\n!c %b 1 1 " % (connection.sender.name, connection.sender.name))
+    assert wire.text.startswith(b"!l %b 0 p=me\n!c %b 1 1 " % (connection.sender.name, connection.sender.name))
     assert wire.steps.replies == [b"1.1 0 !last 0", b"1.1 1 !ack 1 1"]
-    assert connection.replies.asks_last and not connection.replies.reply(1, b"!ack 1 101")  # it was lost on the way
+    assert connection.replies.questions and not connection.replies.reply(1, b"!ack 1 101")  # it was lost on the way
     connection.replies.refusal = b"fenced a newer one"
     wire.send(near, connection, b"t|1|6|x\n")
     assert read(near) == b"" and not connection.is_done

@@ -51,7 +51,7 @@ TRAFFIC = (
     messages(mine(b"a", b"b", b"a"), 1, W, b"17.3"),
     messages([b"t.k|1|12|" + b"x" * 6000], 14, P),
     b"!r 1 2 3\n",
-    b"!l 17.1 p=me\n",
+    b"!l 17.1 0 p=me\n",
     plain(b"u|||9"),
     messages(mine(13, 14, 15, 16, 17, 18, 19), 15, P),
 )
@@ -185,7 +185,7 @@ def made_up(way):
         b"!c 17.9 %d %d %d",
     ):
         yield form % good
-    yield from (b"!", b"!r", b"!c 17.9", b"!l 17.1", b"!l 17.1 w=me", b"!l 17.1 p=me more", b"!b 1", b"!e nul", b"!x")
+    yield from (b"!", b"!r", b"!c 17.9", b"!l 17.1", b"!l 17.1 w=me", b"!l 17.1 0 p=me more", b"!b 1", b"!e nul", b"!x")
 
 
 @pytest.mark.parametrize("killed", [False, True])
