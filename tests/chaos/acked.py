@@ -47,6 +47,18 @@ class AckedLoad(Load):
         key, ts, own, payload = self.line(number).split(b"|", 3)
         return b"%b|%b|%b;%b=%b|%b" % (key, ts, own, self.kind[:1], self.producer, payload)
 
+    def hello(self) -> bytes:
+        """What its hello says besides acks=1."""
+        return b"%b=%b" % (self.kind, self.producer)
+
+    def next_cut(self, last: int) -> int:
+        """Up to which message, at least `last`, it sends in one go."""
+        return last
+
+    def text(self, first: int, last: int) -> bytes:
+        """What it sends for these messages."""
+        return b"".join([self.line(number) + b"\n" for number in range(first, last + 1)])
+
     @property
     def is_finished(self) -> bool:
         return self.enough.is_set() and len(self.seqs) == self.sent
@@ -75,7 +87,7 @@ class AckedLoad(Load):
     def _converse(self, sock: socket.socket) -> None:
         """One connection, until it breaks, refuses or everything has been answered."""
         self.attempts += 1
-        sock.sendall(b"!hello acks=1 %b=%b\n" % (self.kind, self.producer))
+        sock.sendall(b"!hello acks=1 %b\n" % self.hello())
         greeting = b""
         while not greeting.endswith(b"\n"):
             data = sock.recv(4096)
@@ -92,8 +104,9 @@ class AckedLoad(Load):
         while not self.is_finished:
             if not unsent:
                 last = min(upto + self.rng.randrange(1, 200), len(self.seqs) + self.window)
+                last = max(upto, self.next_cut(last))
                 last = min(last, self.sent) if self.enough.is_set() else last
-                unsent = b"".join([self.line(number) + b"\n" for number in range(upto + 1, last + 1)])
+                unsent = self.text(upto + 1, last)
                 upto, self.sent = last, max(self.sent, last)
             readable, _, _ = select.select([sock], [sock] if unsent else [], [], 0.05)
             if unsent:

@@ -25,14 +25,18 @@ class Client:
     def send(self, *lines: bytes) -> list[str]:
         """The reply to each of `lines`, an ack or a dup as `ack <seq>`, an error as `err <code>`."""
         self.sock.sendall(b"".join(line + b"\n" for line in lines))
+        return self.told(len(lines))
+
+    def told(self, lines: int) -> list[str]:
+        """The reply to each of the next so many lines."""
         told: list[str] = []
-        while len(told) < len(lines):
+        while len(told) < lines:
             kind, n, rest = self.replies.readline().decode().split(" ", 2)
             count = int(n) - self.sent - len(told)
             assert count == 1 or (count > 1 and kind == "!ack"), (kind, n, rest)
             for ahead in range(count - 1, -1, -1):
                 told.append(f"err {rest.split()[0]}" if kind == "!err" else f"{kind[1:]} {int(rest) - ahead}")
-        self.sent += len(lines)
+        self.sent += lines
         return told
 
 

@@ -222,16 +222,22 @@ class Conversation:
     """An acknowledged connection, as ingress has it: the messages it sends, and the replies it takes."""
 
     def __init__(self, bench: "AckedBench", number: int, tag: bytes) -> None:
-        self.bench, self.tag, self.sender = bench, tag, Sender(b"1732190000.%d" % number, tag)
+        name = b"1732190000.%d" % number
+        self.bench, self.tag = bench, tag
+        # What is a producer's comes as units of a door, whose own name is another one.
+        self.unit_of = tag[2:] if tag[:1] == b"p" else b""
+        self.sender = Sender(name, b"p=__door", reserved=True) if self.unit_of else Sender(name, tag)
+        self.pieces: list[list[int]] = []
         self.ids: list[int] = []  # of message n, at n - 1; -1 of one that is refused
         self.told: list[bytes] = []
 
     def send(self, ids: list[int]) -> None:
         """These messages, as one piece."""
         lines = [self.bench.message(self.tag, id) if id >= 0 else b"no separator" for id in ids]
-        self.bench.handover.put([line + b"\n" for line in lines], self.sender, len(ids))
+        self.bench.handover.put([line + b"\n" for line in lines], self.sender, len(ids), self.unit_of)
         self.bench.flush()
         self.ids += ids
+        self.pieces.append(ids)
 
     def take(self, first: int, reply: bytes) -> None:
         """As ingress: what is said again is passed over, a hole may not be."""
@@ -335,6 +341,13 @@ class AckedBench(Bench):
                 expected = b"%b %d" % (kind, seqs[stored_id]) if id >= 0 else b"!err no_separator"
                 assert reply == expected, f"killed at {what}: {stored_id!r}"
                 known.add(id)
+        for talk in self.talking:
+            known = set[int]()
+            for ids in talk.pieces:
+                new = [id for id in ids if id >= 0 and id not in known]
+                found = [seqs[self.message(talk.tag, id, stored=True).split(b"|")[2]] for id in new]
+                assert found == list(range(found[0], found[0] + len(found))), f"killed at {what}: torn apart"
+                known |= set(new)
 
 
 def open_narrow_ring(stage: Stage) -> RingWriter:
