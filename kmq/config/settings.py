@@ -148,6 +148,12 @@ class Settings:
         kind.COUNT,
         "maximum producer names that are remembered; beyond it new names are refused",
     )
+    kafka_producers: int = _setting(
+        "KMQ_KAFKA_PRODUCERS",
+        "20000",
+        kind.COUNT,
+        "the same for the producers of Kafka clients; those idle for an hour make room",
+    )
     producer_ttl: float = _setting(
         "KMQ_PRODUCER_TTL", "30d", kind.duration, "idle time after which a producer name is forgotten"
     )

@@ -16,9 +16,9 @@ Crash       A start loads producers.ckpt, then reads the later records from the 
             written leaves the old one.
 Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does
             not cover.
-Memory      Bounded: at most `max_names` names and those of KMQ itself, each with its last id, some runs of (id, seq),
-            ranges of older ids, and fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in
-            windows; MAX_RANGES and MAX_PRINTS in all.
+Memory      Bounded: at most `max_names` names, `max_kafka` of Kafka's producers, and those of KMQ itself, each with its
+            last id, some runs of (id, seq), ranges of older ids, and fingerprints of its last ids; at most `max_ids` runs
+            in all, and as many ids in windows; MAX_RANGES and MAX_PRINTS in all.
             An id that is dropped from the runs is still known to be stored, but not as which seq (`!dup n 0`); an id
             that is dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is
             forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
@@ -29,6 +29,7 @@ Time        A message costs the same however many names and ids there are: what 
 import contextlib
 import os
 import re
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -43,7 +44,18 @@ from kmq.framing.blocks import LineBatch
 from kmq.log import dedupe_file, remnant
 from kmq.log.dedupe_file import ROWS_PER_BEAT, TableSnapshot
 from kmq.message import record
-from kmq.message.ids import MADE_UP, MAX_ID_DIGITS, MAX_WINDOW_ID, NEW, TOO_OLD, IdWindow, KnownProducer
+from kmq.message.ids import (
+    KAFKA_NAME,
+    MADE_UP,
+    MAX_ID_DIGITS,
+    MAX_WINDOW_ID,
+    NEW,
+    OWN_NAME,
+    TOO_OLD,
+    IdWindow,
+    KnownProducer,
+    TablePart,
+)
 from kmq.message.record import Starts, fingerprint
 from kmq.message.routing import AnyTopic
 
@@ -54,7 +66,10 @@ MIN_RUNS = 8  # runs that a producer keeps when all producers together have too 
 # after its last message the program has most likely ended. A made-up name may be forgotten then, but only if the table
 # is full.
 _MADE_UP_S = 600
-_MADE_UP = MADE_UP.encode()
+# A Kafka producer gets another name when its program starts again. One that is idle for so long has nothing on the way
+# that it could send again, and goes on under a name that is forgotten as under a new one.
+_KAFKA_S = 3600
+_MADE_UP, _KAFKA, _OWN = MADE_UP.encode(), re.compile(KAFKA_NAME.encode()), re.compile(OWN_NAME.encode())
 MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
 MAX_RANGES = 1 << 17  # ranges of all producers together: 2 MiB
 
@@ -65,11 +80,13 @@ _CLAIM = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|([^|\n]*)\|[^|\n]*\|([^|;\n]*);([
 class DedupeTable:
     """The producers by name, and the window of arbitrary ids."""
 
-    def __init__(self, max_names: int, name_ttl: float, max_ids: int, max_age: float) -> None:
+    def __init__(self, max_names: int, name_ttl: float, max_ids: int, max_age: float, max_kafka: int) -> None:
         """Forget a name after `name_ttl` s without a message, an id of a window after `max_age` s."""
-        self._max_names, self._ttl, self._max_runs = max_names, name_ttl, max_ids
+        self._ttl, self._max_runs = name_ttl, max_ids
         self.names: OrderedDict[bytes, KnownProducer] = OrderedDict()  # in the order of their last messages
-        self.made_up: OrderedDict[bytes, KnownProducer] = OrderedDict()  # those among `names`, in the same order
+        self.common = TablePart("KMQ_PRODUCERS", max_names, _MADE_UP_S)
+        self.kafka = TablePart("KMQ_KAFKA_PRODUCERS", max_kafka, _KAFKA_S)
+        self.own = TablePart("", sys.maxsize, 0.0)
         self.runs = self.prints = self.ranges = 0  # of all producers together
         self.window = IdWindow(max_ids, max_age)
         self._snapshot: TableSnapshot | None = (
@@ -83,24 +100,35 @@ class DedupeTable:
     # --- increasing ids --------------------------------------------------------------------------------------------
 
     def producer(self, name: bytes, seconds: int) -> KnownProducer | None:
-        """Return the producer of that name, known or new; None if the table is full.
+        """Return the producer of that name, known or new; None if its part of the table is full.
 
-        KMQ's own producers (`__…`, a few) always have a place: strangers must not keep a group from committing.
+        KMQ's own producers (`__…`, a few, and `t<pid>`, as many as there are transactions) always have a place: strangers
+        must not keep a group from committing.
         """
         producer = self.names.get(name)
         if producer is None:
-            if len(self.names) >= self._max_names:
+            part = self.part_of(name)
+            if part.excess > 0:
                 self.forget_idle(seconds)
-            if len(self.names) >= self._max_names and not name.startswith(b"__"):
+                self._forget(part.evictable, seconds - min(self._ttl, part.idle_s), part.excess)
+            if part.excess > 0:
                 return None
             producer = self._add(KnownProducer(name, seconds=seconds))
         return producer
 
+    def part_of(self, name: bytes) -> TablePart:
+        """Return the part of the table in which this name has its place."""
+        if _OWN.fullmatch(name):
+            return self.own
+        return self.kafka if _KAFKA.fullmatch(name) else self.common
+
     def _add(self, producer: KnownProducer) -> KnownProducer:
-        producer.generation = self._generation
-        self.names[producer.name] = producer
-        if producer.name.startswith(_MADE_UP):
-            self.made_up[producer.name] = producer
+        name, part = producer.name, self.part_of(producer.name)
+        producer.generation, producer.part = self._generation, part
+        self.names[name] = producer
+        part.count += 1
+        if part is self.kafka or name.startswith(_MADE_UP):
+            part.evictable[name] = producer
         return producer
 
     def remember(
@@ -111,8 +139,9 @@ class DedupeTable:
         name, before = producer.name, len(producer.prints)
         producer.seconds = seconds
         self.names.move_to_end(name)
-        if name in self.made_up:
-            self.made_up.move_to_end(name)
+        evictable = producer.part.evictable
+        if name in evictable:
+            evictable.move_to_end(name)
         self.runs += producer.add(first_id, seq, count, prints)
         self.prints += len(producer.prints) - before
         if self.prints > MAX_PRINTS:
@@ -156,21 +185,20 @@ class DedupeTable:
         return producer.last_id if producer is not None else 0
 
     def forget_idle(self, now: int) -> None:
-        """Forget some names without a message for the time to live; if the table is full, made-up names sooner.
+        """Forget some names without a message for the time to live.
 
         Looks only at names that it forgets: a stranger can cause this with every line.
         """
         self._forget(self.names, now - self._ttl)
-        if len(self.names) >= self._max_names:
-            self._forget(self.made_up, now - min(self._ttl, _MADE_UP_S))
 
-    def _forget(self, order: OrderedDict[bytes, KnownProducer], before: float) -> None:
-        for _ in range(min(len(order), _FORGOTTEN_AT_ONCE)):
+    def _forget(self, order: OrderedDict[bytes, KnownProducer], before: float, most: int = _FORGOTTEN_AT_ONCE) -> None:
+        for _ in range(min(len(order), most, _FORGOTTEN_AT_ONCE)):
             name, producer = next(iter(order.items()))
             if producer.seconds >= before:
                 return
             del self.names[name]
-            self.made_up.pop(name, None)
+            producer.part.count -= 1
+            producer.part.evictable.pop(name, None)
             self.runs -= len(producer.ids)
             self.prints -= len(producer.prints)
             self.ranges -= len(producer.firsts)
@@ -252,13 +280,15 @@ class DedupeTable:
             raise
         for producer in sorted(self.names.values(), key=lambda producer: producer.seconds):  # older files: by first use
             self.names.move_to_end(producer.name)
-            if producer.name in self.made_up:
-                self.made_up.move_to_end(producer.name)
+            if producer.name in producer.part.evictable:
+                producer.part.evictable.move_to_end(producer.name)
         return saved.seq
 
     def _clear(self) -> None:
         self.names.clear()
-        self.made_up.clear()
+        for part in (self.common, self.kafka, self.own):
+            part.evictable.clear()
+            part.count = 0
         self.window.clear()
         self.runs = self.prints = self.ranges = 0
 
@@ -355,7 +385,8 @@ class Acceptor:
             return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID_DIGITS)
         producer = self.table.producer(name, self._seconds)
         if producer is None:
-            return b"!err %d producers_full KMQ_PRODUCERS names are remembered already" % n
+            setting = self.table.part_of(name).setting.encode()
+            return b"!err %d producers_full %b names are remembered already" % (n, setting)
         number = int(id)
         stored = producer.find(number)
         if stored == NEW:

@@ -58,7 +58,9 @@ def waiting_blocks(ring: RingWriter) -> tuple[list[Block], int]:
 def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, bool]:
     """Return the dedupe table up to the next seq, and whether producers.ckpt covered less than that."""
     settings = stage.settings
-    table = DedupeTable(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
+    table = DedupeTable(
+        settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age, settings.kafka_producers
+    )
     waiting, in_wal = waiting_blocks(ring)
     try:
         seq = table.load(settings.data, ring.last.next_seq - 1, stage.beat)

@@ -10,7 +10,7 @@
     shard=?     a line `!shard <lineage> <host:port>…` after `!ok` says which records these are, and where the brokers of
                 the shard take lines, so that a client knows which of its addresses are one shard's; `!shard` without one
     reserved=1  with acks and the pod's local token: messages may name the topics of KMQ itself (`__…`), and the
-                producer's name may begin with `__`. It must be asked for: the gateway shows that token for its clients
+                producer's name may be one of KMQ's own. It must be asked for: the gateway shows that token for its clients
                 too, and must not lend them this right
 
     !unit <lines> <bytes> [p=<name>]
@@ -27,7 +27,7 @@ import re
 from collections import namedtuple
 
 from kmq.config.values import KIB
-from kmq.message.ids import NAME_PATTERN
+from kmq.message.ids import KAFKA_NAME, NAME_PATTERN, OWN_NAME
 
 MAX_BYTES = 4096  # of either line
 UNIT_BYTES = (
@@ -38,7 +38,8 @@ _FIELDS = (b"acks", b"producer", b"window", b"last", b"shard", b"reserved", b"to
 _USAGE = (
     "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]"
 )
-_OWN = b"__"  # begins the names of KMQ's own producers, so that no stranger can fence them
+# The names of KMQ's own producers: no stranger may fence them, or send in their name.
+_OWN = re.compile(f"{OWN_NAME}|{KAFKA_NAME}".encode())
 
 
 class HelloRefused(Exception):
@@ -92,8 +93,8 @@ def parse(line: bytes) -> Hello:
     reserved = b"reserved" in fields
     if reserved and (fields[b"reserved"] != b"1" or acks == b"0"):
         raise HelloRefused("bad_hello reserved= must be 1 and needs acks=1")
-    if not reserved and fields.get(b"producer", b"").startswith(_OWN):
-        raise HelloRefused("bad_hello producer= must not begin with __: these names are KMQ's own")
+    if not reserved and _OWN.fullmatch(fields.get(b"producer", b"")):
+        raise HelloRefused("bad_hello producer= must not begin with __ or name a Kafka producer: these are KMQ's own")
     return Hello(
         acks=acks != b"0",
         producer=fields.get(b"producer", b""),

@@ -12,7 +12,7 @@ Memory      A run gives the seq of each of its ids. Older runs become ranges wit
 
 from array import array
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -21,6 +21,10 @@ NAME_PATTERN = rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}"
 MAX_ID_DIGITS = 18  # of an increasing id: it fits a signed 64-bit number
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
 MADE_UP = "auto-"  # starts a name that a client generates for one run of a program; the dedupe table forgets it first
+# Names that a door of KMQ gives to Kafka's producers: `k<pid>.<from_seq>.<partition>`, `auto-k<life>.<partition>` for those
+# without a pid. `t<pid>` is for what a transaction writes. A pid has at least 7 digits, so a till `t5` stays a till.
+KAFKA_NAME = r"k\d{7,18}\.\d{1,18}\.\d{1,9}|auto-k\d{1,18}\.\d{1,9}"
+OWN_NAME = r"__.*|t\d{7,18}"  # of producers of KMQ itself
 
 NEW, TOO_OLD = -1, -2  # what `find` returns besides a seq
 PRINTS = 4096  # ids of a producer whose content is remembered
@@ -30,7 +34,10 @@ _RANGES = 1 << 16
 class KnownProducer:
     """The ids of one name: runs of consecutive ids under consecutive seqs, and below them ranges of older ids."""
 
-    __slots__ = ("counts", "firsts", "generation", "ids", "last_id", "lasts", "name", "prints", "seconds", "seqs")
+    __slots__ = (
+        *("counts", "firsts", "generation", "ids", "last_id", "lasts", "name", "part", "prints", "seconds", "seqs"),
+    )
+    part: "TablePart"  # of the dedupe table, once it is there
 
     def __init__(self, name: bytes = b"", last_id: int = -1, seconds: int = 0) -> None:
         self.name, self.last_id, self.seconds = name, last_id, seconds
@@ -110,6 +117,23 @@ class KnownProducer:
         count = len(self.prints)
         self.prints = array("I")
         return count
+
+
+class TablePart:
+    """A part of the names of a dedupe table. When it is full, those of `evictable` that are idle for `idle_s` make room."""
+
+    __slots__ = ("count", "evictable", "idle_s", "most", "setting")
+
+    def __init__(self, setting: str, most: int, idle_s: float) -> None:
+        """`most`: so many names may be here, which `setting` says."""
+        self.setting, self.most, self.idle_s = setting, most, idle_s
+        self.count = 0
+        self.evictable: OrderedDict[bytes, KnownProducer] = OrderedDict()  # in the order of their last messages
+
+    @property
+    def excess(self) -> int:
+        """Return how many names have to go before another one has a place."""
+        return self.count + 1 - self.most
 
 
 _KEYS_IN_LIST = 1024  # of the order of a window: as many are forgotten with one that comes, in some hundred µs

@@ -68,7 +68,12 @@ _ROWS = (
     Refusal(MESSAGE, "bad_id", _BAD, "the id is none that this connection may send"),
     Refusal(MESSAGE, "id_reused", _EXISTS, "the id was stored before with other content"),
     Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
-    Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
+    Refusal(
+        MESSAGE,
+        "producers_full",
+        _MANY,
+        "as many names are remembered already as KMQ_PRODUCERS or KMQ_KAFKA_PRODUCERS says",
+    ),
     Refusal(CONNECTION, "disk_full", _FULL, "the disk has no room for more; what is on the way will be stored", True),
     Refusal(CONNECTION, "quota", _FULL, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
     Refusal(

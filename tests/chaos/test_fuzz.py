@@ -779,7 +779,7 @@ def test_whatever_stands_in_the_fifo_the_framer_goes_on():
         reader = received.ReceivedReader.attach(instance, "fuzz", "the test", os.open(os.devnull, os.O_WRONLY))
         for _ in range(3000):
             source = ReceivedLines(lambda: reader, layout.Received(ring.birth, reader.cells[layout.TAIL]))
-            framer = parser.Parser(8192, DedupeTable(100, 1e6, 100, 1e6), source, layout.BlockLimits(64, 1 << 16))
+            framer = parser.Parser(8192, DedupeTable(100, 1e6, 100, 1e6, 100), source, layout.BlockLimits(64, 1 << 16))
             text = random_text(rng, ring)
             while text:
                 batch = framer.batch(text, 1, 0)

@@ -238,3 +238,17 @@ def test_what_is_no_unit_is_refused_by_name_and_the_connection_ends(make_pod: Ma
     with Client(pod, "producer=k1") as client:
         assert client.send(b"!unit 1 5 p=k1") == ["err control_byte"]
     pod.judge()
+
+
+def test_a_full_part_of_kafka_producers_refuses_new_names_only_and_forgets_the_idle(make_pod: Make) -> None:
+    pod = make_pod(KMQ_KAFKA_PRODUCERS=1, KMQ_PRODUCER_TTL="4s")  # longer than a busy machine takes between two replies
+    pod.start()
+    pod.wait_ready()
+    first, second = "k1000001.1.0", "k1000002.1.0"
+    with Door(pod) as door:
+        assert door.unit(first, message(3)) == ["ack 1"] and door.last(first) == 3
+        assert door.unit(second, message(1), message(2)) == ["err producers_full"] * 2
+        assert door.unit("shop", message(1)) == ["ack 2"] and door.unit(first, message(3)) == ["dup 1"]
+        pod.wait(lambda: door.unit(second, message(1)) == ["ack 3"], "the first name is forgotten")
+        assert (door.last(first), door.last(second)) == (0, 1)
+    pod.judge()

@@ -19,8 +19,10 @@ MAX = 8192
 SMALL = BlockLimits(64, 8000)  # blocks so small that they end inside what one receive brought
 
 
-def table(producers: int = 1000, ttl: float = 1e6, count: int = 1000, age: float = 1e6) -> DedupeTable:
-    return DedupeTable(producers, ttl, count, age)
+def table(
+    producers: int = 1000, ttl: float = 1e6, count: int = 1000, age: float = 1e6, kafka: int = 1000
+) -> DedupeTable:
+    return DedupeTable(producers, ttl, count, age, kafka)
 
 
 def source_of(way: Way) -> ReceivedLines:

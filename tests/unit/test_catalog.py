@@ -55,7 +55,7 @@ def batch_of(catalog, *parts):
     """What the framer makes of these parts."""
     way = Way()
     source = source_of(way)
-    return parser.Parser(8192, DedupeTable(9, 9, 9, 9), source, SMALL, catalog).batch(way.text(*parts), 1, 0)
+    return parser.Parser(8192, DedupeTable(9, 9, 9, 9, 9), source, SMALL, catalog).batch(way.text(*parts), 1, 0)
 
 
 def test_a_block_that_would_pass_the_limit_is_let_through_up_to_it(world):

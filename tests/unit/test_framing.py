@@ -298,6 +298,9 @@ def test_a_full_table_refuses_new_names_and_serves_known_ones():
     full = b"producers_full KMQ_PRODUCERS names are remembered already"
     assert lines == mine(1, 2, tag=b";p=me")
     assert replies == [b"1 !ack 1 101", b"17.2 1 !err 1 " + full, b"17.2 2 !err 2 " + full, b"2 !ack 2 102"]
+    parts = messages(mine(1), 1, b"p=k1000001.1.0"), messages(mine(1), 2, b"p=k1000001.1.1"), messages(mine(1), 3, P)
+    full = b"producers_full KMQ_KAFKA_PRODUCERS names are remembered already"
+    assert framed(*parts, known=table(kafka=1))[1] == [b"1 !ack 1 101", b"2 !err 2 " + full, b"3 !ack 3 102"]
 
 
 @pytest.mark.parametrize(

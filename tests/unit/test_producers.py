@@ -206,6 +206,58 @@ def test_generated_names_are_evicted_from_a_full_table_and_only_there():
     assert set(known.names) == {b"till", b"auto-2", b"new"}
 
 
+K, AUTO, T = b"k1000001.7.%d", b"auto-k12.%d", b"t%d"  # of a Kafka client; of one without a pid; of a transaction
+
+
+def test_names_of_kafka_producers_have_a_part_of_their_own_and_the_idle_ones_give_way_the_oldest_first():
+    known = table(producers=2, kafka=3, ttl=100_000)
+    for name, seconds in (
+        (K % 0, 1000),
+        (b"till", 1001),
+        (AUTO % 0, 1002),
+        (b"auto-1", 1003),
+        (K % 1, 1004),
+        (K % 0, 1005),
+    ):
+        known.remember(known.producer(name, seconds), seconds, seconds, 1, seconds)
+    assert known.producer(K % 2, 1002 + 3600) is None  # nobody is idle for more than an hour
+    assert known.producer(b"another", 1003) is None and known.producer(b"another", 1604) is not None  # as before
+    assert known.producer(K % 2, 1003 + 3600) is not None
+    assert set(known.names) == {b"till", b"another", K % 0, K % 1, K % 2}
+    assert known.last_id(AUTO % 0) == 0 and known.last_id(K % 0) == 1005
+    assert known.producer(AUTO % 1, 1004 + 3600) is None and known.producer(AUTO % 1, 1005 + 3600) is not None
+    assert K % 1 not in known.names and (known.common.count, known.kafka.count) == (2, 3)
+    known.forget_idle(300_000)
+    assert not known.names and known.kafka.count == known.common.count == 0
+
+
+def test_a_full_part_of_kafka_producers_refuses_their_new_names_and_nobody_else():
+    known = table(producers=5, kafka=2)
+    assert all(known.producer(K % n, 1000) for n in range(2))
+    assert known.producer(K % 2, 1000) is None and known.producer(AUTO % 2, 1000) is None
+    assert all(known.producer(name, 1000) for name in (b"a", b"k1", b"t5", b"__offsets", b"k1000001", K % 0))
+    assert known.producer(T % 1000001, 1000) is not None and known.kafka.count == 2  # KMQ's own always has a place
+    assert known.producer(K % 3, 9000) is not None and T % 1000001 in known.names  # and keeps it
+    known.remember(known.producer(T % 1000001, 9000), 1, 1, 1, 9000)
+    assert set(known.kafka.evictable) == {K % 1, K % 3}
+
+
+def test_the_parts_of_the_table_are_the_same_after_a_start(data):
+    known, again, small = table(kafka=3), table(kafka=3), table(kafka=1)
+    for n, name in enumerate((K % 0, b"till", T % 1000001, AUTO % 0, K % 0)):
+        known.remember(known.producer(name, 1000 + n), n + 1, n + 1, 1, 1000 + n)
+    write(data, saved(known, 5))
+    for loaded in (again, small):  # a lower limit forgets nothing that is stored, until it is idle
+        assert loaded.load(data, 5) == 5
+        assert (loaded.kafka.count, loaded.common.count, loaded.own.count) == (2, 1, 1)
+        assert list(loaded.kafka.evictable) == [AUTO % 0, K % 0]
+    absorbed = table(kafka=1)
+    lines = [b"%d|1000.0|t|1|1;p=%b|x\n" % (n + 1, K % n) for n in range(3)]
+    absorbed.absorb(b"".join(lines), 1000)
+    assert absorbed.kafka.count == 3 and absorbed.producer(K % 9, 1001) is None
+    assert absorbed.producer(K % 9, 9000) is not None and absorbed.kafka.count == 1
+
+
 def random_messages(rng):
     """Messages with increasing ids, most of them good, with the odd bytes that a key, a header or a payload may hold."""
     keys = [b"t", b"t.k", b"t.;p=me", b"t.@", b"t.\xff\r", b"t.@0.k;a=b"]
@@ -711,7 +763,7 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
 
 def largest_table():
     """As large as the default settings let it become."""
-    known = DedupeTable(10_000, 1e6, 100_000, 1e6)
+    known = DedupeTable(10_000, 1e6, 100_000, 1e6, 10_000)
     for n in range(10_000):
         producer = known.producer(b"producer-%d" % n, 5)
         for run in range(10):
@@ -734,7 +786,7 @@ def test_the_largest_table_is_read_about_as_fast_as_it_was_filled(data):
         known = largest_table()
 
     def read():
-        again = DedupeTable(10_000, 1e6, 100_000, 1e6)
+        again = DedupeTable(10_000, 1e6, 100_000, 1e6, 10_000)
         assert again.load(data, 10**9, lambda: beats.append(1)) == 10**9
         assert state(again) == state(known)
 
@@ -761,7 +813,7 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
                 yield value
 
     known = table(producers=2000, ttl=100)
-    known.names, known.made_up = Order(), Order()
+    known.names, known.common.evictable = Order(), Order()
     for n in range(2000):
         known.remember(known.producer(b"auto-%d" % n if n % 2 else b"%d" % n, 1000), 1, n + 1, 1, 1000)
     Order.looks = 0
@@ -770,7 +822,7 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
     assert Order.looks <= 400
     assert known.producer(b"stranger", 1101) is not None  # and those that are idle go, a thousand at a time
     known.forget_idle(1101)
-    assert set(known.names) == {b"stranger"} and not known.made_up and known.runs == 0
+    assert set(known.names) == {b"stranger"} and not known.common.evictable and known.runs == 0
 
 
 def test_names_keep_the_order_of_their_last_messages_over_a_file(data):

@@ -129,6 +129,13 @@ def test_a_reserved_key_leads_to_its_topic_with_and_without_a_mark():
 def test_a_hello_asks_for_reserved_topics_in_so_many_words():
     assert hello.parse(b"!hello acks=1 producer=__offsets reserved=1 token=x").reserved
     assert not hello.parse(b"!hello acks=1 producer=me token=x").reserved
+    for name in OWN_NAMES:
+        assert hello.parse(b"!hello acks=1 reserved=1 producer=" + name).producer == name
+    for name in (b"t5", b"till-7", b"kiosk", b"k1.2.3", b"k1000001", b"auto-k1", b"t1000001x", b"t1000001.0"):
+        assert hello.parse(b"!hello acks=1 producer=" + name).producer == name
+
+
+OWN_NAMES = (b"__offsets", b"__", b"k1000001.7.0", b"auto-k12.0", b"t1000001")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_a_hello_asks_for_reserved_topics_in_so_many_words():
     [
         (b"!hello acks=1 reserved=2", "reserved= must be 1 and needs acks=1"),
         (b"!hello acks=0 reserved=1", "reserved= must be 1 and needs acks=1"),
-        (b"!hello acks=1 producer=__offsets", "must not begin with __"),
+        *((b"!hello acks=1 producer=" + name, "must not begin with __ or name a Kafka producer") for name in OWN_NAMES),
     ],
 )
 def test_a_hello_that_cannot_have_reserved_topics_is_told_why(line, reason):

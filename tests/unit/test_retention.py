@@ -437,7 +437,7 @@ def test_the_wal_is_free_up_to_what_both_checkpoints_have_passed(data, router, t
     if router is not None:
         pathlib.Path(f"{data}/router.ckpt").write_bytes(checkpoint.text(router, {}, []))
     if table is not None:
-        pathlib.Path(dedupe_file.path(data)).write_bytes(b"".join(DedupeTable(1, 1, 1, 1).snapshot(table).encode()))
+        pathlib.Path(dedupe_file.path(data)).write_bytes(b"".join(DedupeTable(1, 1, 1, 1, 1).snapshot(table).encode()))
     assert checkpoint.wal_is_free_up_to(data) == free
 
 
