@@ -33,6 +33,29 @@ def ack(brokers, seq):
         return sock.makefile().readline().strip()
 
 
+class Door:
+    """A connection as a door of KMQ has one, to the leader `a` or by way of a follower."""
+
+    def __init__(self, brokers, through="a"):
+        token = (brokers.root / "a/pipes/local.token").read_text().strip()
+        number = int((brokers.root / through / "pipes/ingress.port").read_text())
+        self.sock = socket.create_connection(("127.0.0.1", number), 20)
+        self.replies = self.sock.makefile()
+        self.sock.sendall(f"!hello acks=1 producer=__door-{through} reserved=1 token={token}\n".encode())
+        assert self.replies.readline().startswith("!ok ")
+
+    def unit(self, replies, *ids):
+        """Send a unit, and the question for the last id of its name; return so many replies."""
+        body = "".join(f"u.@0|0|{id}|x\n" for id in ids)
+        said = f"!unit {len(ids)} {len(body)} p=k1000001.1.0\n{body}!unit 0 0 p=k1000001.1.0\n"
+        self.sock.sendall(said.encode())
+        return [" ".join(self.replies.readline().split()[:3]) for _ in range(replies)]
+
+    def close(self):
+        self.replies.close()
+        self.sock.close()
+
+
 def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_stores_it_once(brokers):
     for name in BROKERS:
         assert brokers.kmq(name, "up", *(["--no-gateway"] if name != "a" else []), **LAG).returncode == 0
@@ -49,6 +72,9 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
         assert api.post("/api/admin/topics", {"name": "t", "replicationFactor": 3}).value["replicationFactor"] == 3
         produce = "/api/topics/t/produce"
         assert api.post(produce, {"value": "b25l", "id": "one"}).status == 200
+        door, by_way_of_b = Door(brokers), Door(brokers, "b")
+        assert door.unit(2, 1, 2) == ["!ack 2 5", "!last 2"]
+        assert by_way_of_b.unit(3, 1, 2) == ["!dup 1 4", "!dup 2 5", "!last 2"]
         for pid in replicas:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -63,6 +89,7 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
 
             wait_for("a refusal", lambda: "not_enough_replicas" in brokers.kmq("a", "status").stdout)
             assert brokers.readyz("a")[0] == 200, "who reads is served"
+            assert door.unit(3, 3, 4) == [f"!err {n} not_enough_replicas" for n in (3, 4, 5)]
             assert api.post(produce, {"value": "eA=="}).refusal[:2] == (503, "not_enough_replicas")
             read = "/api/topics/t/consume?partition=0"
             assert [each["offset"] for each in api.get(f"{read}&offset=0").value["messages"]] == [0]
@@ -75,3 +102,7 @@ def test_what_is_not_committed_is_neither_confirmed_nor_shown_and_the_same_id_st
         again = api.post(produce, {"value": "dHdv", "id": "two"}).value
         assert (again["offset"], again["duplicate"]) == (1, True), again
         wait_for("an ack", lambda: ack(brokers, seq) == "ACK")
+        with closing(Door(brokers)) as again:
+            assert again.unit(2, 3, 4) == [f"!ack 2 {seq + 2}", "!last 4"]
+        for each in (door, by_way_of_b):
+            each.close()
