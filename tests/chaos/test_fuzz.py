@@ -392,6 +392,24 @@ def bad_hello(rng):
     )
 
 
+def bad_unit(rng):
+    """A unit that lies, is cut off, or is none. Nothing follows the fault, else a reset may overtake the refusal."""
+    count = rng.randrange(1, 9)
+    body = b"".join(b"lie|1|%d|%b\n" % (n, b"x" * rng.randrange(99)) for n in range(count))
+    return rng.choice(
+        [
+            b"!unit %d %d p=lie\n%b" % (count + rng.choice([1, 7, -1] if count > 1 else [1, 7]), len(body), body),
+            b"!unit %d %d p=lie\n%b" % (count, len(body) + rng.choice([1, 7]), body),
+            b"!unit %d %d p=lie\n%b" % (count, len(body), body[: rng.randrange(len(body))]),
+            b"!unit %d %d p=lie" % (count, len(body)),
+            b"!unit %d %d %b\n" % (count, len(body), rng.choice([b"p=", b"p=a/b", b"w=a", b"p=a p=b", b"\xff"])),
+            b"!unit %b\n"
+            % rng.choice([b"", b"-1 5", b"1", b"0 5", b"9 5", b"1 1 1", b"a b", b"9" * 40, b"1 " + b"9" * 3000]),
+            b"!%b\n" % rng.choice([b"", b"b 1", b"hello acks=1", b"c 1.1 1 1 1 0 9"]),
+        ]
+    )
+
+
 def log_lines(rng, count):
     """Lines like those of real logs: CRLF, CR inside, tabs, bars, other encodings, a trace of several KiB."""
     words = b"sshd[2211]: Failed password \tat user= a|b||c caf\xe9 na\xc3\xafve 2026-05-20T01:02:03Z #0".split(b" ")
@@ -548,6 +566,62 @@ class BadHello(Sender):
             self.over = True
 
 
+class UnitSender(Sender):
+    """A door of KMQ: good units of many names, a question now and then, and perhaps one that is none, which ends it."""
+
+    def __init__(self, pod, rng, account, number):
+        self.account, self.heard, self.ids, self.sent = account, b"", Counter(), []  # lines as stored, or the answer
+        token = (pod.pipes / "local.token").read_text().strip()
+        parts = [f"!hello acks=1 reserved=1 token={token}\n".encode()]
+        for _ in range(rng.randrange(1, 20)):
+            parts.append(self._unit(rng, b"u%d.%d" % (number, rng.randrange(4)), rng.choice([0, 1, 2, 9, 400])))
+        self.lies = rng.randrange(2)
+        if self.lies:
+            parts.append(bad_unit(rng))
+        super().__init__(pod, rng, b"".join(parts), rng.choice([3, 200, 10_000]) if len(parts) < 6 else 200_000)
+
+    def _unit(self, rng, name, count):
+        body = b""
+        for _ in range(count):
+            self.ids[name] += 1
+            key, payload = rng.choice([b"unit", b"unit.@0.k"]), rng.randbytes(rng.randrange(200)).hex().encode()
+            body += b"%b|1|%d|%b\n" % (key, self.ids[name], payload)
+            self.sent.append(b"%b|1|%d;p=%b|%b" % (key, self.ids[name], name, payload))
+        if not count:
+            self.sent.append(b"!last %d" % self.ids[name])
+        return b"!unit %d %d p=%b\n%b" % (count, len(body), name, body)
+
+    def events(self):
+        return select.POLLIN | (select.POLLOUT if self.at < self.end else 0)
+
+    def go_on(self):
+        if self.at < self.end:
+            self.send_some()
+        with contextlib.suppress(BlockingIOError):
+            data = self.sock.recv(1 << 16)
+            self.heard += data
+            if not data:
+                self.sock.close()
+                self.over = True
+                self.settle()
+
+    def settle(self):
+        greeting, *said, rest = self.heard.split(b"\n")
+        assert greeting == b"!ok max_line=%d" % MAX_LINE and not rest
+        sent, n = iter(self.sent), 0
+        for line in said:
+            word, number, *more = line.split(b" ", 2)
+            if word == b"!last":
+                assert next(sent) == line
+            elif word == b"!ack":
+                for seq in range(int(more[0]) - int(number) + n + 1, int(more[0]) + 1):
+                    self.account.acked[seq] = next(sent)
+                n = int(number)
+            else:
+                assert self.lies and word == b"!err" and more[0].startswith((b"bad_unit ", b"no_newline ")), line
+        assert next(sent, None) is None and self.lies == (b"!err" in self.heard)
+
+
 class Crowd:
     """The senders of a run, and the account of what they sent."""
 
@@ -571,6 +645,9 @@ class Crowd:
             step = rng.choice([3, 200, 10_000]) if len(stream) < 20_000 else 200_000
             sender = AckedSender(self.pod, rng, self.account, self.started["acked"], stream, step)
             self.started["acked"] += 1
+        elif rng.randrange(6) == 0:
+            sender = UnitSender(self.pod, rng, self.account, self.started["units"])
+            self.started["units"] += 1
         elif rng.randrange(6) == 0:
             sender = BadHello(self.pod, rng, bad_hello(rng), rng.choice([1, 5000]))
             self.started["hello"] += 1
@@ -644,7 +721,7 @@ def fuzz(pod, seed, connections):
     acked = len(crowd.account.acked)
     stored = check(pod, crowd.account)
     assert acked > 10 * crowd.started["acked"]
-    assert set(crowd.started) == {"reset", "acked", "hello", *(attack.__name__ for attack in ATTACKS)}
+    assert set(crowd.started) == {"reset", "acked", "units", "hello", *(attack.__name__ for attack in ATTACKS)}
     peaks = " ".join(f"{name}_mib={peak / MIB:.0f}" for name, peak in pod.peak.items())
     print(f"event=fuzz seed={seed} connections={sum(crowd.started.values())} lines={stored} acked={acked} {peaks}")
 

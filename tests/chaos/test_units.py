@@ -15,7 +15,7 @@ from kmq.log import topic_changes
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
-CODE_LINES = 8192  # that the framer looks at one by one in a turn (kmq/framing/parser.py)
+ONE_BY_ONE = 8192  # that the framer looks at one by one in a turn (kmq/framing/parser.py)
 
 
 def local_token(pipes: Path) -> str:
@@ -130,18 +130,22 @@ def test_units_of_two_doors_stay_together_beside_busy_writers_and_kills_of_each_
 
 def test_a_unit_whose_lines_are_looked_at_one_by_one_takes_turns_and_stays_together(pod: Pod, loads: Start) -> None:
     others = [loads(TcpLoad(pod.pipes, f"t{n}", n, longest=300)) for n in range(4)]
-    count = 2 * CODE_LINES + 1000
-    lines = [b"a|1|%d|" % id for id in range(1, count + 1)]
-    lines[CODE_LINES // 2] = b"no separator"
+    count = 2 * ONE_BY_ONE + 1000
+    lines = [b"bar|1|%d|" % id for id in range(1, count + 1)]  # the others write to this topic, too
+    lines[ONE_BY_ONE // 2] = b"no separator"
     with Door(pod) as door:
         for name in ("k1", "k2"):
             told = door.unit(name, *lines)
-            assert told[CODE_LINES // 2] == "err no_separator"
-            del told[CODE_LINES // 2]
+            assert told[ONE_BY_ONE // 2] == "err no_separator"
+            del told[ONE_BY_ONE // 2]
             assert follow_one_another(acked(told))
     for load in others:
         load.finish()
     pod.judge()
+    queue = (pod.data / "bar.log").read_bytes().split(b"\n")
+    for name in (b"k1", b"k2"):
+        offsets = [offset for offset, line in enumerate(queue) if b";p=%b|" % name in line]
+        assert follow_one_another(offsets) and len(offsets) == count - 1 < len(queue) // 2
 
 
 def test_a_unit_in_a_full_ring_stays_together_also_if_the_framer_is_killed_in_its_middle(make_pod: Make) -> None:
