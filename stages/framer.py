@@ -4,11 +4,11 @@ Links       in: FIFO `raw`, ring `received` (sole reader)   out: ring `framed` (
 Owns        the reading ends of both, the sequence, the dedupe table.
 
 Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one
-            seq; seqs are dense. The messages of one control line have consecutive seqs, also over turns and restarts. A line
-            that is not a message gets a seq too, as dead.malformed. However much is staged,
-            a turn looks at no more than about parser.TURN lines one by one before the next sign of life. A change of a
-            topic is a record, too (kmq/framing/topics.py), and so is the beginning of an epoch in a shard: the first
-            record that its leader numbers.
+            seq; seqs are dense. The messages of one control line have consecutive seqs, also over turns and restarts. A
+            line that is not a message gets a seq too, as dead.malformed. However much is staged, a turn looks at no
+            more than about parser.TURN lines one by one before the next sign of life. A change of a topic is a record,
+            too (kmq/framing/topics.py), and so is the beginning of an epoch in a shard: the first record that its
+            leader numbers.
 Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
             from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
             store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are

@@ -167,9 +167,8 @@ class Connection:
         self.phase = GREETING if raw is None else PLAIN
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
         self.length = 0  # of the unfinished line, with the bytes that are not kept
-        self.unit: Unit | None = (
-            None  # that has begun: then `partial` is what has come of it, and `length` counts its first line
-        )
+        # A unit that has begun: `partial` is what has come of it, and `length` counts its first line too.
+        self.unit: Unit | None = None
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
         self.replies = PendingReplies()

@@ -1,5 +1,6 @@
 """Units on real stages: their seqs follow one another beside busy writers, with full rings, and whatever is killed."""
 
+import contextlib
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -149,7 +150,7 @@ def test_a_unit_whose_lines_are_looked_at_one_by_one_takes_turns_and_stays_toget
 
 
 def test_a_unit_in_a_full_ring_stays_together_also_if_the_framer_is_killed_in_its_middle(make_pod: Make) -> None:
-    """A change of a topic waits at that moment: the next framer numbers it behind the unit."""
+    """A change of a topic waits at that moment: the next framer numbers it after the unit."""
     pod = make_pod(RB_SLOTS=32)
     pod.start()
     pod.wait_ready()
@@ -189,6 +190,26 @@ def test_with_a_stopped_router_units_of_all_sizes_wait_and_stay_together(make_po
         for size in sizes:
             assert follow_one_another(acked(door.told(size)))
     other.finish()
+    pod.judge()
+
+
+def test_half_a_unit_dies_with_ingress_and_is_stored_when_it_comes_whole(pod: Pod) -> None:
+    lines = [message(id) for id in range(1, 100)]
+    body = b"".join(line + b"\n" for line in lines)
+    for number, end in enumerate((pod.kill, pod.stop)):
+        name = f"k{number}"
+        with Door(pod) as door:
+            assert door.last(name) == 0  # it is read
+            door.sock.sendall(f"!unit {len(lines)} {len(body)} p={name}\n".encode() + body[: len(body) // 2])
+            end("ingress")
+            with contextlib.suppress(ConnectionError):
+                assert door.replies.read() == b""
+        pod.start("ingress")
+        pod.wait_ready()
+        with Door(pod) as door:
+            assert door.last(name) == 0
+            first = number * len(lines) + 1
+            assert acked(door.unit(name, *lines)) == list(range(first, first + len(lines)))
     pod.judge()
 
 
