@@ -97,6 +97,7 @@ def pod(make_pod: Make) -> Pod:
     return made
 
 
+@pytest.mark.timeout(900)
 def test_units_of_two_doors_stay_together_beside_busy_writers_and_kills_of_each_stage(
     make_pod: Make, rng: random.Random, loads: Start
 ) -> None:
@@ -104,13 +105,13 @@ def test_units_of_two_doors_stay_together_beside_busy_writers_and_kills_of_each_
     pod = make_pod(RB_SLOTS=256, KMQ_MAX_TOPICS=10_000)
     pod.start()
     pod.wait_ready()
-    others: list[Load] = [TcpLoad(pod.pipes, f"t{n}", rng.randrange(1 << 30), longest=2000) for n in range(3)]
-    others.append(FifoLoad(pod.pipes, "fifo", rng.randrange(1 << 30)))
+    others: list[Load] = [TcpLoad(pod.pipes, f"t{n}", rng.randrange(1 << 30), 0.2, longest=500) for n in range(3)]
+    others.append(FifoLoad(pod.pipes, "fifo", rng.randrange(1 << 30), 0.2))
     doors = [UnitLoad(pod.pipes, f"k{n}.1.0", rng.randrange(1 << 30)) for n in (1, 2)]
     for load in (*others, *doors):
         loads(load)
     for number, victims in enumerate([(), *((name,) for name in STAGES), ("framer",), ("ingress", "framer"), STAGES]):
-        goals = [len(door.seqs) + 600 for door in doors]
+        goals = [len(door.seqs) + 300 for door in doors]
         pod.wait(
             lambda goals=goals: all(door.has(goal) for door, goal in zip(doors, goals, strict=True)), "units are acked"
         )
