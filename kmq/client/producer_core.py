@@ -147,7 +147,7 @@ class ProducerCore:
         """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`. Raises Refused."""
         check_unfinished(data.rpartition(b"\n")[2])
         has_more = self.ids.asks_last and data.startswith(b"!ok")
-        return len(data) > _MOST_REPLY or (data.endswith(b"\n") and data.count(b"\n") > has_more)
+        return len(data) > 2 * _MOST_REPLY or (data.endswith(b"\n") and data.count(b"\n") > has_more)
 
     def greeted(self, data: bytes) -> None:
         """Accept the reply to hello. Raises Refused if the broker refuses, and sets `failed` if a retry is useless."""

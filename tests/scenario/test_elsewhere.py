@@ -49,6 +49,15 @@ def test_messages_with_key_and_headers_go_there_and_come_back(far):
     assert [row["headers"] for row in rows] == [[{"name": "source", "value": "crm; x"}]] * 2 + [[]]
 
 
+def test_the_limit_of_a_line_is_that_of_the_broker_there(far):
+    kept, lost = "x" * 500_000, "y" * 2_000_000
+    done = far("produce", "long", text=f"{kept}\n{lost}\nend\n", KMQ_MAX_LINE=100_000)
+    assert "1 refused, the first: line 2 has 2,000,000 bytes, and the limit is 1,048,576 (KMQ_MAX_LINE)" in said(
+        done, FAILED
+    )
+    assert said(far("consume", "long", "--count", "2")).splitlines() == [kept, "end"]
+
+
 def test_topics_are_made_listed_shown_changed_and_deleted_there(far):
     assert "2 partition(s), in force from seq" in said(
         far("topics", "create", "orders", "-p", "2", "--set", "retention_age=1d")
