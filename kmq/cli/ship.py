@@ -2,7 +2,7 @@
 
     look → plan → save the plan → send → all acknowledged → look …
 
-Ids         One producer name for a state, made with it; ids are consecutive numbers. A round is planned before it is sent:
+Ids         One producer name for a state, made with it; ids are numbers that only rise. A round is planned before it is sent:
             which bytes of which files have which ids. So the broker's last id of the name says how much of the plan is
             stored, and nothing else has to be known. (A name for each file would take a place among KMQ_PRODUCERS with
             every rotation, and a connection.)

@@ -322,8 +322,8 @@ def forget_ended(watched: FollowedFiles, linger_s: float = LINGER_S) -> None:
         if file.gone_at is None:
             kept.append(file)
             continue
-        is_left_out = not file.lines and _is_in_place(file)
-        is_found = file.lines or is_left_out or make_ready(watched, file)
+        is_left_out = _is_in_place(file)
+        is_found = is_left_out or make_ready(watched, file)
         if is_found and not is_left_out and (file.size != file.offset or not has_ended(file, linger_s)):
             kept.append(file)
             continue
