@@ -325,7 +325,8 @@ def _plan(work: Shipment) -> bytes:
     watched, parts, size, count = work.watched, [], 0, 0
     longest = work.max_line - len(work.topic) - _FIELDS
     unfinished: set[str] = set()  # names that renamed files had which may have more lines
-    for file in sorted(watched.files, key=lambda file: not file.was):
+    watched.files.sort(key=lambda file: not file.was)  # the state names them in the order in which they are sent
+    for file in watched.files:
         is_final = not work.is_once and file.unread > 0 and has_ended(file)
         waits = not file.was and file.path in unfinished
         if waits or not (file.has_more or is_final):

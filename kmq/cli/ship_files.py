@@ -39,7 +39,9 @@ MOST_FILES = 10_000
 _BLOCK = MIB
 _BLOCK_LINES = 25_000
 _SCAN_BLOCKS = 64  # read at once of a line that is too long, while its end is looked for
-_MARK = KIB  # bytes at the start, and before the end of what was read, that a mark covers
+_MARK = (
+    KIB  # bytes at the start, and before the end of what was read, that a mark covers; of a first line, in older states
+)
 _CLOCK_NS = 2_000_000_000  # a file may change again within this time, and have the same time of change
 LINGER_S = 30.0  # how long a file that was renamed or deleted stays open at its end: its writer may still have it
 
@@ -62,6 +64,7 @@ class LogFile:
     end: int = 0
     lines: int = 0
     mark: int | None = None  # of what lies before `end`; None: not known
+    first_line: int | None = None  # checksum, in place of a mark, from a state of an earlier release
     size: int = 0  # at the last look
     has_more: bool = True  # there may be a whole line to read, or new content
     fd: int = -1
@@ -75,7 +78,11 @@ class LogFile:
         """Open the file at `path`. Returns False if another one is there now. Raises OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         found = os.fstat(fd)
-        if found.st_ino != self.inode or (path != self.path and not self._fits(fd, found.st_size)):
+        is_it = found.st_ino == self.inode
+        if is_it and path != self.path:
+            is_unknown = self.mark is None and self.first_line is None
+            is_it = found.st_dev == self.device if is_unknown else self._fits(fd, found.st_size)
+        if not is_it:
             os.close(fd)
             return False
         self.fd, self.device = fd, found.st_dev
@@ -113,16 +120,22 @@ class LogFile:
 
     def _fits(self, fd: int, size: int) -> bool:
         """Return True if an open file begins with what was read of this one."""
-        return size >= self.end and self.mark in (None, _mark(fd, self.end))
+        if self.mark is None and self.first_line is not None:
+            return size >= self.end and self.first_line == crc32(os.pread(fd, _MARK, 0).partition(b"\n")[0])
+        return size >= self.end and self.mark in (None, _mark(*_ends(fd, self.end)))
 
     def restart(self) -> None:
-        """Read from the start again: the content is new."""
+        """Read from the start again: the content is new, and was never renamed."""
         self.offset = self.end = self.lines = self._scanned = 0
-        self.mark, self.has_more = None, True
+        self.mark, self.first_line, self.has_more = None, None, True
+        if self.gone_at is None:
+            self.was = ""
 
-    def _take(self, end: int, lines: int) -> None:
-        """Note that `lines` lines, up to `end`, are on their way."""
-        self.end, self.lines, self.mark = end, lines, _mark(self.fd, end) if self.fd >= 0 else None
+    def _take(self, end: int, lines: int, mark: int | None = None) -> None:
+        """Note that `lines` lines, up to `end`, are on their way. `mark`: of what was read, if it is known."""
+        if mark is None and self.fd >= 0:
+            mark = _mark(*_ends(self.fd, end))
+        self.end, self.lines, self.mark = end, lines, mark
 
     def read(self, longest: int, is_final: bool) -> FileBlock | None:
         """Return the whole lines that come next; None if there are none.
@@ -133,6 +146,9 @@ class LogFile:
         data = os.pread(self.fd, _BLOCK, self.offset)
         if b"\n" not in data and len(data) == _BLOCK < room:
             data = os.pread(self.fd, room, self.offset)
+        first, last = _ends(self.fd, self.offset)
+        if self.mark not in (None, _mark(first, last)):
+            return None  # cut off and written anew just now: what was read may be of either content
         cut = data.rfind(b"\n")
         if cut < 0:
             if len(data) == room:
@@ -147,7 +163,9 @@ class LogFile:
         lines = data[:cut].split(b"\n", _BLOCK_LINES)
         if len(lines) > _BLOCK_LINES:
             cut -= len(lines.pop()) + 1
-        self._take(self.offset + cut + 1, len(lines))
+        # Not read again: a file that is cut off just now would have the mark of its new content.
+        start, end = data[: cut + 1][:_MARK], data[max(0, cut + 1 - _MARK) : cut + 1]
+        self._take(self.offset + cut + 1, len(lines), _mark((first + start)[:_MARK], (last + end)[-_MARK:]))
         return FileBlock(lines)
 
     def _read_long(self, start: bytes, is_final: bool) -> FileBlock | None:
@@ -191,10 +209,14 @@ class LogFile:
         self.offset, self.lines = self.end, 0
 
 
-def _mark(fd: int, end: int) -> int:
-    """Return a checksum of the first and the last bytes before `end`."""
+def _ends(fd: int, end: int) -> tuple[bytes, bytes]:
+    """Return the first and the last bytes before `end`, which a mark covers."""
     count = min(end, _MARK)
-    return crc32(os.pread(fd, count, 0) + os.pread(fd, count, end - count))
+    return os.pread(fd, count, 0), os.pread(fd, count, end - count)
+
+
+def _mark(first: bytes, last: bytes) -> int:
+    return crc32(first + last)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -431,7 +453,8 @@ def save_state(path: str, state: ShipState) -> None:
             mark = "" if file.mark is None else f" mark={file.mark:08x}"
             place = f"offset={file.offset} end={file.end} lines={file.lines}{mark}"
             quoted = os.fsencode(file.path).replace(b"%", b"%25").replace(b"\n", b"%0A")
-            rows.append(b"%b file=%x:%x: path=%b\n" % (place.encode(), file.device, file.inode, quoted))
+            known = b"" if file.first_line is None else b"%08x" % file.first_line
+            rows.append(b"%b file=%x:%x:%b path=%b\n" % (place.encode(), file.device, file.inode, known, quoted))
     text = b"".join(rows)
     replace_file(path, text, b"crc32=%08x\n" % crc32(text))
 
@@ -463,7 +486,7 @@ def load_state(path: str) -> ShipState | None:
 def _parse_row(row: str) -> LogFile:
     place, _, path = row.partition(" path=")
     fields = dict(part.split("=", 1) for part in place.split())
-    device, inode, _ = fields["file"].split(":")
+    device, inode, first_line = fields["file"].split(":")
     return LogFile(
         os.fsdecode(unquote_to_bytes(os.fsencode(path))),
         int(device, 16),
@@ -472,4 +495,5 @@ def _parse_row(row: str) -> LogFile:
         int(fields["end"]),
         int(fields["lines"]),
         int(fields["mark"], 16) if "mark" in fields else None,
+        int(first_line, 16) if first_line else None,
     )

@@ -2,11 +2,14 @@
 
 import glob
 import os
+import threading
 import time
+from zlib import crc32
 
 import pytest
 
 from kmq.cli import ship_files
+from kmq.cli.ship import Shipment, _begin, _plan, _save, _settle
 from kmq.cli.ship_files import (
     LINGER_S,
     FollowedFiles,
@@ -144,6 +147,75 @@ def test_a_file_that_patterns_leave_out_is_known_after_its_device_got_another_nu
     for watched.patterns[:] in ([f"{tmp_path}/b.log"], patterns):
         assert drain(watched) == []
     assert watched.said == []
+
+
+def shipment(watched, tmp_path):
+    made = FollowedFiles([f"{tmp_path}/logs/*"], set(), watched.report, watched.files)
+    return Shipment(f"{tmp_path}/state", "", "app", 1, made, False, threading.Event(), None)
+
+
+def test_lines_of_a_renamed_file_are_settled_in_the_order_in_which_they_were_sent(watched, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "a.log").write_bytes(b"a1\na2\n")
+    (logs / "b.log").write_bytes(b"b1\nb2\n")
+    work = shipment(watched, tmp_path)
+    _begin(work, from_start=True)
+    work.watched.files.sort(key=lambda file: file.path, reverse=True)
+    (logs / "a.log").rename(logs / "a.log.1")
+    look(work.watched)
+    first, second, *rest = [line.split(b"|")[3] for line in _plan(work).splitlines()]
+    _save(work)
+    again = shipment(FollowedFiles([], set(), watched.report), tmp_path)
+    _begin(again, from_start=False)
+    _settle(again, 2)  # ship was killed, and the broker has the first two
+    assert [line.split(b"|")[3] for line in _plan(again).splitlines()] == rest
+    assert {first, second, *rest} == {b"a1", b"a2", b"b1", b"b2"}
+    for file in again.watched.files:
+        file.close()
+
+
+@pytest.mark.parametrize("new", [b"new 1\nnew 2\nnew 3\n", b"old 1\nold 2\nold 3\n"], ids=["new", "grown"])
+def test_a_state_of_an_earlier_release_has_a_checksum_of_the_first_line(watched, tmp_path, new):
+    path, state = tmp_path / "a.log", tmp_path / "state"
+    path.write_bytes(new)
+    found = os.stat(path)
+    head = b"kmq-ship 1 name=ship-aa topic=t next=3\n"
+    known = b"file=%x:%x:%08x" % (found.st_dev, found.st_ino, crc32(b"old 1"))
+    row = b"offset=12 end=12 lines=0 %b path=%b\n" % (known, os.fsencode(path))
+    state.write_bytes(head + row + b"crc32=%08x\n" % crc32(head + row))
+    saved = load_state(str(state))
+    save_state(str(state), saved)  # as at a start that does not come to read it
+    watched.files[:] = load_state(str(state)).files
+    lines = [("a.log", line) for line in new.splitlines()]
+    assert drain(watched) == (lines if new[:3] == b"new" else lines[2:])
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_read_from_its_start(watched, tmp_path, monkeypatch):
+    """Like copytruncate, whose application writes on at once."""
+    path, pread = tmp_path / "a.log", os.pread
+    path.write_bytes(b"old 1\nold 2\n")
+
+    def cut_off(fd, count, offset):
+        data = pread(fd, count, offset)
+        if count == ship_files._BLOCK and data == b"old 1\nold 2\n":
+            path.write_bytes(b"old 1\nnew 2\nnew 3\n")
+        return data
+
+    monkeypatch.setattr(os, "pread", cut_off)
+    sent = drain(watched)
+    sent += drain(watched)
+    assert [line for _, line in sent] == [b"old 1", b"old 2", b"old 1", b"new 2", b"new 3"]
+
+
+def test_a_file_with_new_content_was_not_renamed(watched, tmp_path):
+    (tmp_path / "a.log").write_bytes(b"one\n")
+    drain(watched)
+    (tmp_path / "a.log").rename(tmp_path / "b.log")
+    look(watched)
+    (tmp_path / "b.log").write_bytes(b"two\nhalf")
+    assert drain(watched) == [("b.log", b"two")]
+    assert not has_ended(watched.files[0], linger_s=0.0)
 
 
 def test_new_content_is_noticed_by_its_first_line_and_by_the_byte_before_the_offset(watched, tmp_path):
