@@ -477,16 +477,10 @@ def content_of(key, headers, payload):
     return re.sub(rb"\.@\d*(?=\.|$)", b"", key, count=1), users, payload
 
 
-class AckedSender(Sender):
-    """Says hello first, and reads what it is told about each line."""
+class Listener(Sender):
+    """Reads what it is told while it sends, and settles all of that in the end."""
 
-    def __init__(self, pod, rng, account, number, stream, step):
-        self.tag, hello = rng.choice(
-            [("", ""), (f";p=f{number}", f" producer=f{number}"), (f";w=f{number}", f" window=f{number}")]
-        )
-        super().__init__(pod, rng, f"!hello acks=1{hello}\n".encode() + stream, step)
-        *self.lines, self.unfinished = stream.split(b"\n")
-        self.account, self.heard = account, b""
+    heard = b""
 
     def events(self):
         return select.POLLIN | (select.POLLOUT if self.at < self.end else 0)
@@ -502,12 +496,28 @@ class AckedSender(Sender):
                 self.over = True
                 self.settle()
 
-    def replies(self):
-        """One for each message, in order: (word, seq or reason)."""
+    def said(self):
+        """The lines after the greeting."""
         greeting, *said, rest = self.heard.split(b"\n")
         assert greeting == b"!ok max_line=%d" % MAX_LINE and not rest
+        return said
+
+
+class AckedSender(Listener):
+    """Says hello first, and reads what it is told about each line."""
+
+    def __init__(self, pod, rng, account, number, stream, step):
+        self.tag, hello = rng.choice(
+            [("", ""), (f";p=f{number}", f" producer=f{number}"), (f";w=f{number}", f" window=f{number}")]
+        )
+        super().__init__(pod, rng, f"!hello acks=1{hello}\n".encode() + stream, step)
+        *self.lines, self.unfinished = stream.split(b"\n")
+        self.account = account
+
+    def replies(self):
+        """One for each message, in order: (word, seq or reason)."""
         told = []
-        for line in said:
+        for line in self.said():
             word, n, what = line.split(b" ", 2)
             count = int(n) - len(told)
             assert count == 1 or (count > 1 and word == b"!ack"), f"out of order: {line}"
@@ -566,11 +576,11 @@ class BadHello(Sender):
             self.over = True
 
 
-class UnitSender(Sender):
+class UnitSender(Listener):
     """A door of KMQ: good units of many names, a question now and then, and perhaps one that is none, which ends it."""
 
     def __init__(self, pod, rng, account, number):
-        self.account, self.heard, self.ids, self.sent = account, b"", Counter(), []  # lines as stored, or the answer
+        self.account, self.ids, self.sent = account, Counter(), []  # lines as stored, or the answer
         token = (pod.pipes / "local.token").read_text().strip()
         parts = [f"!hello acks=1 reserved=1 token={token}\n".encode()]
         for _ in range(rng.randrange(1, 20)):
@@ -591,25 +601,9 @@ class UnitSender(Sender):
             self.sent.append(b"!last %d" % self.ids[name])
         return b"!unit %d %d p=%b\n%b" % (count, len(body), name, body)
 
-    def events(self):
-        return select.POLLIN | (select.POLLOUT if self.at < self.end else 0)
-
-    def go_on(self):
-        if self.at < self.end:
-            self.send_some()
-        with contextlib.suppress(BlockingIOError):
-            data = self.sock.recv(1 << 16)
-            self.heard += data
-            if not data:
-                self.sock.close()
-                self.over = True
-                self.settle()
-
     def settle(self):
-        greeting, *said, rest = self.heard.split(b"\n")
-        assert greeting == b"!ok max_line=%d" % MAX_LINE and not rest
         sent, n = iter(self.sent), 0
-        for line in said:
+        for line in self.said():
             word, number, *more = line.split(b" ", 2)
             if word == b"!last":
                 assert next(sent) == line

@@ -598,6 +598,12 @@ def test_produce_with_acks_says_what_is_stored(up):
     assert "stored 1, last seq 4; 2 refused, the first: refused by the broker: no_separator" in result.stderr
 
 
+def producing(up, *options):
+    """`kmq produce t`, which reads what is written to its stdin."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["kmq", "produce", "t", *options], env=up.env, cwd=up.root, **pipes)
+
+
 def numbers(*ends):
     return "".join(f"{n}\n" for n in range(*ends))
 
@@ -627,16 +633,7 @@ def test_other_lines_under_a_used_name_are_no_success(up):
 
 
 def test_what_a_broken_connection_repeats_was_not_stored_before(up):
-    sender = subprocess.Popen(
-        ["kmq", "produce", "t", "--producer", "imp"],
-        env=up.env,
-        cwd=up.root,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with sender:
-        assert sender.stdin is not None and sender.stdout is not None
+    with producing(up, "--producer", "imp") as sender:
         sender.stdin.write(numbers(100_000))
         sender.stdin.flush()
         up.wait(lambda: len(up.wal()) > 1000, "it has begun")
@@ -661,16 +658,7 @@ def test_produce_with_acks_says_when_nobody_listens(broker):
 
 def test_produce_with_acks_waits_over_a_restart(up):
     text = "".join(f"{n}\n" for n in range(200_000))
-    sender = subprocess.Popen(
-        ["kmq", "produce", "t", "--acks"],
-        env=up.env,
-        cwd=up.root,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with sender:
-        assert sender.stdin is not None and sender.stdout is not None
+    with producing(up, "--acks") as sender:
         sender.stdin.write(text[: len(text) // 2])
         up.wait(lambda: len(up.wal()) > 1000, "it has begun")
         up.kill("ingress", "durability")

@@ -12,8 +12,8 @@ Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, 
             A request with a wrong field is refused whole, and nothing of it is stored. What the broker then refuses of
             a batch is an error in the results, unless it refused all for one reason that passes, such as a full disk:
             that is the answer. Who sends lists with format=raw reads no results (log shippers): any reason is the
-            answer, first one that passes, so that they send again. Only a value that is too long goes to the dead
-            letters, as at an intake, and keeps the others from nothing.
+            answer, first one that passes, so that they send again. Only a value that is too long is no reason: it
+            goes to the dead letters, as at an intake.
 """
 
 import asyncio
