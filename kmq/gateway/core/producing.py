@@ -106,7 +106,7 @@ class Producing:
         refused = _refusals(delivery)
         repeated = {place for place, _ in delivery.duplicates}
         wanted = [(outgoing[n][0], seq) for n, seq in enumerate(seqs) if seq and n not in refused]
-        found = await self._places(topic, wanted)
+        found = await self.places(topic, wanted)
         outcomes: list[Outcome] = []
         for n, seq in enumerate(seqs):
             if n in refused:
@@ -163,7 +163,7 @@ class Producing:
         finally:
             sender.users -= 1
 
-    async def _places(self, topic: str, wanted: Sequence[tuple[bytes, int]]) -> Places:
+    async def places(self, topic: str, wanted: Sequence[tuple[bytes, int]]) -> Places:
         """Return the places of these records, as soon as the router has passed all of them, or after ROUTED_S."""
         if not wanted:
             return {}
@@ -180,7 +180,7 @@ class Producing:
 
     async def place_of(self, topic: str, routing_key: bytes, seq: int) -> tuple[int, int] | None:
         """Return partition and offset of a stored message; None: it has none any more. Raises RequestRefused."""
-        place = (await self._places(topic, [(routing_key, seq)])).get(seq) if seq else None
+        place = (await self.places(topic, [(routing_key, seq)])).get(seq) if seq else None
         if place is None and seq > self._watermark.routed:
             raise RequestRefused("stored_not_routed", self._where(seq), seq=seq)
         return (place.partition, place.offset) if place else None
