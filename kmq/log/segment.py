@@ -24,8 +24,10 @@ from kmq.message import record
 
 COMPACT = "compact"
 DELETE_RETENTION_S = 86400.0
+CREATE_TIME, LOG_APPEND_TIME = "CreateTime", "LogAppendTime"
 _RETENTION = ("retention_age", "retention_bytes")
-LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", "max_deliveries")
+_OF_GATEWAY = ("max_deliveries", "message_timestamp_type")
+LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY)
 
 
 def name(first: int) -> str:
@@ -108,8 +110,15 @@ def _max_deliveries(text: str) -> int:
     return int(text)
 
 
+def _timestamp_type(text: str) -> str:
+    if text not in (CREATE_TIME, LOG_APPEND_TIME):
+        raise ValueError(f"must be {CREATE_TIME} or {LOG_APPEND_TIME}")
+    return text
+
+
 _PARSE = {row.attribute: row.parse for row in SETTINGS}
 _PARSE |= {"cleanup": _cleanup, "delete_retention": _delete_retention, "max_deliveries": _max_deliveries}
+_PARSE["message_timestamp_type"] = _timestamp_type
 
 
 class Limits:
@@ -118,8 +127,9 @@ class Limits:
     `cleanup`: "compact" lets compaction remove records that a later record of the same key replaces (compaction.py).
     Such a topic is a table: retention deletes its oldest rows only if the topic has retention limits of its own.
     `delete_retention`: the age, in seconds, up to which compaction keeps a tombstone.
-    `max_deliveries`: a message that a consumer gave back so often becomes a dead letter; 0: no limit. The gateway
-    obeys it, and the log does not know it.
+    `max_deliveries`: a message that a consumer gave back so often becomes a dead letter; 0: no limit.
+    `message_timestamp_type`: which time Kafka's consumers see: that of the producer, or recv_ts. The gateway obeys
+    these two, and the log does not know them.
     """
 
     __slots__ = LIMITS
@@ -133,10 +143,12 @@ class Limits:
         cleanup: str = "delete",
         delete_retention: float = DELETE_RETENTION_S,
         max_deliveries: int = 0,
+        message_timestamp_type: str = CREATE_TIME,
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
         self.retention_age, self.retention_bytes = retention_age, retention_bytes
         self.cleanup, self.delete_retention, self.max_deliveries = cleanup, delete_retention, max_deliveries
+        self.message_timestamp_type = message_timestamp_type
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":

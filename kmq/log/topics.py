@@ -12,6 +12,7 @@
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
     delete_retention = "2d"          how long compaction keeps a tombstone; 1d without it
     max_deliveries = 5               then a message that consumers give back is a dead letter; none (default): no limit
+    message_timestamp_type = "LogAppendTime"    what Kafka's consumers see is recv_ts; CreateTime (default): producer_ts
 
 A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will
 route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.

@@ -59,7 +59,8 @@ def test_the_router_keeps_and_follows_a_topics_own_limits_when_it_writes_its_seq
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
         limits = made.in_force.limits_of("t")
-        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30, "delete", 86400, 0]
+        own, others = [1 << 20, 86400, 30 * 86400, 1 << 30], ["delete", 86400, 0, "CreateTime"]
+        assert [getattr(limits, name) for name in LIMITS] == own + others
         assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
         made.close()
 
@@ -74,6 +75,14 @@ def test_an_invalid_limit_is_refused_at_the_declaration_and_skipped_by_the_route
     assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored", "topic_adopted"]
     assert "retention_age = 'soon'" in str(logger.events[0][1]["reason"])
     made.close()
+
+
+def test_whose_time_a_message_has_is_a_limit_of_a_topic():
+    assert Limits().message_timestamp_type == "CreateTime"
+    own = {"message_timestamp_type": "LogAppendTime"}
+    assert Limits().with_changes(own).message_timestamp_type == "LogAppendTime"
+    with pytest.raises(ConfigError, match="must be CreateTime or LogAppendTime"):
+        Limits().with_changes({"message_timestamp_type": "logappendtime"})
 
 
 def test_a_number_of_deliveries_is_a_limit_of_a_topic():

@@ -30,7 +30,7 @@ from kmq.log import deletions, identity, reader
 from kmq.log.bounds import Bounds
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
-from kmq.log.segment import CheckedLines, within
+from kmq.log.segment import COMPACT, LOG_APPEND_TIME, CheckedLines, within
 from kmq.log.segment_reader import LineStart, SegmentReader
 from kmq.message import record
 from kmq.message.message import Message, messages
@@ -324,6 +324,11 @@ class Partition:
     def directory(self) -> str:
         return self._log.directory
 
+    @property
+    def from_seq(self) -> int | None:
+        """Return the seq from which on its topic is in force; None while the declaration is pending."""
+        return self._from_seq
+
     def signature(self) -> Signature:
         """Return numbers that change when records are added. Cheap. Take it before a read that may find nothing."""
         with suppress(FileNotFoundError):
@@ -355,13 +360,21 @@ class Partition:
 
     def start(self) -> int:
         """Return the offset of the first record that is still there, or, if there is none, of the next one."""
-        return min(self._log.first_offset, self.end()) if self._log.segments() else self._owner.empty_at(self)
+        return self.bounds()[0]
 
     def end(self) -> int:
         """Return the offset that the next record gets. It never falls: the router cuts off what a full disk took only
         half of, and writes the same records there when it has room.
         """
-        return self._owner.reach(self, self._log.end_offset() if self._log.segments() else self._owner.empty_at(self))
+        return self.bounds()[1]
+
+    def bounds(self) -> tuple[int, int]:
+        """Return (start, end)."""
+        if not self._log.segments():
+            empty = self._owner.empty_at(self)
+            return empty, self._owner.reach(self, empty)
+        end = self._log.end_offset()
+        return min(self._log.first_offset, end), self._owner.reach(self, end)
 
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside."""
@@ -497,6 +510,14 @@ class Partitions:
         found = self._bounds.declaration(topic)
         return found.grown[0][1] if found.grown else found.partitions
 
+    def is_compacted(self, topic: str) -> bool:
+        """Return True if only the last record of each key is kept of a topic that exists."""
+        return dict(self._bounds.declaration(topic).limits).get("cleanup") == COMPACT
+
+    def shows_receipt(self, topic: str) -> bool:
+        """Return True if Kafka's consumers of a topic that exists are shown when its records were received."""
+        return dict(self._bounds.declaration(topic).limits).get("message_timestamp_type") == LOG_APPEND_TIME
+
     def from_seq(self, topic: str) -> int | None:
         """Return the seq from which on the topic is in force; None while its declaration is pending."""
         return self.declared(topic)[1]
@@ -514,7 +535,7 @@ class Partitions:
 
     def _check(self, topic: str, number: int) -> None:
         count = self.count(topic)
-        if number >= count:
+        if not 0 <= number < count:
             raise RequestRefused("unknown_partition", f"topic {topic} has {count} partitions, so there is no {number}")
 
     def empty_at(self, partition: Partition) -> int:

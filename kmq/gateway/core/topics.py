@@ -65,6 +65,7 @@ OPTIONS = {
     "cleanupPolicy": Option("cleanup", str, str),
     "deleteRetentionMs": Option("delete_retention", _age_text, _age),
     "maxDeliveries": Option("max_deliveries", _count_text, _count),
+    "messageTimestampType": Option("message_timestamp_type", str, str),
 }
 
 
@@ -94,13 +95,17 @@ _POLL_S = 0.01
 
 
 class TopicState(NamedTuple):
-    """A topic as it is declared. `from_seq`: since when it is in force; None: not yet. `options`: all in force."""
+    """A topic as it is declared. `from_seq`: since when it is in force; None: not yet. `options`: all in force.
+
+    `own`: the names of those options that the topic has of its own.
+    """
 
     name: str
     partitions: int
     from_seq: int | None
     options: dict[str, int | str]
     partitioner: str
+    own: frozenset[str]
 
 
 class TopicAdmin:
@@ -144,7 +149,7 @@ class TopicAdmin:
             limits = tuple(own.items())
             if limits not in options:
                 options[limits] = self._options(own)
-            found.append(_state(name, declared, options[limits]))
+            found.append(_state(name, declared, options[limits], own))
         return found
 
     async def describe(self, name: str) -> TopicState:
@@ -162,11 +167,16 @@ class TopicAdmin:
         declared = topics.read(self._data, name)
         self._in_force.changed()
         own = topic_changes.limits_to_be(self._data, name, dict(declared.limits))
-        return _state(name, declared, self._options(own))
+        return _state(name, declared, self._options(own), own)
 
     def exists(self, name: str) -> bool:
         """Return True if there is a topic of this name; reads one directory entry."""
         return record.is_topic_name(name) and os.path.isdir(f"{self._data}/topics/{name}")
+
+    def defaults(self) -> dict[str, int | str]:
+        """Return every option of a topic that has none of its own."""
+        self._in_force.changed()
+        return self._options({})
 
     def _options(self, own: dict[str, str]) -> dict[str, int | str]:
         """Return every option of a topic with these limits of its own."""
@@ -317,8 +327,9 @@ class TopicAdmin:
         return True
 
 
-def _state(name: str, declared: Declaration, options: dict[str, int | str]) -> TopicState:
-    return TopicState(name, declared.partitions, declared.from_seq, options, declared.partitioner)
+def _state(name: str, declared: Declaration, options: dict[str, int | str], own: dict[str, str]) -> TopicState:
+    names = frozenset(name for name, option in OPTIONS.items() if option.limit in own)
+    return TopicState(name, declared.partitions, declared.from_seq, options, declared.partitioner, names)
 
 
 def _refuse_reserved(name: str, what: str) -> None:

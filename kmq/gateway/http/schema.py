@@ -226,6 +226,10 @@ def _limit(help: str) -> dict[str, Any]:
 
 
 _PARTITIONS = number("how many partitions", least=1, most=MAX_PARTITIONS)
+_TIMESTAMPS = text(
+    "the time of a message for Kafka's consumers: CreateTime: the producer's; LogAppendTime: when it was received",
+    enum=["CreateTime", "LogAppendTime"],
+)
 _CLEANUP = text("delete, or compact: only the latest message of each key has to stay", enum=["delete", "compact"])
 _OPTIONS: dict[str, Schema] = {
     "retentionMs": _limit("age in ms at which messages are deleted"),
@@ -235,10 +239,12 @@ _OPTIONS: dict[str, Schema] = {
     "cleanupPolicy": _CLEANUP,
     "deleteRetentionMs": _limit("age in ms up to which compaction keeps a message without a value"),
     "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
+    "messageTimestampType": _TIMESTAMPS,
 }
 _PARTITIONER = text("how a key decides on the partition; new topics: murmur2", enum=[*PARTITIONERS])
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
-_CHANGES["cleanupPolicy"]["enum"] = [*_CLEANUP["enum"], None]
+for _name in ("cleanupPolicy", "messageTimestampType"):
+    _CHANGES[_name]["enum"] = [*_OPTIONS[_name]["enum"], None]
 _OFFSET = number("position in the partition, from 0, for ever the same")
 _BYTES = {"type": ["string", "null"], "description": "text, or base64 with format=base64; null: none"}
 _VALUE = {"description": "base64, text with format=text, any JSON with format=json; null: none"}

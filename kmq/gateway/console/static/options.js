@@ -6,7 +6,8 @@ import { h } from "./dom.js";
 import { bytes, count, duration, visible } from "./text.js";
 
 export const OPTIONS = { retentionMs: "Kept for", retentionBytes: "Kept up to", segmentMs: "New file after", segmentBytes: "New file at", cleanupPolicy: "Cleanup",
-  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most" };
+  deleteRetentionMs: "Tombstones kept", maxDeliveries: "Deliveries at most", messageTimestampType: "Timestamp" };
+const CHOICES = { cleanupPolicy: ["delete", "compact"], messageTimestampType: ["CreateTime", "LogAppendTime"] };
 const TIMES = { ms: 1, s: 1e3, min: 6e4, h: 36e5, d: 864e5 };
 const SIZES = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
 
@@ -23,7 +24,7 @@ export function option(name, value) {
 function typed(name, text) {
   if (text === "default") return null;
   if (text === "no limit") return -1;
-  if (name === "cleanupPolicy") return text;
+  if (Object.hasOwn(CHOICES, name)) return text;
   const units = name.endsWith("Ms") ? TIMES : name.endsWith("Bytes") ? SIZES : { "": 1 };
   const [, amount, unit] = /^(\d+(?:\.\d+)?) *([A-Za-z]*)$/.exec(text) ?? [];
   if (amount === undefined || !Object.hasOwn(units, unit)) {
@@ -34,8 +35,8 @@ function typed(name, text) {
 }
 
 function fields() {
-  return Object.entries(OPTIONS).map(([name, title]) => h("label", null, `${title} `, name === "cleanupPolicy"
-    ? h("select", { name }, [["", "as it is"], ["delete", "delete"], ["compact", "compact"]].map(([value, text]) => h("option", { value }, text)))
+  return Object.entries(OPTIONS).map(([name, title]) => h("label", null, `${title} `, Object.hasOwn(CHOICES, name)
+    ? h("select", { name }, [["", "as it is"], ...CHOICES[name].map((value) => [value, value])].map(([value, text]) => h("option", { value }, text)))
     : h("input", { name, size: "10", autocomplete: "off", spellcheck: "false" })));
 }
 
