@@ -296,7 +296,7 @@ class Coordinator:
         self._registry.check_partitions(found, options.topics)
         found = self._registry.make(group, now)
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
-        id = member or self._new_id(found, options.static_name or client.name)
+        id = member or self.new_id(options.static_name or client.name, found.members)
         new = Member(id, client, options, found.generation, now)
         count = len(found.members)
         if known:
@@ -321,14 +321,17 @@ class Coordinator:
         check_resume(resume, self._limits)
         self._registry.check_group(group)
 
-    def _new_id(self, group: Group, stem: str) -> str:
-        """Return an id that no member of the group has: its name as far as it can be one, the life, a number."""
+    def new_id(self, stem: str, taken: Collection[str] = ()) -> str:
+        """Return an id that nobody was given before: a name as far as it can be one, the life, a number.
+
+        `taken`: ids that members have chosen for themselves.
+        """
         stem = "".join(char for char in stem if char.isascii() and char.isprintable() and char != " ") or "member"
         while True:
             self._ids += 1
             tail = f"-{self._life}{self._ids}"
             id = stem[: max(0, self._limits.name_bytes - len(tail))] + tail
-            if id not in group.members:
+            if id not in taken:
                 return id
 
     def beat(self, group: str, member: str, generation: int | None, now: float, polled: bool = False) -> None:
@@ -453,7 +456,7 @@ class Coordinator:
     def assignment(self, group: str, member: str) -> Assignment:
         """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
         found, known = self._registry.known(group, member)
-        return Assignment(found.generation, known.assignment())
+        return Assignment(found.generation, known.assignment(), known.asked(), found.waits(), found.assignor)
 
     def groups(self) -> list[str]:
         """Return the names of all groups, sorted."""

@@ -162,6 +162,10 @@ class Member:
         """Return what the member may read: what it owns and need not give up."""
         return tuple(sorted(self.owned.keys() - self.revoking.keys()))
 
+    def asked(self) -> Partitions:
+        """Return what the member is asked to give up."""
+        return tuple(sorted(self.revoking))
+
     def view(self) -> MemberView:
         """Return the member as doors show it."""
         return MemberView(
@@ -171,7 +175,7 @@ class Member:
             static_name=self.options.static_name,
             topics=tuple(sorted(self.topics)),
             partitions=self.assignment(),
-            revoking=tuple(sorted(self.revoking)),
+            revoking=self.asked(),
         )
 
 
@@ -406,7 +410,11 @@ class Group:
     def is_due(self) -> bool:
         """Return True if `step` would change anything."""
         can_step = self.assignor == COOPERATIVE or not self._ownership.revoking
-        return can_step and (self._is_stale or self._ownership.has_free)
+        return can_step and self.waits()
+
+    def waits(self) -> bool:
+        """Return True if a step will come: now, or when others have given up what they were asked for."""
+        return self._is_stale or self._ownership.has_free
 
     def step(self, partitions_of: Mapping[str, int], now: float) -> None:
         """Begin a generation: ask for what has to be given up, give what is free, tell all members."""

@@ -187,6 +187,7 @@ class Groups:
     """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
+        self.life = 0  # of the gateway, counted over all of them; 0: not known yet
         self.store, self.epoch = store, 0  # the epoch in which this broker leads its shard; 0: no shard
         self.deliveries = Deliveries()
         self.coordinator = Coordinator()  # without groups, until they are restored
@@ -198,7 +199,7 @@ class Groups:
         self._listeners: dict[tuple[str, str], Listener] = {}
         # group → of readers that wait for what its members give back
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._committing = Counter[tuple[str, str]]()  # group, member → commits that it waits for
+        self._attended = Counter[tuple[str, str]]()  # group, member → answers that it waits for, and cannot beat
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -232,7 +233,7 @@ class Groups:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False
         limits = GroupLimits(retention_s=max(self._settings.group_retention, GRACE_S))
-        self.coordinator = Coordinator(limits, token_hex(3), starts)
+        self.coordinator, self.life = Coordinator(limits, token_hex(3), starts), starts + 1
         await self._topics.follow()
         now = time.monotonic()
         for group, generation in highest.items():
@@ -312,8 +313,8 @@ class Groups:
 
     def _turn(self) -> None:
         """Let the coordinator do what is due, and pass its events on."""
-        for committing in self._committing:
-            self._beat_if_member(*committing)
+        for attended in self._attended:
+            self._beat_if_member(*attended)
         due = self.coordinator.tick(time.monotonic())
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
@@ -453,7 +454,8 @@ class Groups:
             for offset in self.deliveries.lost_by(group, place, row.offset)
         ]
         if ahead:
-            with self._committing_as(group, name):
+            # Its heir would begin in front of this commit, and go back.
+            with self.attending(group, name):
                 await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
@@ -474,15 +476,15 @@ class Groups:
         self._coordinator().check_commit(group, member, generation, places, time.monotonic())
 
     @contextmanager
-    def _committing_as(self, group: str, member: str) -> Iterator[None]:
-        """Keep the session of a member that waits for its commit: its heir would begin in front of that, and go back."""
-        self._committing[group, member] += 1
+    def attending(self, group: str, member: str) -> Iterator[None]:
+        """Keep the session of a member that waits for an answer."""
+        self._attended[group, member] += 1
         try:
             yield
         finally:
-            self._committing[group, member] -= 1
-            if not self._committing[group, member]:
-                del self._committing[group, member]
+            self._attended[group, member] -= 1
+            if not self._attended[group, member]:
+                del self._attended[group, member]
             self._beat_if_member(group, member)
 
     def _beat_if_member(self, group: str, member: str) -> None:
@@ -629,11 +631,8 @@ class Groups:
 
 def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
     """Tell a member that came back what it has and is to give up. If that is nothing yet, the next generation tells it."""
-    generation, partitions = coordinator.assignment(group, member)
-    view = coordinator.describe(group)
-    rows = [row for row in view.members if row.id == member] if view else []
-    for row in rows:
-        if row.revoking:
-            listener(Revoke(group, member, generation, row.revoking))
-    if partitions or coordinator.state(group) is not State.PREPARING or any(row.revoking for row in rows):
-        listener(Assigned(group, member, generation, partitions))
+    found = coordinator.assignment(group, member)
+    if found.revoking:
+        listener(Revoke(group, member, found.generation, found.revoking))
+    if found.partitions or found.revoking or coordinator.state(group) is not State.PREPARING:
+        listener(Assigned(group, member, found.generation, found.partitions))

@@ -179,10 +179,16 @@ Event = Revoke | Assigned | Ended | Forgotten
 
 
 class Assignment(NamedTuple):
-    """What a member may read now, and of which generation that is."""
+    """What a member may read now, of which generation that is, and by which assignor.
+
+    `revoking`: what it owns besides, and is asked to give up. `is_due`: the next generation is only a matter of time.
+    """
 
     generation: int
     partitions: Partitions
+    revoking: Partitions = ()
+    is_due: bool = False
+    protocol: str = ""
 
 
 class MemberView(NamedTuple):
