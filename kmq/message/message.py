@@ -24,7 +24,7 @@ from kmq.message.text import decode, decode_payload, is_transport_header
 
 Header = tuple[str, bytes | None]
 
-_NUMBER = re.compile(rb"\d{1,12}(?:\.\d*)?")
+SECONDS = re.compile(rb"\d{1,12}(?:\.\d*)?")
 _FIELDS = 6
 
 
@@ -110,7 +110,7 @@ class Message:
     def timestamp(self) -> float:
         """Return when the producer made the message; without such a time, when the broker received it."""
         fields = self.fields
-        return float(fields[3]) if _NUMBER.fullmatch(fields[3]) else float(fields[1])
+        return float(fields[3]) if SECONDS.fullmatch(fields[3]) else float(fields[1])
 
     @property
     def timestamp_ms(self) -> int:

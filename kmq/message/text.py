@@ -30,12 +30,14 @@ LETTER_HEADERS = (
 )
 REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
 MAX_REPLAYS = 3  # a letter that came back so often stays, unless the user says otherwise
-_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS)  # reserved for KMQ, as are all names of one letter
+# Reserved for KMQ, as are all names of one letter.
+_OWN_HEADERS = frozenset(name.encode() for name in ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS))
 
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
+_KEY_SAFE_BYTES = _KEY_SAFE.encode()
 _CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
 _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
 
@@ -96,7 +98,12 @@ def request_line(*words: object) -> bytes:
 
 def percent_encode(text: str | bytes) -> str:
     """Encode a key or id for a field of a line: without `|`, `;`, `%`, space and control bytes."""
-    return quote(text, safe=_KEY_SAFE)
+    exact = text.encode() if isinstance(text, str) else text
+    if not exact.translate(
+        None, _KEY_SAFE_BYTES
+    ):  # most have nothing to encode, which quote finds out in thrice the time
+        return exact.decode()
+    return quote(exact, safe=_KEY_SAFE)
 
 
 def format_message(routing_key: bytes, payload: bytes | None, id: bytes = b"", ts: float | None = None) -> bytes:
@@ -112,6 +119,14 @@ def format_message(routing_key: bytes, payload: bytes | None, id: bytes = b"", t
 def is_text(payload: bytes) -> bool:
     """Return True if a payload is printable text, which is sent unencoded."""
     return not payload.translate(None, _CONTROL_FREE) and (payload.isascii() or _is_utf8(payload))
+
+
+def are_lines_of_text(data: bytes, count: int) -> bool:
+    """Return True if `data` is `count` lines of printable text: its only control characters are their newlines.
+
+    `data`: so many lines or more, each with its newline.
+    """
+    return len(data.translate(None, _CONTROL_FREE)) == count and (data.isascii() or _is_utf8(data))
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -183,15 +198,13 @@ def make_id(id: str, headers: Headers = ()) -> bytes:
 
 
 def format_headers(headers: Headers) -> bytes:
-    """Return what follows the id in its field: `;name=value` for each header, `;name` for a null value.
-
-    The first letter of a name that is KMQ's own is percent-encoded, which makes it another name until it is decoded.
-    """
+    """Return what follows the id in its field: each header as `format_header` writes it."""
     field = ""
     for name, value in headers.items() if isinstance(headers, Mapping) else _pairs(headers):
-        field += f";{_header_name(name)}"
-        if value is not None:
-            field += f"={percent_encode(value if type(value) is str else as_bytes(value, 'headers: a value'))}"
+        if not isinstance(name, str):
+            raise wrong_type("headers: a name", name, "str")
+        exact = value if value is None or type(value) is str else as_bytes(value, "headers: a value")
+        field += format_header(name.encode(), exact)
     return field.encode()
 
 
@@ -204,12 +217,16 @@ def _pairs(headers: object) -> Iterable[tuple[str, str | bytes | None]]:
     raise wrong_type("headers", headers, "a mapping, or a list of (name, value)")
 
 
-def _header_name(name: str) -> str:
-    if not isinstance(name, str):
-        raise wrong_type("headers: a name", name, "str")
+def format_header(name: bytes, value: str | bytes | None) -> str:
+    """Return `;name=value`, or `;name` for a null value.
+
+    The first letter of a name that is KMQ's own is percent-encoded, which makes it another name until it is decoded.
+    """
     if len(name) == 1 or name in _OWN_HEADERS:
-        return f"%{ord(name[0]):02X}{name[1:]}" if name.isascii() else percent_encode(name)
-    return percent_encode(name).replace("=", "%3D")
+        field = f";%{name[0]:02X}{name[1:].decode()}"
+    else:
+        field = f";{percent_encode(name).replace('=', '%3D')}"
+    return field if value is None else f"{field}={percent_encode(value)}"
 
 
 def is_transport_header(name: str) -> bool:
@@ -242,9 +259,8 @@ def format_many(
                 data = b"".join((head, b"|", separator.join(texts), b"\n"))
             else:
                 data = _numbered(head, texts, first_id)
-    has_lines = data and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
-    if has_lines and (data.isascii() or _is_utf8(data)):
-        return data  # the only control characters are the newlines added here
+    if data and are_lines_of_text(data, len(payloads)):
+        return data
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:
         ids = (b"%d" % id for id in range(first_id, first_id + len(payloads)))
