@@ -81,6 +81,9 @@ bench-bq: $(STAMP)  ## the Broadcast Queue on three Consul servers: publish, del
 bench-shard: $(STAMP)  ## three brokers that replicate, beside one: throughput, CPU, latency, failover, idle
 	@$(BIN)/python scripts/bench_shard $(ARGS)
 
+bench-kafka: $(STAMP)  ## the Kafka door: librdkafka produces and consumes, beside acknowledged lines
+	@$(BIN)/python scripts/bench_kafka.py $(ARGS)
+
 bench-consumers: $(STAMP)  ## consumers in Python, and the consumer port
 	@$(BIN)/python scripts/bench_consumers $(ARGS)
 
@@ -93,4 +96,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup dist demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-consumers console-shots soak clean
+.PHONY: help setup dist demo cluster-demo shard-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-shard bench-kafka bench-consumers console-shots soak clean

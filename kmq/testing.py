@@ -43,7 +43,15 @@ if TYPE_CHECKING:
 
 _START_S = 30.0  # a broker is up in about a second; this is for a machine that does much else
 _POLL_S = 0.01
-_PORTS = ("KMQ_PORT", "KMQ_EGRESS_PORT", "KMQ_ACK_PORT", "KMQ_STATUS_PORT", "KMQ_HTTP_PORT", "KMQ_GRPC_PORT")
+_PORTS = (
+    "KMQ_PORT",
+    "KMQ_EGRESS_PORT",
+    "KMQ_ACK_PORT",
+    "KMQ_STATUS_PORT",
+    "KMQ_HTTP_PORT",
+    "KMQ_GRPC_PORT",
+    "KMQ_KAFKA_PORT",
+)
 _numbers = itertools.count()
 
 

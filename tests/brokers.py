@@ -57,6 +57,8 @@ class Broker:
             "KMQ_ACK_PORT": "0",
             "KMQ_HTTP_PORT": "0",
             "KMQ_GRPC_PORT": "0",
+            "KMQ_KAFKA_PORT": "0",
+            "KMQ_KAFKA_TLS_PORT": "0",
             "KMQ_EGRESS_PORT": "0",
             "KMQ_STATUS_PORT": "0",
         }

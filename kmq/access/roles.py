@@ -21,12 +21,16 @@ _ACTS = {
     PRODUCE: (
         *(LINES_IN, "/podbus.v1.PodBus/Produce", "/podbus.v1.PodBus/ProduceStream", "/kmq.v1.Kmq/Produce"),
         "produce",
+        *("Kafka.Produce", "Kafka.InitProducerId"),
     ),
     CONSUME: (
         *(LINES_OUT, "/podbus.v1.PodBus/Consume", "/podbus.v1.PodBus/ConsumeStream"),
         *("/kmq.v1.Kmq/Fetch", "/kmq.v1.Kmq/Subscribe"),
         *("consume", "commit", "nack", "seek", "joinGroup", "heartbeat", "leaveGroup"),
         *("messages", "follow", "letters", "ledger", "findOffset", "cuts", "records"),
+        *("Kafka.Fetch", "Kafka.ListOffsets", "Kafka.OffsetForLeaderEpoch", "Kafka.DescribeProducers"),
+        *("Kafka.OffsetCommit", "Kafka.OffsetFetch", "Kafka.FindCoordinator", "Kafka.JoinGroup", "Kafka.SyncGroup"),
+        *("Kafka.Heartbeat", "Kafka.LeaveGroup", "Kafka.DescribeGroups", "Kafka.ListGroups"),
     ),
     ANY: (
         *(GET_ACK, GET_STATUS, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"),
@@ -35,8 +39,15 @@ _ACTS = {
         *("overviewTopics", "cluster"),
         *("groupHistory", "session", "broker", "topicFiles", "logFiles", "console", "consoleFile", "pages", "docs"),
         *("openapi", "health", "readiness", "metrics"),
+        *("Kafka.Metadata", "Kafka.DescribeCluster", "Kafka.DescribeConfigs", "Kafka.DescribeLogDirs"),
+        "Kafka.DescribeAcls",
     ),
-    ADMIN: ("createTopic", "changeTopic", "deleteTopic", "deleteGroup", "replay", "resetGroup"),
+    ADMIN: (
+        *("createTopic", "changeTopic", "deleteTopic", "deleteGroup", "replay", "resetGroup"),
+        *("Kafka.CreateTopics", "Kafka.DeleteTopics", "Kafka.CreatePartitions", "Kafka.DeleteRecords"),
+        *("Kafka.AlterConfigs", "Kafka.IncrementalAlterConfigs", "Kafka.DeleteGroups", "Kafka.OffsetDelete"),
+        *("Kafka.DescribeScramUsers", "Kafka.AlterScramUsers"),
+    ),
 }
 NEEDED = {act: role for role, acts in _ACTS.items() for act in acts}
 

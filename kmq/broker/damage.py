@@ -16,14 +16,16 @@ class Damaged:
         self._row = row
         self._places: set[tuple[str, int]] = set()
 
-    def note(self, err: DamageError) -> None:
-        """Count the place, unless it was counted since a check has found nothing."""
+    def note(self, err: DamageError) -> bool:
+        """Count the place, unless it was counted since a check has found nothing. Return True if it is counted now."""
         if not self._row.damage:
             self._places.clear()
         place = err.path, err.byte
-        if place not in self._places and len(self._places) < _MOST:
+        is_new = place not in self._places and len(self._places) < _MOST
+        if is_new:
             self._places.add(place)
             self._row.found_damage()
+        return is_new
 
 
 def tell(settings: Settings, count: int, is_complete: bool) -> None:

@@ -65,7 +65,7 @@ Address = tuple[int, tuple[Any, ...]]  # family, and what connect() takes
 PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
     name: name
     for name in (
-        *("egress", "egress_tls", "http", "https", "grpc", "grpcs", "status"),
+        *("egress", "egress_tls", "http", "https", "grpc", "grpcs", "status", "kafka", "kafka_tls"),
         *(f"intake{at}" for at in range(1, MOST + 1)),
     )
 }

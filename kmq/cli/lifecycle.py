@@ -4,6 +4,7 @@ Not covered What the supervisor does when a process ends: kmq/broker/supervisor.
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -161,6 +162,9 @@ def _started_elsewhere(found: supervisor.Supervision) -> str:
     )
 
 
+_HAS_KAFKA = importlib.util.find_spec("kio") is not None  # of the extra kmq[kafka]
+
+
 def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus) -> None:
     """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
     lines_in = ""  # in a shard only its leader takes lines
@@ -169,7 +173,10 @@ def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus)
     print(f"kmq: up; {lines_in}data in {settings.data}, log in {startup.log_path}")
     if status.gateway and status.gateway.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
-        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
+        kafka = (
+            f", Kafka on {settings.host}:{read_port(settings, 'kafka', settings.kafka_number)}" if _HAS_KAFKA else ""
+        )
+        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}{kafka}")
     if status.replica and status.role:
         print(f"kmq: shard {settings.shard}: {status.role}")
     for finding in (*_of_shard(status), *status.verdict.warnings):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 STAGES = ("ingress", "framer", "durability", "router")  # in the order a message passes them
+_KAFKA_PORT = 9092
 SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
 DRAIN_S = 10.0  # after SIGTERM a stage finishes queued work for at most this long
 GRACE_S = DRAIN_S + 5.0  # then the supervisor or the kubelet (terminationGracePeriodSeconds) kills the stage
@@ -78,6 +79,12 @@ class Settings:
     )
     http_port: int = _setting("KMQ_HTTP_PORT", "8082", kind.PORT, "port of the HTTP API (gateway)")
     grpc_port: int = _setting("KMQ_GRPC_PORT", "8080", kind.PORT, "port of the gRPC API (gateway)")
+    kafka_port: int = _setting(
+        "KMQ_KAFKA_PORT",
+        "",
+        kind.PORT,
+        "port for Kafka's clients (gateway); 0: any free port; default: 9092 where kmq[kafka] is installed, else none",
+    )
     metrics_host: str = _setting(
         "KMQ_METRICS_HOST",
         "",
@@ -209,6 +216,21 @@ class Settings:
     )
     https_port: int = _setting("KMQ_HTTPS_PORT", "8443", kind.PORT, "port of the HTTP API over TLS (gateway)")
     grpcs_port: int = _setting("KMQ_GRPCS_PORT", "8444", kind.PORT, "port of the gRPC API over TLS (gateway)")
+    kafka_tls_port: int = _setting(
+        "KMQ_KAFKA_TLS_PORT", "9093", kind.PORT, "port for Kafka's clients over TLS (gateway); 0: any free port"
+    )
+    kafka_advertise: "dict[bool, tuple[str, int]]" = _setting(
+        "KMQ_KAFKA_ADVERTISE",
+        "",
+        kind.advertised,
+        "where Kafka's clients find this broker: <host>:<port>[,tls=<host>:<port>]; default: where they have reached it",
+    )
+    kafka_partitions: int = _setting(
+        "KMQ_KAFKA_PARTITIONS", "1", kind.COUNT, "partitions of a topic that a Kafka client makes by naming it"
+    )
+    kafka_cache: int = _setting(
+        "KMQ_KAFKA_CACHE", "32 MiB", kind.BYTES, "maximum bytes of produced batches that are kept for Kafka's consumers"
+    )
     tokens: str = _setting(
         "KMQ_TOKENS", "", kind.path, "file of hashed bearer tokens; with it every listener requires a token"
     )
@@ -340,6 +362,11 @@ class Settings:
     def in_cluster(self) -> bool:
         """Return True if this broker subscribes to a Broadcast Queue."""
         return bool(self.cluster and self.consul)
+
+    @property
+    def kafka_number(self) -> int:
+        """Return the port for Kafka's clients, where that door is installed."""
+        return self.kafka_port if "kafka_port" in self.given else _KAFKA_PORT
 
     @property
     def own_host(self) -> str:

@@ -113,6 +113,18 @@ def addresses(text: str) -> str:  # may have a password in a URL
     return non_empty(text)
 
 
+def advertised(text: str) -> dict[bool, tuple[str, int]]:
+    """Return the addresses that Kafka's clients are told, by whether they are for TLS."""
+    found: dict[bool, tuple[str, int]] = {}
+    for word in text.split(","):
+        is_tls = word.strip().startswith("tls=")
+        host, _, port = word.strip().removeprefix("tls=").rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535 or is_tls in found:
+            raise ValueError("must be <host>:<port>[,tls=<host>:<port>]")
+        found[is_tls] = host.strip("[]"), int(port)
+    return found
+
+
 def secret(text: str) -> str:  # no command ever shows it
     return non_empty(text)
 

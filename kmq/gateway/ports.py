@@ -3,14 +3,14 @@
 Ports       With certificates (kmq/broker/tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With
             KMQ_TOKENS each call must carry `authorization: Bearer <token>` with a role for it, except health checks;
             access.py asks for it over HTTP.
-Limits      At most _MOST connections on each port, _MOST_HTTP on those of HTTP, _MOST_CONSUMERS on a consumer's, and
-            _HANDSHAKES more whose TLS handshake is unfinished (some 300 KiB each). At the limit a new connection evicts
-            the one that has kept the gateway waiting longest: a handshake evicts a handshake, a connection evicts a
-            connection without a request, or one whose client has closed its half and waits for records. Where there
-            is none, the call over HTTP that has waited longest for messages is answered now, without any, and makes
-            room: an honest client asks again. If all connections are being served, the new one is refused. A consumer
-            that was admitted (its token was valid, if one is required) makes room only where all others were too: it
-            is idle while it works.
+Limits      At most _MOST connections on each port, _MOST_HTTP on those of HTTP, _MOST_CONSUMERS on a consumer's,
+            _MOST_KAFKA on those of Kafka, and _HANDSHAKES more whose TLS handshake is unfinished (some 300 KiB each). At
+            the limit a new connection evicts the one that has kept the gateway waiting longest: a handshake evicts a
+            handshake, a connection evicts a connection without a request, or one whose client has closed its half and
+            waits for records. Where there is none, the call over HTTP that has waited longest for messages is answered
+            now, without any, and makes room: an honest client asks again. If all connections are being served, the new
+            one is refused. A consumer that was admitted (its token was valid, if one is required) makes room only where
+            all others were too: it is idle while it works.
 Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
             response.
 Memory      Large answers have a budget of their own (core/answers.py). What clients have not read of the others is at
@@ -42,16 +42,17 @@ from kmq.config.values import KIB, MIB
 from kmq.files import replace_file
 from kmq.gateway.access import unauthorized
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.connection import ClientConnection
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.schema import refuse
 from kmq.gateway.http.exchange import Exchange, HttpConnection, exchange
-from kmq.gateway.lines.connection import Connection
 from kmq.logfmt import Logger
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
 _MOST_HTTP = 1024  # calls that wait for messages among them
 _MOST_CONSUMERS = 4096  # consumers that wait cost little
+_MOST_KAFKA = 1000
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
@@ -86,7 +87,7 @@ class Doors:
         self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
         self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
-        self._consumers: dict[Any, _Open] = {}  # by handler: Connection. There are many, and few need a look
+        self._consumers: dict[Any, _Open] = {}  # by handler: ClientConnection. There are many, and few need a look
         self._served: set[Any] = set()  # handlers whose request is being worked on
         self._consumers_at = 0.0  # when consumers are looked at next
         self._waiting: dict[Any, float] = {}  # the other HTTP handlers → since when they have been seen idle
@@ -174,7 +175,7 @@ class Doors:
             self._strangers.note("tls_failed", peer, getattr(err, "reason", None) or err.strerror or type(err).__name__)
         else:
             handler = protocol.handler if isinstance(protocol, HttpConnection) else protocol
-            beside = self._consumers if isinstance(handler, Connection) else self._open
+            beside = self._consumers if isinstance(handler, ClientConnection) else self._open
             if not self._has_room(door, beside):
                 self._strangers.turn_away(
                     peer, f"{self._doors.get(door, 0)} are open already, and all are being served"
@@ -216,7 +217,7 @@ class Doors:
 
     def _waits_since(self, handler: Any) -> float:
         """Return since when a client has kept the gateway waiting; 0 if the client waits for the gateway."""
-        if isinstance(handler, (Relay, Connection)):
+        if isinstance(handler, (Relay, ClientConnection)):
             return handler.waits_since
         asked = self._open[handler].exchange
         if asked is not None and asked.since:
@@ -225,7 +226,7 @@ class Doors:
 
     def _end(self, handler: Any) -> None:
         handler.force_close()
-        if not isinstance(handler, Connection):  # which does it itself, once its sendfile has ended
+        if not isinstance(handler, ClientConnection):  # which does it itself, once its sendfile has ended
             self._open[handler].transport.abort()
 
     def sweep(self) -> None:
@@ -284,7 +285,7 @@ def _forget_closing(connections: dict[Any, _Open]) -> list[Any]:
 
 
 def _is_admitted(handler: Any) -> bool:
-    return isinstance(handler, Connection) and handler.is_admitted
+    return isinstance(handler, ClientConnection) and handler.is_admitted
 
 
 # --- listeners -------------------------------------------------------------------------------------------------------
@@ -359,6 +360,7 @@ class DoorServers(NamedTuple):
     metrics: Any
     lines: Any
     status: Any
+    kafka: Any = None  # None: that extra is not installed
 
 
 def listen(
@@ -378,12 +380,17 @@ def listen(
     listen_at("http", host, connection, most=most)
     listen_at("egress", host, servers.lines, most=consumers)
     listen_at("status", host, servers.status, most=consumers)
+    if servers.kafka is not None:
+        listen_at("kafka", host, servers.kafka, most=_most_connections(settings, _MOST_KAFKA))
     if certificates is not None:
         credentials = _credentials(settings, certificates)
         front = _front(calls, lambda address: servers.grpc.add_secure_port(address, credentials))
         listen_at("grpcs", settings.tls_host, front)
         listen_at("https", settings.tls_host, connection, certificates.context(), most)
         listen_at("egress_tls", settings.tls_host, servers.lines, certificates.context(), consumers)
+        if servers.kafka is not None:
+            most_kafka = _most_connections(settings, _MOST_KAFKA)
+            listen_at("kafka_tls", settings.tls_host, servers.kafka, certificates.context(), most_kafka)
     return opened | listen_metrics(servers.metrics, doors, settings)
 
 
@@ -403,7 +410,7 @@ def _listen_at(
     context: SSLContext | None = None,
     most: int = 0,
 ) -> int:
-    port = getattr(settings, f"{name}_port")
+    port = _number(settings, name)
     try:
         found = listening(host, port)  # a name may stand for several addresses
     except OSError as err:
@@ -415,14 +422,25 @@ def _listen_at(
     return number
 
 
-def follower_doors(settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str]]) -> FollowerDoors:
+def _number(settings: Settings, name: str) -> int:
+    """Return the port of a listener, as the settings say; 0: any."""
+    number: int = settings.kafka_number if name == "kafka" else getattr(settings, f"{name}_port")
+    return number
+
+
+def follower_doors(
+    settings: Settings, row: Row, log: Logger, leader: Callable[[], dict[str, str]], has_kafka: bool = False
+) -> FollowerDoors:
     """Open the ports for clients, and pass what comes there to the broker that leads the shard. Raises KmqError."""
-    speaks = {"http": HTTP, "egress": CONSUMERS, "status": OTHER, "grpc": OTHER}
+    speaks = {"http": HTTP, "egress": CONSUMERS, "status": OTHER, "grpc": OTHER} | (
+        {"kafka": OTHER} if has_kafka else {}
+    )
     names = [(name, settings.host) for name in speaks]
     if settings.tls_cert:
         names += [(name, settings.tls_host) for name in ("https", "grpcs", "egress_tls")]
+        names += [("kafka_tls", settings.tls_host)] if has_kafka else []
     doors = [
-        Door(name, f"KMQ_{name.upper()}_PORT", host, getattr(settings, f"{name}_port"), speaks.get(name, OTHER))
+        Door(name, f"KMQ_{name.upper()}_PORT", host, _number(settings, name), speaks.get(name, OTHER))
         for name, host in names
     ]
     most = max(1, min(settings.connections, _MOST_CONSUMERS, files.claim() // 4))

@@ -1,7 +1,8 @@
 """The gateway process: opens its ports, serves, watches the broker, and drains.
 
 Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port, grpc.port, egress.port and status.port, with
-            TLS https.port, grpcs.port and egress_tls.port, with KMQ_METRICS_HOST metrics.port.
+            TLS https.port, grpcs.port and egress_tls.port, with kmq[kafka] kafka.port and kafka_tls.port, with
+            KMQ_METRICS_HOST metrics.port.
 End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so
             that their clients resume elsewhere or later; then exit 0. A second signal ends it at once.
 """
@@ -23,6 +24,7 @@ from kmq.broker.overview import VerdictChanges
 from kmq.broker.stats import STATES, Incidents, StatsPage, Strangers
 from kmq.broker.tls import certificates
 from kmq.config.settings import DRAIN_S, Settings
+from kmq.errors import ConfigError, pip_install
 from kmq.gateway.access import HttpAccess
 from kmq.gateway.console.overview import ConsoleOverview
 from kmq.gateway.core.compactor import keep_compacted
@@ -105,7 +107,29 @@ class Gateway:
         self.changes = VerdictChanges(log, self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)
         self.status = StatusPort(self.consumers, SeqFinder(settings.data, page), self.groups.has_committed)
+        self.kafka = self._kafka()
         self.stopping = asyncio.Event()
+
+    def _kafka(self) -> Any:
+        """Return the door for Kafka's clients; None where its extra is not installed. Raises ConfigError if it is wanted."""
+        try:
+            from kmq.gateway.kafka.admin import AdminChapter
+            from kmq.gateway.kafka.cache import TailCache
+            from kmq.gateway.kafka.door import Kafka
+            from kmq.gateway.kafka.fetching import Fetching as KafkaFetching
+            from kmq.gateway.kafka.groups import KafkaGroups
+            from kmq.gateway.kafka.producing import ProduceChapter
+        except ImportError as err:
+            if "kafka_port" not in self.settings.given:
+                return None
+            wanted = f"KMQ_KAFKA_PORT={self.settings.kafka_port}"
+            raise ConfigError(f"{wanted}: {err}; the Kafka door needs: {pip_install('kafka')}") from err
+        cache = TailCache(self.settings.kafka_cache)
+        producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache.put, self.log)
+        fetching = KafkaFetching(self.core, cache, self.requests, self.incidents.note)
+        admin = AdminChapter(self.settings, self.core, self.tokens)
+        chapters = (producing, fetching, KafkaGroups(self.groups), admin)
+        return Kafka(self.settings, self.core, self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property
     def has_left(self) -> bool:
@@ -118,7 +142,7 @@ class Gateway:
         if self._leads_or_ends():
             return
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
-        passing = follower_doors(self.settings, self.row, self.log, self._leader)
+        passing = follower_doors(self.settings, self.row, self.log, self._leader, self.kafka is not None)
         opened = passing.ports | listen_metrics(metrics.server, self.doors, self.settings)
         self.row.port = opened["http"]
         self.log.info("doors_passed_on", **{f"{name}_port": port for name, port in sorted(opened.items())})
@@ -168,7 +192,7 @@ class Gateway:
         loops = self.keeper, self.groups, self.overview, self.stalled
         keeping = asyncio.gather(keep_compacted(self.settings, self.log), *(loop.run() for loop in loops))
         try:
-            servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status)
+            servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status, self.kafka)
             ports = listen(servers, self.calls, self.doors, self.settings, self.certificates)
             await server.start()
             self.row.port = ports["http"]
@@ -183,11 +207,15 @@ class Gateway:
             self.kmq.stop()
             self.lines.stop()
             self.status.stop()
+            if self.kafka is not None:
+                self.kafka.stop()
             self.health.stop()
             grace_s = 0.0 if self.has_left else DRAIN_S / 2  # another broker leads: nothing is answered here any more
             await asyncio.gather(server.stop(grace_s), runner.cleanup(), metrics.cleanup())
             await self.calls.drain()
             await self.lines.drain()
+            if self.kafka is not None:
+                await self.kafka.drain()
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await self.redelivery.close()
@@ -231,6 +259,8 @@ class Gateway:
             self.calls.sweep()
             await self.core.answers.tidy()
             self.row.connections = self.doors.connections
+            if self.kafka is not None:
+                self.requests.kafka_connections.set(self.kafka.connections)
             if time.monotonic() >= report_at:
                 report_at = time.monotonic() + _REPORT_S
                 self.incidents.say()

@@ -22,7 +22,7 @@ Make = Callable[..., Pod]
 COUNT = 60
 FEW_FILES = ["prlimit", "--nofile=200:200"]
 MAX_TOPICS = 300
-GATEWAY = dict.fromkeys(("KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT"), 0)
+GATEWAY = dict.fromkeys(("KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT", "KMQ_KAFKA_PORT"), 0)
 MORE = 1000  # messages that must be acknowledged after each attack
 
 

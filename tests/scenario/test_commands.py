@@ -43,10 +43,11 @@ def refused(result, code, *words):
 
 def test_up_says_where_it_listens_and_down_leaves_no_process_and_no_ring(broker):
     result = broker.kmq("up")
-    port, grpc, http = ((broker.pipes / f"{name}.port").read_text().strip() for name in ("ingress", "grpc", "http"))
+    names = "ingress", "grpc", "http", "kafka"
+    port, grpc, http, kafka = ((broker.pipes / f"{name}.port").read_text().strip() for name in names)
     assert result.stdout == (
         f"kmq: up; lines in on 127.0.0.1:{port}, data in {broker.data}, log in {broker.pipes}/kmq.log\n"
-        f"kmq: gRPC on 127.0.0.1:{grpc}, HTTP on http://127.0.0.1:{http}\n"
+        f"kmq: gRPC on 127.0.0.1:{grpc}, HTTP on http://127.0.0.1:{http}, Kafka on 127.0.0.1:{kafka}\n"
     )
     assert broker.kmq("down").stdout == "kmq: down\n"
     assert broker.processes() == []

@@ -45,6 +45,7 @@ def env(tmp_path):
         "KMQ_ACK_PORT": "0",
         "KMQ_HTTP_PORT": "0",
         "KMQ_GRPC_PORT": "0",
+        "KMQ_KAFKA_PORT": "0",
         "KMQ_EGRESS_PORT": "0",
         "KMQ_STATUS_PORT": "0",
         "KMQ_DATA": str(tmp_path / "data"),

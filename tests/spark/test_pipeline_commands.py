@@ -397,7 +397,15 @@ def pasted_examples():
 @pytest.mark.soak
 def test_the_examples_of_help_work_when_pasted(broker):
     """One after the other at a broker on its usual ports, which must be free: a JVM for each."""
-    ports = ("KMQ_PORT", "KMQ_ACK_PORT", "KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT")
+    ports = (
+        "KMQ_PORT",
+        "KMQ_ACK_PORT",
+        "KMQ_HTTP_PORT",
+        "KMQ_GRPC_PORT",
+        "KMQ_EGRESS_PORT",
+        "KMQ_STATUS_PORT",
+        "KMQ_KAFKA_PORT",
+    )
     for name in ports:
         broker.env.pop(name)
     broker.up()

@@ -35,6 +35,7 @@ FLOORS = [
         "kmq.gateway.http",
         "kmq.gateway.grpc",
         "kmq.gateway.lines",
+        "kmq.gateway.kafka",
         "kmq.spark.pipelines",
         "kmq.spark.audit",
         "kmq.spark.sql",
@@ -418,10 +419,10 @@ COUNTERS = {
 }
 MOST = {
     "files under 100 lines with one importer": 9,
-    "class names used twice": 19,
-    "classes made once": 237,  # of them six that replication has brought, each a noun of its field
+    "class names used twice": 25,  # the Kafka door has a Connection, a Call … of its own
+    "classes made once": 256,  # of them six of replication and nineteen of Kafka, each a noun of its field
     "callables set later": 1,  # SSLContext.wrap_socket, which the clients of the standard library call
-    "functions that only pass on": 21,
+    "functions that only pass on": 23,
 }
 
 

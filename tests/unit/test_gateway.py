@@ -576,6 +576,8 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     requests = metrics.Requests(lags)
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")
+    requests.count_kafka("produce", "OK")
+    requests.count_batches("cache", 1)
     requests.count_http("consume", "OK", 0.2)
     within(PATIENCE_S, requests.look())
     text = metrics.page(broker, requests).decode()
@@ -649,7 +651,8 @@ def test_a_gateway_whose_groups_are_kept_by_nobody_ends(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kmq.gateway.groups.membership.Groups.run", fail)
     ports = dict.fromkeys(
-        ("KMQ_GRPC_PORT", "KMQ_HTTP_PORT", "KMQ_METRICS_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT"), "0"
+        ("KMQ_GRPC_PORT", "KMQ_HTTP_PORT", "KMQ_METRICS_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT", "KMQ_KAFKA_PORT"),
+        "0",
     )
     data = write_data(tmp_path / "d", [b"t|||1"])
     with up(data, 1, KMQ_PIPES=str(tmp_path), **ports) as broker, pytest.raises(LookupError, match="in the groups"):

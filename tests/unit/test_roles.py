@@ -7,14 +7,17 @@ from kmq.access.roles import ADMIN, ALL, CONSUME, PRODUCE, Holder
 from kmq.errors import ConfigError
 from kmq.gateway.grpc.schema import KMQ, PODBUS
 from kmq.gateway.http.operations import OPERATIONS
+from kmq.gateway.kafka.access import BEFORE
+from kmq.gateway.kafka.wire import Key
 
 
 def test_every_act_of_every_door_has_a_row_and_no_other():
     http = {operation.name for operation in OPERATIONS}
     methods = {f"/{schema.service}/{name}" for schema in (KMQ, PODBUS) for name in schema.methods}
     doors = {roles.LINES_IN, roles.LINES_OUT, roles.GET_ACK, roles.GET_STATUS}
+    kafka = {key.act for key in Key if key not in BEFORE}
     others = {act for act in roles.NEEDED if act.startswith("/grpc.")}
-    assert set(roles.NEEDED) == http | methods | doors | others
+    assert set(roles.NEEDED) == http | methods | doors | kafka | others
 
 
 def test_a_role_opens_its_own_acts_and_no_others():

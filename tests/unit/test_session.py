@@ -242,7 +242,7 @@ def test_where_the_file_system_has_no_sendfile_records_are_read_and_sent(run, mo
         asked.append(arguments)
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(connection, "_HIGH_BYTES", 10)
+    monkeypatch.setattr(connection, "HIGH_BYTES", 10)
     monkeypatch.setattr(partitions, "IN_MEMORY", 10)  # more than this is for sendfile
     monkeypatch.setattr(os, "sendfile", refuse)
 

@@ -487,6 +487,17 @@ EGRESS_REQUESTS = (
     ("request", "code"),
 )
 EGRESS_BYTES = "kmq_egress_bytes_total", "Bytes of records that the consumer port has sent.", ()
+KAFKA_REQUESTS = (
+    "kmq_kafka_requests_total",
+    "Requests of Kafka clients that have ended, by kind and the first error of the answer, if any.",
+    ("request", "code"),
+)
+KAFKA_CONNECTIONS = "kmq_kafka_connections", "Connections of Kafka clients.", ()
+KAFKA_BATCHES = (
+    "kmq_kafka_batches_total",
+    "Batches of records given to Kafka consumers: as they were produced (cache), or made from lines (lines).",
+    ("source",),
+)
 HTTP_REQUESTS = (
     "kmq_http_requests_total",
     "Requests to /api that have ended, by operation and the code of the refusal, if any.",
@@ -511,7 +522,7 @@ DECLARED: list[tuple[str, str, tuple[str, ...]]] = [
     *(row[:3] for row in SCRAPED),
     *((timed.name, timed.help, ()) for timed in TIMED),
     *(BUILD_INFO, GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES, HTTP_REQUESTS, HTTP_SECONDS),
-    *(GROUP_LAG, GROUP_LAG_SECONDS),
+    *(KAFKA_REQUESTS, KAFKA_CONNECTIONS, KAFKA_BATCHES, GROUP_LAG, GROUP_LAG_SECONDS),
 ]
 
 
@@ -566,6 +577,9 @@ class Requests:
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
         self._egress = Counter(*EGRESS_REQUESTS, registry=self.registry)
         self._sent = Counter(*EGRESS_BYTES, registry=self.registry)
+        self._kafka = Counter(*KAFKA_REQUESTS, registry=self.registry)
+        self.kafka_connections = Gauge(*KAFKA_CONNECTIONS, registry=self.registry)
+        self._batches = Counter(*KAFKA_BATCHES, registry=self.registry)
         self._http = Counter(*HTTP_REQUESTS, registry=self.registry)
         self._http_seconds = Histogram(*HTTP_SECONDS, registry=self.registry, buckets=_BUCKETS)
         ProcessCollector(registry=self.registry)
@@ -596,6 +610,14 @@ class Requests:
     def count_egress(self, request: str, code: str) -> None:
         """Count one request on the consumer port that has ended. `code`: why it was refused; OK if it was not."""
         self._egress.labels(request, code).inc()
+
+    def count_kafka(self, request: str, code: str) -> None:
+        """Count one request of a Kafka client that has ended. `code`: its error; OK if it has none."""
+        self._kafka.labels(request, code).inc()
+
+    def count_batches(self, source: str, count: int) -> None:
+        """Count batches for Kafka consumers: from the `cache`, or from `lines`."""
+        self._batches.labels(source).inc(count)
 
     def count_sent(self, nbytes: int) -> None:
         """Count bytes of records that the consumer port has sent."""

@@ -1,0 +1,492 @@
+"""Administration by Kafka's clients: topics, their settings, sizes, users.
+
+Owner       core/topics.py changes topics; this module translates its options, names and refusals.
+Settings    What KMQ has under another name can be set, and is read back as it was set. What is the same in every topic
+            is read, and may be "set" to what it is, so that tools which write all settings go on. Any other key or value
+            is refused: nothing is taken that has no effect.
+Cleanup     To Kafka a compacted topic keeps its rows for ever, unless its policy is `compact,delete`. To KMQ it does if it
+            has no retention of its own. So the one policy is refused with a retention, the other one without.
+Replicas    One, which is this broker.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kmq.access.tokens import Tokens
+from kmq.config.settings import Settings
+from kmq.config.values import KIB
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.topics import UNLIMITED, TopicState, Value, limits_of
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
+from kmq.gateway.kafka.door import NAMES, NODE
+from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
+from kmq.log import bounds
+from kmq.log.topics import MAX_PARTITIONS
+from kmq.message import record
+
+_DEFAULT_COUNT = -1  # of partitions or replicas: as the settings of the broker say
+_AT_ONCE = 32  # topics of a request that are changed side by side: each waits for the router
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+_BOOLEAN, _STRING, _INT, _LONG, _DOUBLE, _LIST = 1, 2, 3, 5, 6, 7  # types of a setting
+_OF_TOPIC, _OF_BROKER, _DEFAULT = 1, 4, 5  # where a value comes from
+_TOPIC, _BROKER = 2, 4  # kinds of a resource
+_FOREVER = (1 << 63) - 1  # of settings that know no -1
+_BOTH = "compact,delete"
+
+
+class _Option(NamedTuple):
+    """A setting of a topic that can be changed. `wide`: its name in the broker; `attribute`: of Settings, if it has one."""
+
+    option: str
+    kind: int
+    wide: str
+    attribute: str = ""
+    has_minus: bool = False  # -1 is no limit; otherwise _FOREVER is
+
+
+_OPTIONS = {
+    "cleanup.policy": _Option("cleanupPolicy", _LIST, "log.cleanup.policy"),
+    "delete.retention.ms": _Option("deleteRetentionMs", _LONG, "log.cleaner.delete.retention.ms"),
+    "message.timestamp.type": _Option("messageTimestampType", _STRING, "log.message.timestamp.type"),
+    "retention.bytes": _Option("retentionBytes", _LONG, "log.retention.bytes", "retention_bytes", True),
+    "retention.ms": _Option("retentionMs", _LONG, "log.retention.ms", "retention_age", True),
+    "segment.bytes": _Option("segmentBytes", _INT, "log.segment.bytes", "segment_bytes"),
+    "segment.ms": _Option("segmentMs", _LONG, "log.roll.ms", "segment_age"),
+}
+# What is the same in every topic. Data is synced before it is acknowledged, hence flush.messages.
+_FIXED = {
+    "compression.type": (_STRING, "producer"),
+    "file.delete.delay.ms": (_LONG, "0"),
+    "flush.messages": (_LONG, "1"),
+    "flush.ms": (_LONG, str(_FOREVER)),
+    "follower.replication.throttled.replicas": (_LIST, ""),
+    "index.interval.bytes": (_INT, "4096"),
+    "leader.replication.throttled.replicas": (_LIST, ""),
+    "max.compaction.lag.ms": (_LONG, str(_FOREVER)),
+    "message.downconversion.enable": (_BOOLEAN, "false"),
+    "message.format.version": (_STRING, "2.8-IV1"),
+    "message.timestamp.difference.max.ms": (_LONG, str(_FOREVER)),
+    "min.cleanable.dirty.ratio": (_DOUBLE, "0.5"),
+    "min.compaction.lag.ms": (_LONG, "0"),
+    "min.insync.replicas": (_INT, "1"),
+    "preallocate": (_BOOLEAN, "false"),
+    "segment.index.bytes": (_INT, "10485760"),
+    "segment.jitter.ms": (_LONG, "0"),
+    "unclean.leader.election.enable": (_BOOLEAN, "false"),
+}
+_MOST_BYTES = "max.message.bytes"
+_Row = tuple[int, str]  # type, value
+
+
+def longest_message(settings: Settings) -> int:
+    """Return how many bytes a batch of one record may have that always fits into a line, also as base64."""
+    return max(1, settings.max_line * 3 // 4 - 4 * KIB)
+
+
+def value_of(name: str, options: Mapping[str, int | str], own: Iterable[str] = ()) -> str:
+    """Return a setting as Kafka writes it, given all options of a topic and the names of its own ones."""
+    option = _OPTIONS[name]
+    value = options[option.option]
+    if name == "cleanup.policy" and value == "compact":
+        has_own = any(options[limit] != UNLIMITED for limit in _RETENTION if limit in own)
+        return _BOTH if has_own else "compact"
+    return str(_FOREVER) if value == UNLIMITED and not option.has_minus else str(value)
+
+
+_RETENTION = ("retentionMs", "retentionBytes")
+
+
+def options_of(
+    changes: Mapping[str, str | None], fixed: Mapping[str, _Row], before: TopicState | None = None
+) -> dict[str, Value]:
+    """Return changed settings as options; None is none of the topic's own. Raises RequestRefused."""
+    options: dict[str, Value] = {}
+    for name, text in changes.items():
+        if name not in _OPTIONS:
+            if name not in fixed:
+                raise _bad(name, f"is not known here; there are {', '.join(_OPTIONS)}")
+            if text not in (None, fixed[name][1]):
+                raise _bad(name, f"is always {fixed[name][1]!r}")
+        else:
+            options[_OPTIONS[name].option] = None if text is None else _parsed(name, text)
+    try:
+        limits_of(options)
+    except RequestRefused as err:
+        name = next(name for name, option in _OPTIONS.items() if option.option == err.fields["field"])
+        raise _bad(name, str(err).partition(": ")[2]) from None
+    own = {} if before is None else {name: before.options[name] for name in before.own}
+    own = {name: value for name, value in (own | options).items() if value is not None}
+    asked = changes.get("cleanup.policy")
+    if asked is None and before is not None and "cleanup.policy" not in changes:
+        asked = value_of("cleanup.policy", before.options, before.own)
+    if own.get("cleanupPolicy") == "compact":
+        has_retention = any(own.get(limit, UNLIMITED) != UNLIMITED for limit in _RETENTION)
+        if has_retention and "delete" not in str(asked):
+            raise _bad("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
+        if not has_retention and "delete" in str(asked):
+            raise _bad("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
+    return options
+
+
+def _parsed(name: str, text: str) -> int | str:
+    option = _OPTIONS[name]
+    if name == "cleanup.policy":
+        words = {word.strip() for word in text.split(",")}
+        return "compact" if words == {"compact", "delete"} else text.strip()
+    if option.kind == _STRING:
+        return text
+    digits = text.strip()
+    if not digits.removeprefix("-").isdecimal() or not (number := int(digits)) <= _FOREVER:
+        raise _bad(name, f"{text!r} is no number of at most {_FOREVER}")
+    if number < 0 and not (option.has_minus and number == UNLIMITED):
+        raise _bad(name, "must not be negative")
+    return UNLIMITED if number == _FOREVER and not option.has_minus else number
+
+
+def _bad(name: str, what: str) -> RequestRefused:
+    return RequestRefused("bad_field", f"{name}: {what}", field=name)
+
+
+def code_of(err: RequestRefused) -> ErrorCode:
+    """Return the error for a topic that cannot be made or changed."""
+    if err.code != "bad_field":
+        return wire.code_of(err)
+    by_field = {"name": ErrorCode.invalid_topic_exception, "partitions": ErrorCode.invalid_partitions}
+    return by_field.get(str(err.fields["field"]), ErrorCode.invalid_config)
+
+
+class _Refused(Exception):
+    """What one topic or resource of a request is answered."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+_SET, _DELETE, _APPEND, _SUBTRACT = range(4)  # what IncrementalAlterConfigs does with a setting
+_SHA_256, _SHA_512 = 1, 2
+
+
+class AdminChapter:
+    """Answers what consoles and administrators ask."""
+
+    def __init__(self, settings: Settings, core: Core, tokens: Tokens | None) -> None:
+        self._settings, self._topics, self._tokens = settings, core.topics, tokens
+        self._fixed = _FIXED | {_MOST_BYTES: (_INT, str(longest_message(settings)))}
+        self.handlers: dict[Key, Handler] = {
+            Key.CREATE_TOPICS: self._create_topics,
+            Key.DELETE_TOPICS: self._delete_topics,
+            Key.CREATE_PARTITIONS: self._create_partitions,
+            Key.DESCRIBE_CONFIGS: self._describe_configs,
+            Key.ALTER_CONFIGS: self._alter_configs,
+            Key.INCREMENTAL_ALTER_CONFIGS: self._alter_some_configs,
+            Key.DESCRIBE_LOG_DIRS: self._describe_log_dirs,
+            Key.DESCRIBE_ACLS: self._describe_acls,
+            Key.ALTER_SCRAM_USERS: self._alter_scram_users,
+        }
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a connection that has ended: nothing is known of it."""
+
+    async def close(self) -> None:
+        """End: nothing is held."""
+
+    # --- topics ------------------------------------------------------------------------------------------------------
+
+    async def _create_topics(self, call: Call) -> Fields:
+        async def create(topic: Any) -> None:
+            partitions, replicas = topic.num_partitions, topic.replication_factor
+            if topic.assignments:
+                if (partitions, replicas) != (_DEFAULT_COUNT, _DEFAULT_COUNT):
+                    raise _Refused(ErrorCode.invalid_request, "give either an assignment, or how many partitions")
+                _check_assignment([row.broker_ids for row in topic.assignments])
+                if sorted(row.partition_index for row in topic.assignments) != [*range(len(topic.assignments))]:
+                    raise _Refused(ErrorCode.invalid_replica_assignment, "must be of partitions 0, 1, 2 and so on")
+                partitions = len(topic.assignments)
+            elif replicas not in (_DEFAULT_COUNT, 1):
+                raise _Refused(
+                    ErrorCode.invalid_replication_factor, "must be 1, because one broker keeps one copy, or -1"
+                )
+            if partitions == _DEFAULT_COUNT:
+                partitions = self._settings.kafka_partitions
+            _check_count(partitions)
+            if not record.is_topic(topic.name):
+                raise _Refused(ErrorCode.invalid_topic_exception, NAMES)
+            if self._topics.exists(topic.name):
+                raise _Refused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
+            options = options_of({row.name: row.value for row in topic.configs}, self._fixed)
+            if call.body.validate_only:
+                return
+            made, is_new = await self._topics.create(topic.name, partitions, options)
+            if not is_new:
+                raise _Refused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
+            if made.from_seq is None:
+                raise _Refused(ErrorCode.request_timed_out, "it is declared, and in force once the router is up")
+
+        return {"topics": await _each(call, call.body.topics, _name_of, create)}
+
+    async def _delete_topics(self, call: Call) -> Fields:
+        async def delete(name: str) -> None:
+            await self._topics.delete(name)
+
+        return {"responses": await _each(call, call.body.topic_names, lambda name: {"name": name}, delete)}
+
+    async def _create_partitions(self, call: Call) -> Fields:
+        async def grow(topic: Any) -> None:
+            before = await self._topics.describe(topic.name)
+            _check_count(topic.count)
+            if topic.count <= before.partitions:
+                raise _Refused(ErrorCode.invalid_partitions, f"must be more than {before.partitions}, which there are")
+            if topic.assignments is not None:
+                _check_assignment([row.broker_ids for row in topic.assignments])
+                if len(topic.assignments) != topic.count - before.partitions:
+                    raise _Refused(ErrorCode.invalid_replica_assignment, "must be of each new partition")
+            if not call.body.validate_only:
+                # To Kafka's clients it is no news that keys go to other partitions then: they choose them.
+                await self._topics.change(topic.name, {}, topic.count, force=True)
+
+        return {"results": await _each(call, call.body.topics, _name_of, grow)}
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+
+    async def _describe_configs(self, call: Call) -> Fields:
+        with_synonyms = call.body.include_synonyms
+        defaults, results = self._topics.defaults(), []
+        fixed = [_setting(name, kind, value) for name, (kind, value) in self._fixed.items()]
+        named = {(resource.resource_type, resource.resource_name): resource for resource in call.body.resources}
+        for resource in named.values():
+            asked = resource.configuration_keys
+            answer = _resource_of(resource) | {"error_code": ErrorCode.none, "error_message": None, "configs": ()}
+            try:
+                rows = await self._settings_of(resource, defaults, fixed)
+            except (RequestRefused, _Refused) as err:
+                code = err.code if isinstance(err, _Refused) else wire.code_of(err)
+                call.errors.append(code)
+                answer |= {"error_code": code, "error_message": str(err)}
+            else:
+                none = {} if with_synonyms else {"synonyms": ()}
+                answer["configs"] = [row | none for row in rows if asked is None or row["name"] in asked]
+            results.append(answer)
+        return {"results": results}
+
+    async def _settings_of(
+        self, resource: Any, defaults: Mapping[str, int | str], fixed: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the settings of a topic, or of the broker. Raises RequestRefused and _Refused."""
+        if resource.resource_type == _TOPIC:
+            state = await self._topics.describe(resource.resource_name)
+            rows = [self._option(name, state, defaults) for name in _OPTIONS]
+            return sorted(rows + fixed, key=lambda row: str(row["name"]))
+        if resource.resource_type != _BROKER:
+            raise _Refused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
+        if resource.resource_name == "":
+            return []  # what was set while it runs, for all brokers
+        if resource.resource_name != str(NODE):
+            raise _Refused(ErrorCode.invalid_request, f"there is no broker {resource.resource_name!r}, only {NODE}")
+        rows = [
+            _setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
+            for name, option in _OPTIONS.items()
+        ]
+        return rows + [_setting(name, kind, value) for name, (kind, value) in self._of_broker().items()]
+
+    def _option(self, name: str, state: TopicState, defaults: Mapping[str, int | str]) -> dict[str, Any]:
+        """Return a setting of a topic with what it would be without a value of its own."""
+        option = _OPTIONS[name]
+        wide = {"name": option.wide, "value": value_of(name, defaults), "source": self._source(option)}
+        value, synonyms = value_of(name, state.options, state.own), [wide]
+        if option.option in state.own:
+            synonyms = [{"name": name, "value": value, "source": _OF_TOPIC}, wide]
+        source = _OF_TOPIC if option.option in state.own else int(str(wide["source"]))
+        return _setting(name, option.kind, value, source, is_fixed=False) | {"synonyms": synonyms}
+
+    def _source(self, option: _Option) -> int:
+        return _OF_BROKER if option.attribute in self._settings.given else _DEFAULT
+
+    def _of_broker(self) -> dict[str, _Row]:
+        settings = self._settings
+        return {
+            "auto.create.topics.enable": (_BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
+            "broker.id": (_INT, str(NODE)),
+            "compression.type": (_STRING, "producer"),
+            "default.replication.factor": (_INT, "1"),
+            "delete.topic.enable": (_BOOLEAN, "true"),
+            "group.max.session.timeout.ms": (_INT, "1800000"),
+            "group.min.session.timeout.ms": (_INT, "6000"),
+            "inter.broker.protocol.version": (_STRING, "2.8-IV1"),
+            "log.cleaner.enable": (_BOOLEAN, "true"),
+            "log.dirs": (_STRING, settings.data),
+            "log.message.format.version": (_STRING, "2.8-IV1"),
+            "message.max.bytes": (_INT, str(longest_message(settings))),
+            "min.insync.replicas": (_INT, "1"),
+            "num.partitions": (_INT, str(settings.kafka_partitions)),
+            "offsets.retention.minutes": (_INT, str(int(min(settings.group_retention // 60, (1 << 31) - 1)))),
+            "socket.request.max.bytes": (_INT, str(MAX_FRAME)),
+            "unclean.leader.election.enable": (_BOOLEAN, "false"),
+        }
+
+    async def _alter_configs(self, call: Call) -> Fields:
+        """Give topics exactly these settings: what is not named gets none of its own."""
+
+        async def alter(resource: Any) -> None:
+            state = await self._to_change(resource)
+            changes = dict.fromkeys(name for name, option in _OPTIONS.items() if option.option in state.own)
+            await self._change(call, state, changes | {row.name: row.value for row in resource.configs})
+
+        return {"responses": await _each(call, call.body.resources, _resource_of, alter)}
+
+    async def _alter_some_configs(self, call: Call) -> Fields:
+        async def alter(resource: Any) -> None:
+            state = await self._to_change(resource)
+            changes: dict[str, str | None] = {}
+            for row in resource.configs:
+                if row.name in changes:
+                    raise _Refused(ErrorCode.invalid_request, f"{row.name}: is named twice")
+                if row.config_operation == _DELETE:
+                    changes[row.name] = None
+                elif row.value is None:
+                    raise _Refused(ErrorCode.invalid_request, f"{row.name}: has no value")
+                elif row.config_operation == _SET:
+                    changes[row.name] = row.value
+                else:
+                    changes[row.name] = _listed(row, state)
+            await self._change(call, state, changes)
+
+        return {"responses": await _each(call, call.body.resources, _resource_of, alter)}
+
+    async def _to_change(self, resource: Any) -> TopicState:
+        if resource.resource_type != _TOPIC:
+            text = "only the settings of topics can be changed; those of the broker are KMQ_… in its environment"
+            raise _Refused(ErrorCode.invalid_request, text)
+        return await self._topics.describe(resource.resource_name)
+
+    async def _change(self, call: Call, state: TopicState, changes: Mapping[str, str | None]) -> None:
+        options = options_of(changes, self._fixed, state)
+        if options and not call.body.validate_only:
+            await self._topics.change(state.name, options)
+
+    # --- sizes and users ---------------------------------------------------------------------------------------------
+
+    async def _describe_log_dirs(self, call: Call) -> Fields:
+        """Tell what each partition has on disk. All of it lies in KMQ_DATA, so there is one directory."""
+        asked = call.body.topics
+        wanted = None if asked is None else {row.topic: frozenset(row.partitions) for row in asked}
+        names = await self._topics.names(internal=True)
+        states = await asyncio.to_thread(
+            self._topics.states, [name for name in names if wanted is None or name in wanted]
+        )
+        topics = await asyncio.to_thread(self._sizes, states, wanted)
+        disk = os.statvfs(self._settings.data)
+        found = {
+            "error_code": ErrorCode.none,
+            "log_dir": self._settings.data,
+            "topics": topics,
+            "total_bytes": disk.f_blocks * disk.f_frsize,
+            "usable_bytes": disk.f_bavail * disk.f_frsize,
+        }
+        return {"error_code": ErrorCode.none, "results": [found]}
+
+    def _sizes(self, states: Iterable[TopicState], wanted: Mapping[str, frozenset[int]] | None) -> list[dict[str, Any]]:
+        """Return the size of each partition that is wanted; None: of all. Reads files."""
+        topics = []
+        for state in states:
+            rows = [
+                {
+                    "partition_index": size.partition,
+                    "partition_size": size.nbytes,
+                    "offset_lag": 0,
+                    "is_future_key": False,
+                }
+                for size in bounds.measure(self._settings.data, state.name, state.partitions)
+                if wanted is None or size.partition in wanted[state.name]
+            ]
+            topics.append({"name": state.name, "partitions": rows})
+        return topics
+
+    async def _describe_acls(self, call: Call) -> Fields:
+        text = "there are no ACLs, but roles of tokens: kmq token list"
+        return {"error_code": ErrorCode.security_disabled, "error_message": text, "resources": ()}
+
+    async def _alter_scram_users(self, call: Call) -> Fields:
+        users = dict.fromkeys(row.name for row in (*call.body.deletions, *call.body.upsertions))
+        text = "tokens are made with: kmq token new <name> --scram"
+        call.errors.append(ErrorCode.unsupported_version)
+        refused = {"error_code": ErrorCode.unsupported_version, "error_message": text}
+        return {"results": [{"user": user} | refused for user in users]}
+
+
+def _name_of(topic: Any) -> dict[str, Any]:
+    return {"name": topic.name}
+
+
+def _resource_of(resource: Any) -> dict[str, Any]:
+    return {"resource_type": resource.resource_type, "resource_name": resource.resource_name}
+
+
+async def _each(
+    call: Call, asked: Sequence[Any], name: Callable[[Any], dict[str, Any]], work: Callable[[Any], Awaitable[None]]
+) -> list[dict[str, Any]]:
+    """Do what is asked of each topic or resource, and return what each is answered, in order."""
+    times = Counter(tuple(name(each).values()) for each in asked)
+
+    async def answer(each: Any) -> dict[str, Any]:
+        code, text = ErrorCode.none, None
+        try:
+            if times[tuple(name(each).values())] > 1:
+                raise _Refused(ErrorCode.invalid_request, "is named twice")
+            await work(each)
+        except _Refused as err:
+            code, text = err.code, str(err)
+        except RequestRefused as err:
+            code, text = code_of(err), str(err)
+        if code != ErrorCode.none:
+            call.errors.append(code)
+        return name(each) | {"error_code": code, "error_message": text}
+
+    answers: list[dict[str, Any]] = []
+    for first in range(0, len(asked), _AT_ONCE):
+        answers += await asyncio.gather(*map(answer, asked[first : first + _AT_ONCE]))
+    return answers
+
+
+def _check_count(partitions: int) -> None:
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise _Refused(ErrorCode.invalid_partitions, f"there must be 1 to {MAX_PARTITIONS} partitions")
+
+
+def _check_assignment(replicas: Iterable[Sequence[int]]) -> None:
+    if any(tuple(each) != (NODE,) for each in replicas):
+        raise _Refused(ErrorCode.invalid_replica_assignment, f"each partition has one replica, which is broker {NODE}")
+
+
+def _setting(name: str, kind: int, value: str, source: int = _DEFAULT, is_fixed: bool = True) -> dict[str, Any]:
+    return {
+        "name": name,
+        "value": value,
+        "read_only": is_fixed,
+        "config_source": source,
+        "is_sensitive": False,
+        "synonyms": [{"name": name, "value": value, "source": source}],
+        "config_type": kind,
+        "documentation": None,
+    }
+
+
+def _listed(row: Any, state: TopicState) -> str:
+    """Return a list to which something was added, or from which it was taken. Raises _Refused for a setting that is none."""
+    option = _OPTIONS.get(row.name)
+    if option is None or option.kind != _LIST or row.config_operation not in (_APPEND, _SUBTRACT):
+        raise _Refused(ErrorCode.invalid_config, f"{row.name}: is no list that can be changed")
+    words = dict.fromkeys(value_of(row.name, state.options, state.own).split(","))
+    change = dict.fromkeys(word.strip() for word in row.value.split(","))
+    if row.config_operation == _APPEND:
+        return ",".join(words | change)
+    return ",".join(word for word in words if word not in change)

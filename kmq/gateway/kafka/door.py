@@ -1,0 +1,328 @@
+"""The Kafka ports: who may ask, which request goes where, and what the broker says of itself and its topics.
+
+Cluster     To a client this broker is a cluster of one: node 0, leader of every partition, controller, coordinator of
+            every group. The cluster's id is the lineage of the data.
+Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE, else the one by which the
+            connection has reached us: right for one pod, wrong behind a port that is forwarded under another number.
+Roles       As at the other doors (access.py).
+Invariant   A request that cannot be read ends its connection, and nobody else notices.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kmq.access.tokens import Tokens
+from kmq.broker.stats import Strangers
+from kmq.config.settings import Settings
+from kmq.config.values import KIB
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.metrics import Requests as RequestCounts
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.access import BEFORE, Access
+from kmq.gateway.kafka.connection import Call, Connection, Handler, Requests
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, Key, Unsupported
+from kmq.log import identity
+from kmq.logfmt import Logger
+from kmq.message import record
+
+NODE = 0  # this broker, among one
+_AUTHENTICATE_S = 10.0  # until a client has shown its token
+_REFUSED_S = 0.5  # for a client whose token is refused to end its connection
+_LARGE = 64 * KIB  # bytes of a request that is read in a thread: others must not wait for it
+_MANY = 100  # entries of a response that is written in one
+_DRAIN_S = 2.0
+_PAUSE_S = 0.02
+_SUPPORTED_S = 60.0  # between two log lines about one client's unknown requests
+
+
+class Chapter(Protocol):
+    """A part of the protocol, which serves some keys."""
+
+    handlers: dict[Key, Handler]
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+
+    async def close(self) -> None:
+        """End: the gateway stops."""
+
+
+class Kafka:
+    """The connections of the Kafka ports. An instance is a factory of protocols, as aiohttp's server is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        core: Core,
+        tokens: Tokens | None,
+        strangers: Strangers,
+        counts: RequestCounts,
+        log: Logger,
+        chapters: Sequence[Chapter] = (),
+    ) -> None:
+        """`chapters`: what is served beside what is here."""
+        self._tokens, self._strangers, self._counts, self._log = tokens, strangers, counts, log
+        self._requests = Requests(strangers)
+        self._access = Access(tokens, strangers)
+        self._unsupported: dict[str, float] = {}  # client → when it was logged
+        topics = Cluster(settings, core)
+        self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions, **topics.handlers}
+        self._chapters = (self._access, *chapters)
+        for chapter in self._chapters:
+            self._handlers |= chapter.handlers
+
+    def __call__(self) -> Connection:
+        return Connection(self._serve, self._requests, is_open=self._tokens is None)
+
+    @property
+    def connections(self) -> int:
+        return len(self._requests.connections)
+
+    def stop(self) -> None:
+        """End all connections: their clients come again, and send again what was not answered."""
+        for connection in [*self._requests.connections]:
+            connection.end()
+
+    async def drain(self) -> None:
+        """Wait until the connections have ended, at most _DRAIN_S."""
+        until = time.monotonic() + _DRAIN_S
+        while self._requests.connections and time.monotonic() < until:
+            await asyncio.sleep(_PAUSE_S)
+        for connection in [*self._requests.connections]:
+            connection.force_close()
+        for chapter in self._chapters:
+            await chapter.close()
+
+    # --- one connection ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, connection: Connection) -> None:
+        late = None
+        if not connection.is_known:
+            late = asyncio.get_running_loop().call_later(_AUTHENTICATE_S, self._cut_unknown, connection)
+        try:
+            while not self._access.has_failed(connection) and (frame := await connection.next_frame()) is not None:
+                try:
+                    await self._take(connection, frame)
+                except Unsupported as err:
+                    return self._note_unsupported(connection, err.header)
+                frame = b""  # an idle connection holds none
+                await asyncio.sleep(0)  # others have their turn, even if this client has sent many
+            await connection.all_answered()
+            if self._access.has_failed(connection):
+                await self._wait_for_end(connection)
+            if connection.bad:
+                self._strangers.cut_off(connection.peer, f"Kafka: {connection.bad}")
+        except BadRequest as err:
+            self._strangers.cut_off(connection.peer, f"Kafka: {err}")
+        finally:
+            if late is not None:
+                late.cancel()
+            for chapter in self._chapters:
+                chapter.forget(connection)
+
+    async def _wait_for_end(self, connection: Connection) -> None:
+        """Give a client that was refused time to read why: some read nothing of a connection that has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REFUSED_S):
+                while await connection.next_frame() is not None:
+                    pass
+
+    async def _take(self, connection: Connection, frame: bytes) -> None:
+        """Answer a request, or begin to. Raises BadRequest and Unsupported, after which nothing can be answered."""
+        if self._access.is_bare(connection):
+            return await connection.answer(frame, self._access.bare(connection, frame))
+        view = memoryview(frame)
+        try:
+            found = wire.header(view)
+        except Unsupported as err:
+            if err.header.key != Key.API_VERSIONS:
+                raise
+            await connection.all_answered()
+            return await connection.answer(frame, wire.unsupported_versions(err.header.correlation, self._handlers))
+        key = Key(found.key)
+        handler = self._handlers.get(key)
+        if handler is None:
+            raise Unsupported(found)
+        if not connection.is_known and key not in BEFORE:
+            self._strangers.refuse(connection.peer, f"Kafka {key.name} without a token", "token")
+            raise ConnectionAbortedError("not authenticated")
+        by_hand = key in (Key.PRODUCE, Key.FETCH)
+        if by_hand:
+            body = wire.Reader(view, found.body, wire.is_flexible(key, found.version))
+        elif len(frame) < _LARGE:
+            body = wire.decode(found, view)
+        else:
+            body = await asyncio.to_thread(wire.decode, found, view)
+        call = Call(found, body, connection, [])
+        connection.is_admitted = connection.is_known
+        if key == Key.PRODUCE:
+            return await connection.answer_later(frame, self._answer(handler, call))
+        await connection.all_answered()
+        connection.pending = 1
+        response = await self._answer(handler, call)
+        connection.pending = 0
+        await connection.answer(frame, response)
+
+    async def _answer(self, handler: Handler, call: Call) -> bytes | None:
+        answer = self._access.refusal(call) or await handler(call)
+        if isinstance(answer, Mapping) and answer.get("error_code"):
+            call.errors.append(answer["error_code"])
+        code = call.errors[0].name if call.errors else "OK"
+        self._counts.count_kafka(Key(call.header.key).name.lower(), code)
+        if not isinstance(answer, Mapping):
+            return answer
+        if any(isinstance(rows, list | tuple) and len(rows) > _MANY for rows in answer.values()):
+            return await asyncio.to_thread(wire.encode, call.header, answer)
+        return wire.encode(call.header, answer)
+
+    def _note_unsupported(self, connection: Connection, header: Header) -> None:
+        """Log, once a minute and client, what a client asks for that is not served."""
+        now = time.monotonic()
+        self._unsupported = {name: at for name, at in self._unsupported.items() if now - at < _SUPPORTED_S}
+        if header.client not in self._unsupported and len(self._unsupported) < 100:
+            self._unsupported[header.client] = now
+            self._log.warn(
+                "kafka_unsupported",
+                peer=connection.peer,
+                client=header.client,
+                key=header.key,
+                version=header.version,
+                effect="its connection is closed",
+            )
+
+    # --- who it is ---------------------------------------------------------------------------------------------------
+
+    async def _api_versions(self, call: Call) -> Fields:
+        served = [(key, wire.VERSIONS[key]) for key in sorted(self._handlers)]
+        rows = [{"api_key": key, "min_version": found.low, "max_version": found.high} for key, found in served]
+        return {"error_code": ErrorCode.none, "api_keys": rows}
+
+    def _cut_unknown(self, connection: Connection) -> None:
+        if not connection.is_known:
+            self._strangers.cut_off(connection.peer, f"Kafka: no token within {_AUTHENTICATE_S:.0f} s")
+            connection.force_close()
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
+
+_AUTO_CREATE = "on"
+
+
+def leader_epoch() -> int:
+    """Return the epoch of the leader of all partitions: this broker, which is alone."""
+    return 0
+
+
+class Cluster:
+    """What Metadata and its like say: brokers, topics, partitions."""
+
+    def __init__(self, settings: Settings, core: Core) -> None:
+        self._settings, self._core = settings, core
+        self._advertised = advertised(settings)
+        self.handlers: dict[Key, Handler] = {
+            Key.METADATA: self._metadata,
+            Key.DESCRIBE_CLUSTER: self._describe,
+            Key.FIND_COORDINATOR: self._coordinator,
+        }
+
+    def _address(self, connection: Connection) -> tuple[str, int]:
+        """Return host and port by which this client shall reach the broker."""
+        found = self._advertised.get(connection.is_tls)
+        if found is not None:
+            return found
+        host, port = connection.transport.get_extra_info("sockname")[:2]
+        return ("localhost" if host in ("127.0.0.1", "::1") else host), port
+
+    def _me(self, connection: Connection) -> dict[str, Any]:
+        host, port = self._address(connection)
+        return {"node_id": NODE, "broker_id": NODE, "host": host, "port": port, "rack": None}
+
+    def _id(self) -> str:
+        return identity.lineage(self._settings.data)
+
+    async def _metadata(self, call: Call) -> Fields:
+        asked = call.body.topics
+        if asked is None or (call.version == 0 and not asked):
+            names = await self._core.topics.names()
+        else:
+            names = [*dict.fromkeys(topic.name for topic in asked)]
+        may_create = asked is not None and getattr(call.body, "allow_auto_topic_creation", True)
+        rows = []
+        for name in names:
+            rows.append(await self._topic(call, name, may_create))
+            if len(rows) % _MANY == 0:
+                await asyncio.sleep(0)
+        return {
+            "brokers": [self._me(call.connection)],
+            "cluster_id": self._id(),
+            "controller_id": NODE,
+            "topics": rows,
+        }
+
+    async def _topic(self, call: Call, name: str, may_create: bool) -> Fields:
+        """Return what there is of a topic. Make it first if it is not there, and that is wanted and allowed."""
+        code, partitions = ErrorCode.none, 0
+        try:
+            partitions = await self.partitions(call, name, may_create)
+        except RequestRefused as err:
+            is_name = err.fields.get("field") == "name"
+            code = ErrorCode.invalid_topic_exception if is_name else wire.code_of(err)
+        rows = [
+            {
+                "error_code": ErrorCode.none,
+                "partition_index": number,
+                "leader_id": NODE,
+                "leader_epoch": leader_epoch(),
+                "replica_nodes": (NODE,),
+                "isr_nodes": (NODE,),
+                "offline_replicas": (),
+            }
+            for number in range(partitions)
+        ]
+        return {"error_code": code, "name": name, "is_internal": name.startswith("__"), "partitions": rows}
+
+    async def partitions(self, call: Call, name: str, may_create: bool) -> int:
+        """Return how many partitions a topic has. Raises RequestRefused."""
+        try:
+            count, from_seq = self._core.partitions.declared(name)
+            if from_seq is not None or not may_create:
+                return count
+        except RequestRefused as err:
+            if err.code != "unknown_topic":
+                raise
+            if name.startswith("__") or not record.is_topic(name):
+                raise RequestRefused("bad_topic", NAMES) from None
+            if not may_create or self._settings.auto_create_topics != _AUTO_CREATE:
+                raise
+            if call.holder is not None and not call.may(Key.PRODUCE):
+                raise RequestRefused("forbidden", call.holder.refusal(Key.PRODUCE.act)) from None
+        made, _ = await self._core.topics.create(name, self._settings.kafka_partitions, {})
+        return made.partitions
+
+    async def _describe(self, call: Call) -> Fields:
+        return {
+            "error_code": ErrorCode.none,
+            "error_message": None,
+            "cluster_id": self._id(),
+            "controller_id": NODE,
+            "brokers": [self._me(call.connection)],
+        }
+
+    async def _coordinator(self, call: Call) -> Fields:
+        me = self._me(call.connection) | {"error_code": ErrorCode.none, "error_message": None}
+        return me | {"coordinators": [me | {"key": key} for key in getattr(call.body, "coordinator_keys", ())]}
+
+
+NAMES = (
+    "a topic's name must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __,"
+    " which are KMQ's own"
+)
+
+
+def advertised(settings: Settings) -> dict[bool, tuple[str, int]]:
+    """Return the addresses of KMQ_KAFKA_ADVERTISE, by whether they are for TLS."""
+    return dict(settings.kafka_advertise or ())

@@ -1,0 +1,599 @@
+"""Fetch, ListOffsets and OffsetForLeaderEpoch: the records of partitions as batches, and the offsets they have.
+
+    Fetch → look at what is asked for → nothing: wait → read → answer
+
+Invariant   What is shown is in its partition, so durable, routed and, in a shard, committed (core/partitions.py). No answer
+            says that an offset is out of range while a later end may be known: consumers would begin anew.
+            A partition that cannot be read is an error of its own, and the others are served.
+Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partition that has had no event since it was
+            looked at is not looked at again. An error that the last answer told ends no wait: a client that asks again
+            and again is answered when its time is up.
+Memory      An answer has at most _ANSWER_BYTES, or one batch that is longer. Batches are made of _CHUNK_BYTES of lines.
+            All answers count in the budget of all doors until their clients have taken them; a waiting fetch holds
+            nothing. At most _MOST_CURSORS partitions are remembered, of all connections.
+Not covered Sessions: every answer says session 0, so clients name all their partitions each time. Followers' fetches.
+"""
+
+import asyncio
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from kmq.config.values import KIB, MIB
+from kmq.gateway.core.answers import COPIES, BudgetHolder
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.fetching import Waiter
+from kmq.gateway.core.metrics import Requests as RequestCounts
+from kmq.gateway.core.partitions import Partition, Signature
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.cache import KeptBatch, TailCache
+from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.door import leader_epoch
+from kmq.gateway.kafka.records import encode, patched
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
+from kmq.log.damage import DamageError, MisplacedError
+from kmq.message.record import count_lines
+from kmq.wire.requests import MAX_WAIT_MS, Position, TopicPartition
+
+_ANSWER_BYTES = 4 * MIB
+_CHUNK_BYTES = MIB  # of lines that become a batch
+_ENOUGH_BYTES = 512 * KIB  # that are left of a limit, and not worth another batch: small ones cost more a record
+_PIECE_BYTES = 64 * KIB  # given to the transport at once
+_SEARCHED_BYTES = MIB  # of records that are looked at for their time
+_REST_S = 5.0  # until an offset that cannot be read is read again
+_MOST_ASKED = 10_000  # topics and partitions of a request
+_MOST_CURSORS = 20_000
+_WITH_SIZE = 3  # numbers of the signature of a partition that has a segment
+_SPARE_WATCHES = 64  # directories that a connection watches and does not ask for any more
+_ZSTD_FROM = 10  # version of Fetch whose clients know zstd
+_LATEST, _EARLIEST = -1, -2  # times of ListOffsets that mean an end of the partition
+_UNKNOWN = -1
+T = TypeVar("T")
+
+
+class AskedPartition(NamedTuple):
+    """What a Fetch asks for of a partition. `epoch`: of the leader that the client knows; -1: any."""
+
+    epoch: int
+    offset: int
+    max_bytes: int
+
+
+class FetchRequest(NamedTuple):
+    wait_s: float
+    min_bytes: int
+    max_bytes: int
+    is_incremental: bool  # it goes on with a session, which another broker has begun
+    partitions: dict[TopicPartition, AskedPartition]
+
+
+class _Cursor:
+    """A partition as a connection reads it. `first` and `end` are those of the moment when its files were `seen`."""
+
+    __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen")
+
+    def __init__(self, partition: Partition, offset: int) -> None:
+        self.partition, self.directory, self.offset = partition, partition.directory, offset
+        self.first = self.end = _UNKNOWN
+        self.seen: Signature | None = None
+        self.damage: DamageError | None = None
+        self.rests_until = 0.0
+
+    def move(self, offset: int) -> None:
+        if offset != self.offset:
+            self.offset, self.rests_until = offset, 0.0
+
+    def look(self) -> None:
+        """Find out where the partition begins and ends now. Raises DamageError; RequestRefused if its topic was deleted."""
+        seen = self.partition.signature()
+        if seen != self.seen:
+            self.partition.check()
+            try:
+                self.first, self.end = self.partition.bounds()
+            except DamageError as err:
+                self.rest(err)
+                raise
+            self.seen = seen
+
+    def rest(self, damage: DamageError) -> None:
+        """Read nothing for a moment. What lies in a wrong place is looked at at once: the router may write its index."""
+        if not isinstance(damage, MisplacedError):
+            self.damage, self.rests_until = damage, time.monotonic() + _REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        return time.monotonic() < self.rests_until
+
+    def growth(self) -> int:
+        """Return by how many bytes the partition has grown since it was seen; a new segment counts as a whole answer."""
+        if self.is_resting:
+            return 0
+        now, seen = self.partition.signature(), self.seen
+        if now == seen:
+            return 0
+        is_same_file = seen is not None and len(now) == len(seen) == _WITH_SIZE and now[:-1] == seen[:-1]
+        return max(0, now[-1] - seen[-1]) if seen is not None and is_same_file else _ANSWER_BYTES
+
+
+class _Growth:
+    """How much partitions have grown since they were looked at. `missing`: bytes that are waited for."""
+
+    def __init__(self, missing: int) -> None:
+        self._missing, self._total = missing, 0
+        self.by_cursor: dict[_Cursor, int] = {}
+
+    def look(self, cursor: _Cursor) -> bool:
+        grown = cursor.growth()
+        self._total += grown - self.by_cursor.get(cursor, 0)
+        self.by_cursor[cursor] = grown
+        return self.is_enough
+
+    @property
+    def is_enough(self) -> bool:
+        return self._total >= self._missing
+
+
+class Row:
+    """What a partition gets in the answer."""
+
+    __slots__ = ("code", "cursor", "end", "first", "records")
+
+    def __init__(self, code: ErrorCode = ErrorCode.none, cursor: _Cursor | None = None) -> None:
+        self.code, self.cursor = code, cursor
+        self.first, self.end = (_UNKNOWN, _UNKNOWN) if cursor is None else (cursor.first, cursor.end)
+        self.records: list[bytes] = []
+
+    def has_records(self, offset: int) -> bool:
+        """Return True if there are records to be read from `offset` on."""
+        return self.code == ErrorCode.none and offset < self.end
+
+
+Rows = dict[TopicPartition, Row]
+
+
+class _Consumer(BudgetHolder):
+    """A connection that fetches: its partitions, what wakes it, and the errors that it was told last."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self.event = asyncio.Event()
+        self.waiter = Waiter(self.event)
+        self.cursors: dict[TopicPartition, _Cursor] = {}
+        self.counted = 0  # of these, in the number of all
+        self.told: dict[TopicPartition, ErrorCode] = {}
+
+    def end(self, why: str) -> None:
+        self.why_ended = why
+        self._connection.force_close()
+
+    def is_quiet(self, place: TopicPartition) -> bool:
+        """Return True if nothing has happened to a partition since it was looked at."""
+        cursor = self.cursors.get(place)
+        return cursor is not None and cursor.seen is not None and self.waiter.is_quiet(cursor.directory)
+
+    async def send(self, answer: wire.Writer) -> None:
+        """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
+        for part in answer.pieces(_PIECE_BYTES):
+            view = memoryview(part)
+            for begin in range(0, len(part), _PIECE_BYTES):
+                self.since = time.monotonic()
+                await self._connection.write(view[begin : begin + _PIECE_BYTES])
+        self.since = 0.0
+
+
+class Fetching:
+    """What consumers ask for. `note` gets what an operator should hear of: event, peer, reason."""
+
+    def __init__(
+        self, core: Core, cache: TailCache, counts: RequestCounts, note: Callable[[str, str, str], None]
+    ) -> None:
+        self._core, self._cache, self._counts, self._note = core, cache, counts, note
+        self._partitions = core.partitions
+        self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # the one served last at the end
+        self._cursors = 0  # of all consumers
+        self.handlers: dict[Key, Handler] = {
+            Key.FETCH: self.fetch,
+            Key.LIST_OFFSETS: self._list_offsets,
+            Key.OFFSET_FOR_LEADER_EPOCH: self._offset_for_leader_epoch,
+        }
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        consumer = self._consumers.pop(connection, None)
+        if consumer is not None:
+            self._core.waking.forget(consumer.waiter)
+            self._cursors -= consumer.counted
+            consumer.close()
+
+    async def close(self) -> None:
+        """End. The threads that read files are the core's."""
+
+    # --- Fetch -------------------------------------------------------------------------------------------------------
+
+    async def fetch(self, call: Call) -> bytes | None:
+        """Answer a Fetch: with what there is, or when there is something, or when its time is up."""
+        request = read_request(call.body, call.version)
+        if request.is_incremental:
+            return response(call, {}, ErrorCode.fetch_session_id_not_found).frame()
+        consumer = self._consumer(call.connection, len(request.partitions))
+        try:
+            rows = await self._rows(call, consumer, request)
+            call.errors.extend(consumer.told.values())
+            await consumer.send(response(call, rows))
+        finally:
+            consumer.close()
+        return None
+
+    def _consumer(self, connection: Connection, asked: int) -> _Consumer:
+        consumer = self._consumers.get(connection)
+        if consumer is None:
+            consumer = self._consumers[connection] = _Consumer(connection)
+        self._consumers.move_to_end(connection)
+        if len(consumer.waiter.watches) > asked + _SPARE_WATCHES:
+            self._core.waking.forget(consumer.waiter)
+            consumer.waiter = Waiter(consumer.event)
+        return consumer
+
+    async def _rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
+        """Return what there is, once it is enough, or the time is up."""
+        until = time.monotonic() + request.wait_s
+        while True:
+            is_over = time.monotonic() >= until
+            consumer.event.clear()
+            rows = await self._looked_at(call, consumer, request)
+            nbytes = 0
+            wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
+            if wanted:
+                most = min(request.max_bytes, _ANSWER_BYTES, sum(asked.max_bytes for asked in wanted))
+                try:
+                    await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
+                except RequestRefused:  # too many answers are on their way: this one is empty
+                    return rows
+                nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
+                self._core.answers.settle(consumer, nbytes)
+                is_over |= is_full
+            known = consumer.told
+            consumer.told = {place: row.code for place, row in rows.items() if row.code != ErrorCode.none}
+            is_new = any(known.get(place) != code for place, code in consumer.told.items())
+            if is_over or is_new or nbytes >= request.min_bytes:
+                return rows
+            consumer.close()
+            cursors = [row.cursor for row in rows.values() if row.cursor is not None]
+            if not await self._wait(consumer, cursors, until, request.min_bytes - nbytes) and not nbytes:
+                return rows
+            del rows
+
+    async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
+        """Return the state of what is asked for, without records."""
+        if all(map(consumer.is_quiet, request.partitions)):
+            return self._look(call, consumer, request)  # reads no files
+        rows = await self._core.fetching.run(self._look, call, consumer, request)
+        self._cursors += len(consumer.cursors) - consumer.counted
+        consumer.counted = len(consumer.cursors)
+        while self._cursors > _MOST_CURSORS:
+            oldest = next(each for each in self._consumers.values() if each.counted)
+            self._cursors -= oldest.counted
+            oldest.counted, oldest.cursors = 0, {}
+        return rows
+
+    async def _wait(self, consumer: _Consumer, cursors: list[_Cursor], until: float, missing: int) -> bool:
+        """Wait until the partitions have grown by about so many bytes; return False if the time is up before."""
+        growth = _Growth(missing)
+        looks = {cursor.directory: partial(growth.look, cursor) for cursor in cursors}
+        try:
+            while not growth.is_enough:
+                if not await self._core.waking.next_news(consumer.waiter, looks, until - time.monotonic()):
+                    return False
+                consumer.event.clear()
+            return True
+        except RequestRefused as err:
+            raise ConnectionAbortedError("the gateway stops") from err
+        finally:
+            for cursor, grown in growth.by_cursor.items():
+                if grown:
+                    consumer.waiter.look_again(cursor.directory)
+
+    # --- looking and reading, in threads -----------------------------------------------------------------------------
+
+    def _look(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
+        """Return where each partition begins and ends, or what is wrong with it."""
+        rows = {}
+        for place, asked in request.partitions.items():
+            code, row = self._tried(call, place, asked.epoch, self._look_at, consumer, place, asked.offset)
+            rows[place] = row or Row(code)
+        return rows
+
+    def _tried(
+        self, call: Call, place: TopicPartition, epoch: int, work: Callable[..., T], *arguments: object
+    ) -> tuple[ErrorCode, T | None]:
+        """Return the result of work on a partition, or why it has none. `epoch`: that the client takes for the leader's."""
+        if not call.may(Key(call.header.key)):
+            return ErrorCode.topic_authorization_failed, None
+        if epoch not in (_UNKNOWN, leader_epoch()):
+            is_old = epoch < leader_epoch()
+            return (ErrorCode.fenced_leader_epoch if is_old else ErrorCode.unknown_leader_epoch), None
+        try:
+            return ErrorCode.none, work(*arguments)
+        except RequestRefused as err:
+            return wire.code_of(err), None
+        except DamageError as err:
+            if isinstance(err, MisplacedError) and not self._core.watermark.is_followed:
+                return ErrorCode.not_leader_or_follower, None  # the router may be about to write its index
+            if self._core.fetching.damaged.note(err):
+                self._note("kafka_not_read", call.connection.peer, f"{place}: {err}")
+            return ErrorCode.kafka_storage_error, None
+
+    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int) -> Row:
+        """Look at a partition, unless it is known that nothing has changed. Raises RequestRefused, DamageError."""
+        is_quiet = consumer.is_quiet(place)
+        cursor = consumer.cursors.get(place)
+        if cursor is not None:
+            cursor.move(offset)
+            if cursor.is_resting and cursor.damage is not None:
+                raise cursor.damage
+            try:
+                if not is_quiet or offset > cursor.end:  # the event of what the client knows may be on its way
+                    cursor.look()
+            except RequestRefused as err:
+                if err.code != "unknown_topic":
+                    raise
+                cursor = None  # it was deleted, and may have been made again
+        if cursor is None:
+            consumer.cursors.pop(place, None)
+            cursor = consumer.cursors[place] = _Cursor(self._partitions.open(*place), offset)
+            cursor.look()
+        row = Row(cursor=cursor)
+        if not cursor.first <= offset <= cursor.end:
+            row.code = wire.code_of(self._out_of_range(offset, cursor.end))
+        return row
+
+    def _out_of_range(self, offset: int, end: int) -> RequestRefused:
+        """Return the refusal of an offset that is not there. Raises RequestRefused if another broker may know it."""
+        gateway = self._core.broker.page.rows["gateway"]
+        if not self._core.watermark.is_followed or gateway.state_name != "ready":
+            return RequestRefused("not_ready", "the broker recovers, so first and end offset are unknown")
+        if offset > end:
+            self._partitions.check_ends()
+        return RequestRefused("out_of_range")
+
+    def _read(self, call: Call, request: FetchRequest, rows: Rows) -> tuple[int, bool]:
+        """Fill rows with records. Return how many bytes they are, and whether that is all there is room for."""
+        nbytes, left = 0, min(request.max_bytes, _ANSWER_BYTES)
+        for place, asked in request.partitions.items():
+            row = rows[place]
+            if not row.has_records(asked.offset) or row.cursor is None:
+                continue
+            if nbytes and left <= 0:
+                break
+            most = min(asked.max_bytes, left)
+            work = self._records, row.cursor, asked.offset, most, not nbytes, call.version
+            row.code, records = self._tried(call, place, _UNKNOWN, *work)
+            row.records, row.first = records or [], row.cursor.first
+            found = sum(map(len, row.records))
+            nbytes, left = nbytes + found, left - found
+        return nbytes, left <= 0
+
+    def _records(self, cursor: _Cursor, offset: int, most: int, is_first: bool, version: int) -> list[bytes]:
+        """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger."""
+        found: list[bytes] = []
+        while offset < cursor.end and (not found or most >= _ENOUGH_BYTES):
+            try:
+                data, following = self._batch(cursor, offset, most, version)
+            except DamageError as err:
+                if found:
+                    break  # the next fetch hears of it
+                cursor.rest(err)
+                raise
+            if not data or (len(data) > most and (found or not is_first)):
+                break
+            found.append(data)
+            most, offset = most - len(data), following
+        return found
+
+    def _batch(self, cursor: _Cursor, offset: int, most: int, version: int) -> tuple[bytes, int]:
+        """Return a batch that holds `offset`, and the offset after it."""
+        partition = cursor.partition
+        topic, number = partition.topic, partition.number
+        kept = self._kept(cursor, offset, version)
+        if kept is not None:
+            self._counts.count_batches("cache", 1)
+            return patched(kept.data, kept.first, leader_epoch()), kept.last + 1
+        first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
+        if first != offset:  # retention has removed it, which is no event
+            cursor.first, cursor.seen = first, None
+            raise self._out_of_range(offset, cursor.end)
+        marks_from, is_receipt = self._partitions.marks_from, self._partitions.shows_receipt(topic)
+        batch = encode(
+            *(topic, number, first, lines),
+            marks_from=marks_from,
+            leader_epoch=leader_epoch(),
+            log_append_time=is_receipt,
+        )
+        self._counts.count_batches("lines", 1)
+        return batch, first + count_lines(lines)
+
+    def _kept(self, cursor: _Cursor, offset: int, version: int) -> KeptBatch | None:
+        """Return the batch as it was produced, if it is in memory and shows what the lines show to this client.
+
+        A compacted topic is always read from its lines: compaction takes some of them away, and the cache does not know.
+        """
+        partition, topic = cursor.partition, cursor.partition.topic
+        kept = self._cache.find(topic, partition.number, offset, partition.from_seq)
+        if kept is None or kept.first < cursor.first or kept.last >= cursor.end:
+            return None
+        if (kept.is_zstd and version < _ZSTD_FROM) or self._partitions.shows_receipt(topic):
+            return None
+        return None if self._partitions.is_compacted(topic) else kept
+
+    # --- ListOffsets, OffsetForLeaderEpoch ---------------------------------------------------------------------------
+
+    async def _list_offsets(self, call: Call) -> Fields:
+        topics = []
+        for topic in call.body.topics:
+            rows = []
+            for asked in topic.partitions:
+                place = TopicPartition(topic.name, asked.partition_index)
+                epoch = getattr(asked, "current_leader_epoch", _UNKNOWN)
+                work = self._tried, call, place, epoch, self._offset_at, place, asked.timestamp
+                code, found = await self._core.fetching.run(*work)
+                timestamp, offset = found or (_UNKNOWN, _UNKNOWN)
+                row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
+                rows.append(row | {"leader_epoch": leader_epoch() if offset >= 0 else _UNKNOWN})
+            topics.append({"name": topic.name, "partitions": rows})
+        return {"topics": topics}
+
+    def _offset_at(self, place: TopicPartition, timestamp: int) -> tuple[int, int]:
+        """Return (timestamp, offset) of the first record that is shown with this time or a later one; -1 for none.
+
+        Records are found by when they were received, and then looked through. If none of them is shown with such a time,
+        the first that was received since then is meant.
+        """
+        first, end = self._partitions.bounds(*place)
+        if timestamp in (_EARLIEST, _LATEST):
+            return _UNKNOWN, first if timestamp == _EARLIEST else end
+        if timestamp < 0:
+            raise RequestRefused("bad_field", f"{timestamp} is no time")
+        partition, best = self._partitions.open(*place), (_UNKNOWN, _UNKNOWN)
+        offset, nbytes = partition.locate(Position("time", timestamp * 1000)), 0
+        for messages, _ in partition.chunks(offset, _SEARCHED_BYTES // 16):
+            for message in messages:
+                is_receipt = self._partitions.shows_receipt(place.topic)
+                shown = int(message.recv_timestamp * 1000) if is_receipt else message.timestamp_ms
+                if shown >= timestamp:
+                    return shown, message.offset
+                if best[1] < 0:
+                    best = shown, message.offset
+                nbytes += message.size
+            if nbytes >= _SEARCHED_BYTES:
+                break
+        return best
+
+    async def _offset_for_leader_epoch(self, call: Call) -> Fields:
+        topics = []
+        for topic in call.body.topics:
+            rows = []
+            for asked in topic.partitions:
+                place = TopicPartition(topic.topic, asked.partition)
+                work = self._tried, call, place, asked.current_leader_epoch, self._end_of, place, asked.leader_epoch
+                code, found = await self._core.fetching.run(*work)
+                epoch, end = found or (_UNKNOWN, _UNKNOWN)
+                rows.append(
+                    {"error_code": code, "partition": place.partition, "leader_epoch": epoch, "end_offset": end}
+                )
+            topics.append({"topic": topic.topic, "partitions": rows})
+        return {"topics": topics}
+
+    def _end_of(self, place: TopicPartition, epoch: int) -> tuple[int, int]:
+        """Return (ours, end) for an epoch up to ours: what was shown is never cut. (-1, -1) for one that we do not know."""
+        _, end = self._partitions.bounds(*place)
+        return (leader_epoch(), end) if 0 <= epoch <= leader_epoch() else (_UNKNOWN, _UNKNOWN)
+
+
+# --- the request and the response of Fetch ---------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """How some versions of Fetch are laid out, from `version` on.
+
+    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `asked`: partition, known epoch, offset,
+    epoch of the last record, first offset of the replica, most bytes. `row`: partition, error, end, stable end, first offset.
+    `more`: no list of aborted transactions, no preferred replica.
+    """
+
+    version: int
+    head: struct.Struct
+    asked: struct.Struct
+    row: str
+    more: bytes
+
+
+_SESSION_FROM, _EPOCH_FROM, _FIRST_FROM, _RACK_FROM = 7, 9, 5, 11
+_NULL = b"\xff" * 4  # an array that is null; or -1
+_FORMS = [
+    _Form(4, struct.Struct(">iiiib"), struct.Struct(">iqi"), ">ihqq", _NULL),
+    _Form(5, struct.Struct(">iiiib"), struct.Struct(">iqqi"), ">ihqqq", _NULL),
+    _Form(7, struct.Struct(">iiiibii"), struct.Struct(">iqqi"), ">ihqqq", _NULL),
+    _Form(9, struct.Struct(">iiiibii"), struct.Struct(">iiqqi"), ">ihqqq", _NULL),
+    _Form(11, struct.Struct(">iiiibii"), struct.Struct(">iiqqi"), ">ihqqq", _NULL + _NULL),
+    _Form(12, struct.Struct(">iiiibii"), struct.Struct(">iiqiqi"), ">ihqqq", b"\0" + _NULL),
+]
+_INDEX = struct.Struct(">i")
+
+
+def _form(version: int) -> _Form:
+    return next(form for form in reversed(_FORMS) if form.version <= version)
+
+
+def read_request(reader: Reader, version: int) -> FetchRequest:
+    """Return a Fetch. Raises BadRequest."""
+    form, left = _form(version), _MOST_ASKED
+
+    def entries() -> range:
+        nonlocal left
+        count = max(0, reader.count())
+        left -= count
+        if left < 0:
+            raise BadRequest(f"more than {_MOST_ASKED} topics and partitions")
+        return range(count)
+
+    def topic_name() -> str:
+        name = reader.text()
+        if name is None:
+            raise BadRequest("a topic without a name")
+        return name
+
+    _, wait_ms, min_bytes, max_bytes, _, *session = reader.unpack(form.head)
+    partitions: dict[TopicPartition, AskedPartition] = {}
+    for _ in entries():
+        topic = topic_name()
+        for _ in entries():
+            number, *rest, most = reader.unpack(form.asked)
+            epoch = rest.pop(0) if version >= _EPOCH_FROM else _UNKNOWN
+            partitions[TopicPartition(topic, number)] = AskedPartition(epoch, rest[0], max(0, most))
+            reader.tags()
+        reader.tags()
+    if version >= _SESSION_FROM:
+        for _ in entries():
+            topic_name()
+            for _ in entries():
+                reader.unpack(_INDEX)
+            reader.tags()
+    if version >= _RACK_FROM:
+        reader.text()
+    reader.tags()
+    if reader.at != len(reader.data):
+        raise BadRequest(f"{len(reader.data) - reader.at} bytes more than a Fetch has")
+    wait_s = min(max(0, wait_ms), MAX_WAIT_MS) / 1000
+    max_bytes = max(0, max_bytes)
+    is_incremental = bool(session) and session[0] != 0 and session[1] > 0
+    return FetchRequest(wait_s, min(min_bytes, max(1, max_bytes), _ANSWER_BYTES), max_bytes, is_incremental, partitions)
+
+
+def response(call: Call, rows: Rows, code: ErrorCode = ErrorCode.none) -> wire.Writer:
+    """Return the response to a Fetch. `code`: what is wrong with the request as such."""
+    form, out = _form(call.version), wire.Writer(wire.is_flexible(Key.FETCH, call.version))
+    out.begin(call.header.correlation)
+    out.pack(">i", 0)
+    if call.version >= _SESSION_FROM:
+        out.pack(">hi", code, 0)
+    by_topic: dict[str, list[tuple[int, Row]]] = {}
+    for place, row in rows.items():
+        by_topic.setdefault(place.topic, []).append((place.partition, row))
+    out.count(len(by_topic))
+    for topic, found in by_topic.items():
+        out.text(topic)
+        out.count(len(found))
+        for number, row in found:
+            ends = (row.end, row.end, row.first) if call.version >= _FIRST_FROM else (row.end, row.end)
+            out.pack(form.row, number, row.code, *ends)
+            out.raw(form.more)
+            out.blobs(row.records)
+            out.tags()
+        out.tags()
+    out.tags()
+    return out

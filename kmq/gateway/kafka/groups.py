@@ -1,0 +1,397 @@
+"""Consumer groups by Kafka's protocol, in the groups that all doors share (kmq/gateway/groups): the broker assigns.
+
+JoinGroup   names no leader and no members, so every client is a follower. It is answered when no step of the group is
+            due that its member would have to join again for.
+SyncGroup   gives the member what it reads in the generation that JoinGroup named.
+Heartbeat   REBALANCE_IN_PROGRESS when there is a newer generation than the client's, or something to give up. Then it
+            joins again, and says what it still reads: with an eager assignor nothing. What it was asked for and does not
+            name is given up. What it was not asked for stays its own, so joining again moves nothing by itself.
+Commits     are fenced by generation, member and instance. Without members anybody may commit.
+Loading     Until the offsets are loaded: COORDINATOR_LOAD_IN_PROGRESS, at the place that the version has for it. But
+            SyncGroup is told to join again, and a heartbeat nothing, as by Apache's broker: clients die of it there.
+Invariant   No answer comes from offsets that are not loaded. No client is sent an error that Apache's broker does not
+            send to that request.
+Silence     A connection that ends does not end a member; its session does. A member that waits for JoinGroup beats.
+Not covered A message that was given back (nack) comes to members at other doors alone.
+"""
+
+import asyncio
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_table import CommittedOffset, Partition
+from kmq.gateway.groups.offsets import MAX_METADATA, OffsetCommit
+from kmq.gateway.groups.protocol import (
+    MAX_POLL_S,
+    REBALANCE_S,
+    Assignment,
+    Client,
+    Ended,
+    Event,
+    MemberOptions,
+    Resume,
+)
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key
+from kmq.message import record
+from kmq.wire.requests import TopicPartition
+
+# --- what members say of themselves -----------------------------------------------------------------------------------
+# The metadata of an assignor of protocol type `consumer`: a version, the topics, bytes of the assignor's own; from
+# version 1 on what the member still reads; then what later versions add.
+
+_ALIASES = {"RoundRobinAssigner": "roundrobin"}  # kafkajs' only one
+_SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
+
+
+class Subscription(NamedTuple):
+    """Which topics a member wants, and what it says it still reads."""
+
+    topics: tuple[str, ...]
+    owned: frozenset[Partition]
+
+
+def read_subscription(metadata: bytes) -> Subscription:
+    """Return what a member's metadata says. Raises BadRequest if not even the topics can be read.
+
+    What comes after the topics is read as far as it can be: there are clients that say version 1 and end before it.
+    Topics that cannot exist are left out, because Kafka's clients may subscribe to whatever they like.
+    """
+    reader = wire.Reader(memoryview(metadata), 0, False)
+    (version,) = reader.unpack(_SHORT)
+    topics = [reader.text() for _ in range(reader.count())]
+    owned: set[Partition] = set()
+    try:
+        reader.blob()
+        for _ in range(reader.count() if version >= 1 else 0):
+            topic = reader.text()
+            owned.update((topic or "", *reader.unpack(_INT)) for _ in range(reader.count()))
+    except BadRequest:
+        owned.clear()
+    names = sorted({topic for topic in topics if topic and record.is_topic_name(topic)})
+    return Subscription(tuple(names), frozenset(owned))
+
+
+def assignment_bytes(partitions: Iterable[TopicPartition]) -> bytes:
+    """Return an assignment as clients of protocol type `consumer` read it."""
+    numbers: dict[str, list[int]] = {}
+    for topic, number in partitions:
+        numbers.setdefault(topic, []).append(number)
+    writer = wire.Writer(is_flexible=False)
+    writer.pack(">hi", 0, len(numbers))
+    for topic, each in numbers.items():
+        writer.text(topic)
+        writer.pack(f">i{len(each)}i", len(each), *each)
+    writer.pack(">i", -1)
+    return writer.body()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+_CODES = {
+    "not_ready": ErrorCode.coordinator_load_in_progress,
+    "busy": ErrorCode.coordinator_load_in_progress,
+    "not_answered": ErrorCode.coordinator_not_available,
+    "stopping": ErrorCode.coordinator_not_available,
+    "disk_full": ErrorCode.coordinator_not_available,
+    "quota": ErrorCode.coordinator_not_available,
+    "not_enough_replicas": ErrorCode.coordinator_not_available,
+    "no_leader": ErrorCode.not_coordinator,
+    "forbidden": ErrorCode.group_authorization_failed,
+    "bad_name": ErrorCode.invalid_group_id,
+    "bad_timeout": ErrorCode.invalid_session_timeout,
+    "unknown_assignor": ErrorCode.inconsistent_group_protocol,
+    "assignor_differs": ErrorCode.inconsistent_group_protocol,
+    "too_many_groups": ErrorCode.group_max_size_reached,
+    "too_many_members": ErrorCode.group_max_size_reached,
+    "subscription_too_large": ErrorCode.group_max_size_reached,
+    "unknown_member": ErrorCode.unknown_member_id,
+    "fenced": ErrorCode.illegal_generation,
+    "unknown_topic": ErrorCode.unknown_topic_or_partition,
+    "unknown_partition": ErrorCode.unknown_topic_or_partition,
+    # Clients give up a commit for this one, and neither repeat it nor join again.
+    "out_of_range": ErrorCode.invalid_commit_offset_size,
+    "bad_request": ErrorCode.invalid_commit_offset_size,
+    "offsets_full": ErrorCode.invalid_commit_offset_size,
+}
+_OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
+
+
+def _code(refused: RequestRefused) -> ErrorCode:
+    return _CODES.get(refused.code, ErrorCode.unknown_server_error)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+_NOT_JOINED: dict[str, Any] = {"generation_id": -1, "protocol_name": "", "leader": "", "members": ()}
+
+
+class _Waiting:
+    """A JoinGroup that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+        self.ended = False
+
+    def hear(self, event: Event) -> None:
+        self.ended |= isinstance(event, Ended)
+        self.heard.set()
+
+
+class KafkaGroups:
+    """The handlers of what is asked about groups."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.handlers: dict[Key, Handler] = {
+            Key.JOIN_GROUP: self._join_group,
+            Key.SYNC_GROUP: self._sync_group,
+            Key.HEARTBEAT: self._heartbeat,
+            Key.LEAVE_GROUP: self._leave_group,
+            Key.OFFSET_COMMIT: self._offset_commit,
+            Key.OFFSET_FETCH: self._offset_fetch,
+        }
+
+    def forget(self, connection: Connection) -> None:
+        """A connection that ends does not end its member."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _admit(self) -> None:
+        """Raise RequestRefused unless groups can be served."""
+        if not self._groups.is_ready:
+            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    async def _join_group(self, call: Call) -> Fields:
+        body = call.body
+        try:
+            self._admit()
+            if call.version >= 4 and not body.member_id:
+                # So that a client which has not got the answer does not leave a member behind.
+                id = self._groups.coordinator.new_id(call.header.client)
+                return _NOT_JOINED | {"error_code": ErrorCode.member_id_required, "member_id": id}
+            return await self._join(call)
+        except RequestRefused as err:
+            return _NOT_JOINED | {"error_code": _code(err), "member_id": body.member_id}
+
+    async def _join(self, call: Call) -> Fields:
+        body, groups = call.body, self._groups
+        group, member = body.group_id, body.member_id or None
+        offered = _offered(body)
+        owned = offered[COOPERATIVE].subscription.owned if COOPERATIVE in offered else frozenset[Partition]()
+        view, first = groups.describe(group), next(iter(offered))
+        assignor = view.protocol if view and view.members and view.protocol in offered else first
+        session_s = wire.milliseconds(body.session_timeout) / 1000
+        rebalance_s = max(0, wire.milliseconds(getattr(body, "rebalance_timeout", None))) / 1000 or session_s
+        options = MemberOptions(
+            offered[first].subscription.topics,
+            assignor,
+            session_s,
+            min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]),
+            max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+        )
+        client = Client(call.header.client, call.connection.peer)
+        is_known = groups.coordinator.generation(group, member) is not None
+        waiting = _Waiting()
+        # A member that is known says in `_assigned` what it gives up.
+        resume = Resume(owned=None if is_known else owned)
+        id = await groups.join(group, member, client, options, waiting.hear, resume)
+        try:
+            with groups.attending(group, id):
+                found = await self._assigned(group, id, owned, waiting)
+        finally:
+            groups.stop_listening(group, id, waiting.hear)
+        return {
+            "error_code": ErrorCode.none,
+            "generation_id": found.generation,
+            "protocol_type": body.protocol_type,
+            "protocol_name": offered[found.protocol].name,
+            "leader": "",
+            "member_id": id,
+            "members": (),
+        }
+
+    async def _assigned(self, group: str, member: str, owned: frozenset[Partition], waiting: _Waiting) -> Assignment:
+        """Return what a member that has joined reads, when nothing is due that would change it.
+
+        A member that still reads some of what it was asked for must hear of that first, and joins again when it has
+        given it up. Raises RequestRefused (unknown_member) if the member ends meanwhile.
+        """
+        while not waiting.ended:
+            waiting.heard.clear()
+            found = self._groups.coordinator.assignment(group, member)
+            if found.revoking and owned.isdisjoint(found.revoking):
+                self._groups.revoked(group, member)
+            elif not found.is_due:
+                return found
+            else:
+                self._groups.sync(group, member)  # what others are waited for must not be its own fault
+                await waiting.heard.wait()
+        raise RequestRefused("unknown_member", f"group {group}: member {member} has ended")
+
+    async def _sync_group(self, call: Call) -> Fields:
+        body = call.body
+        group, member, generation = body.group_id, body.member_id, body.generation_id
+        try:
+            found = self._beat(call)
+            if found.generation != generation:
+                return {"error_code": ErrorCode.rebalance_in_progress, "assignment": b""}
+            self._groups.sync(group, member, generation)
+        except RequestRefused as err:
+            code = ErrorCode.rebalance_in_progress if err.code == "not_ready" else _code(err)
+            return {"error_code": code, "assignment": b""}
+        return {
+            "error_code": ErrorCode.none,
+            "protocol_type": getattr(body, "protocol_type", None),
+            "protocol_name": getattr(body, "protocol_name", None),
+            "assignment": assignment_bytes(found.partitions),
+        }
+
+    async def _heartbeat(self, call: Call) -> Fields:
+        try:
+            found = self._beat(call)
+        except RequestRefused as err:
+            return {"error_code": ErrorCode.none if err.code == "not_ready" else _code(err)}
+        is_over = found.generation != call.body.generation_id or bool(found.revoking)
+        return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
+
+    def _beat(self, call: Call) -> Assignment:
+        """Note a sign of life, and return what the member has. Raises RequestRefused (unknown_member, fenced …)."""
+        self._admit()
+        group, member = call.body.group_id, call.body.member_id
+        self._groups.beat(group, member, polled=True, generation=call.body.generation_id)
+        return self._groups.coordinator.assignment(group, member)
+
+    async def _leave_group(self, call: Call) -> Fields:
+        body = call.body
+        rows = []
+        for each in [body] if call.version < 3 else body.members:
+            code = ErrorCode.none
+            try:
+                self._admit()
+                self._groups.leave(body.group_id, each.member_id)
+            except RequestRefused as err:
+                code = _code(err)
+            rows.append({"member_id": each.member_id, "group_instance_id": None, "error_code": code})
+        codes = [row["error_code"] for row in rows]
+        whole = call.version < 3 or any(code not in (ErrorCode.none, ErrorCode.unknown_member_id) for code in codes)
+        return {"error_code": codes[0] if whole else ErrorCode.none, "members": rows}
+
+    # --- offsets ------------------------------------------------------------------------------------------------------
+
+    async def _offset_commit(self, call: Call) -> Fields:
+        topics = [(topic.name, topic.partitions) for topic in call.body.topics]
+        rows: dict[Partition, OffsetCommit] = {}
+        codes: dict[Partition, ErrorCode] = {}
+        for name, partitions in topics:
+            for each in partitions:
+                metadata = each.committed_metadata or ""
+                if len(metadata.encode()) > MAX_METADATA:
+                    codes[name, each.partition_index] = ErrorCode.offset_metadata_too_large
+                else:
+                    rows[name, each.partition_index] = OffsetCommit(each.committed_offset, metadata)
+        codes |= await self._commit(call, rows)
+
+        def row(name: str, number: int) -> Fields:
+            return {"partition_index": number, "error_code": codes.get((name, number), ErrorCode.none)}
+
+        found = [
+            {"name": name, "partitions": [row(name, each.partition_index) for each in some]} for name, some in topics
+        ]
+        return {"topics": found}
+
+    async def _commit(self, call: Call, rows: Mapping[Partition, OffsetCommit]) -> dict[Partition, ErrorCode]:
+        """Commit, and return why partitions were not. One that is refused for itself does not stop the others."""
+        body, groups = call.body, self._groups
+        group, member, generation = body.group_id, body.member_id, body.generation_id_or_member_epoch
+        by = (None, None) if generation < 0 and not member else (member, generation)  # who assigns itself is no member
+
+        async def one(place: Partition) -> ErrorCode:
+            try:
+                await groups.commit(group, by[0], {place: rows[place]}, by[1])
+            except RequestRefused as err:
+                return _code(err)
+            return ErrorCode.none
+
+        try:
+            self._admit()
+            await groups.check_commit(group, by[0], by[1], ())
+            try:
+                await groups.commit(group, by[0], rows, by[1])
+            except RequestRefused as err:
+                if err.code not in _OF_ONE:
+                    raise
+                return dict(zip(rows, await asyncio.gather(*map(one, rows)), strict=True))
+        except RequestRefused as err:
+            return dict.fromkeys(rows, _code(err))
+        return {}
+
+    async def _offset_fetch(self, call: Call) -> Fields:
+        if call.version < 8:
+            return self._offsets(call, call.body.group_id, call.body.topics)
+        return {"groups": [self._offsets(call, each.group_id, each.topics) for each in call.body.groups]}
+
+    def _offsets(self, call: Call, group: str, asked: Iterable[Any] | None) -> Fields:
+        """Return what a group has committed, in some topics or in all of them."""
+        code = ErrorCode.none
+        committed: Mapping[Partition, CommittedOffset] = {}
+        try:
+            self._admit()
+            committed = self._groups.committed(group)
+        except RequestRefused as err:
+            code = _code(err)
+        wanted: dict[str, list[int]] = {}
+        if asked is None:
+            for topic, number in sorted(committed):
+                wanted.setdefault(topic, []).append(number)
+        elif code == ErrorCode.none or call.version < 2:  # which has no other place for an error
+            wanted = {topic.name: topic.partition_indexes for topic in asked}
+
+        def row(topic: str, number: int) -> Fields:
+            found = committed.get((topic, number))
+            return {
+                "partition_index": number,
+                "committed_offset": found.offset if found else -1,
+                "committed_leader_epoch": -1,
+                "metadata": found.metadata if found else "",
+                "error_code": code,
+            }
+
+        topics = [{"name": name, "partitions": [row(name, n) for n in numbers]} for name, numbers in wanted.items()]
+        return {"group_id": group, "topics": topics, "error_code": code}
+
+
+class _Offer(NamedTuple):
+    """An assignor that a client offers. `name`: by which the client knows it."""
+
+    name: str
+    subscription: Subscription
+
+
+def _offered(body: Any) -> dict[str, _Offer]:
+    """Return which of the broker's assignors a client offers, the one that it prefers first.
+
+    Raises RequestRefused if that is none, or cannot be read.
+    """
+    offered: dict[str, _Offer] = {}
+    for each in body.protocols if body.protocol_type == _CONSUMER else ():
+        assignor = _ALIASES.get(each.name, each.name)
+        if assignor in ASSIGNORS and assignor not in offered:
+            try:
+                offered[assignor] = _Offer(each.name, read_subscription(each.metadata))
+            except BadRequest as err:
+                raise RequestRefused("unknown_assignor", f"{each.name}: {err}") from None
+    if not offered:
+        raise RequestRefused("unknown_assignor", f"none of {', '.join(ASSIGNORS)} is offered")
+    return offered
+
+
+_CONSUMER = "consumer"

@@ -1,0 +1,413 @@
+"""Produce and InitProducerId: batches of records become lines, and get the offsets that they have in their partitions.
+
+Exactly     A batch of an idempotent producer has ids that rise over its sequences, their wrap-around and its epochs. The
+once        dedupe table of the framer is the only memory: it survives kills, compaction and a change of leader. What the
+            door knows of a name besides (`_Name`) is asked for, and forgotten when anything went wrong.
+Order       The batches of a connection are judged and handed over in the order in which they came. A batch that follows a
+            refused one is a gap, until the refused one was sent again: its client repeats in order. So of a name that has
+            nothing stored yet only one batch is on its way.
+Offset      The base offset is that of the first record if the whole batch lies behind it without a gap: its first and its
+            last record are looked up. Otherwise it is -1, which is unknown. It is never a wrong one.
+Without     Batches without a producer id get ids of the door's own, so that a broken connection to ingress stores nothing
+a pid       twice.
+"""
+
+import asyncio
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kmq.config.settings import Settings
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.finding import StoredPlace
+from kmq.gateway.core.producing import ANSWER_S
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.records import BatchRefused, RecordBatch, RenderedLines, read_batches, render
+from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
+from kmq.log.damage import DamageError
+from kmq.logfmt import Logger
+from kmq.message.record import count_lines, parse_stored
+
+UNKNOWN = -1
+_PER_LIFE = 10**6  # producer ids that one life of the gateway may give
+_EPOCH_IDS, _SEQUENCES = 1 << 44, 1 << 31  # ids of one epoch; sequences before they begin again at 0
+_NAMES = 20_000  # of which the door remembers how far they are
+_OWN_NAMES = 16
+_IN_THREAD = 128 << 10  # bytes of a batch that are worth a thread: the event loop must not stand still for them
+_ACKS = (-1, 0, 1)
+
+
+class _Name:
+    """What is known of a producer in one partition."""
+
+    __slots__ = ("last", "refused", "turn", "users")
+
+    def __init__(self) -> None:
+        self.last: int | None = None  # the last id that was handed over; 0: nothing is stored; None: to be asked for
+        self.refused = 0  # the first id that was refused, and not sent again since; 0: none
+        self.turn = asyncio.Lock()
+        self.users = 0
+
+
+class _Own:
+    """One of the names under which batches without a producer id are sent."""
+
+    __slots__ = ("last", "number", "turn")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.last = number, 0
+        self.turn = asyncio.Lock()  # its ids must reach ingress in the order in which they are given
+
+
+class _Turn(NamedTuple):
+    """What a connection has: the lock that keeps its batches in order, and its name for those without a producer id."""
+
+    lock: asyncio.Lock
+    own: _Own
+
+
+class _ProducedPart(NamedTuple):
+    """The batch of one partition in a request."""
+
+    topic: str
+    partition: int
+    records: memoryview | None
+
+
+class _Produced(NamedTuple):
+    """What became of it."""
+
+    code: ErrorCode = ErrorCode.none
+    offset: int = UNKNOWN
+    timestamp: int = -1  # that the broker gave it, in milliseconds; -1: none
+    text: str | None = None
+    record: int | None = None  # the index of the one that is wrong
+
+
+# Gets a batch that lies in its partition as it came: topic, partition, first and last offset, batch, from_seq of the topic.
+Keep = Callable[[str, int, int, int, bytes, int], None]
+
+
+class ProduceChapter:
+    """Produce requests of all connections."""
+
+    def __init__(self, settings: Settings, core: Core, life: Callable[[], int], keep: Keep, log: Logger) -> None:
+        """`life`: the number of this gateway among all; 0: it is not known yet. `keep` serves consumers from memory."""
+        self._settings, self._core, self._life, self._keep, self._log = settings, core, life, keep, log
+        self._units: Units | None = None
+        self._turns: dict[Connection, _Turn] = {}
+        self._names: OrderedDict[tuple[int, int, int], _Name] = OrderedDict()  # the one used last at the end
+        self._given = 0  # producer ids of this life
+        self._own = [_Own(number) for number in range(_OWN_NAMES)]
+        self._connected = 0  # connections that have produced
+        self._finishing: set[asyncio.Task[_Produced]] = set()  # also for connections that have ended meanwhile
+        self.handlers: dict[Key, Handler] = {Key.PRODUCE: self.produce, Key.INIT_PRODUCER_ID: self._init_producer_id}
+
+    async def close(self) -> None:
+        if self._units is not None:
+            await self._units.close()
+
+    # --- producer ids ------------------------------------------------------------------------------------------------
+
+    async def _init_producer_id(self, call: Call) -> Fields:
+        code, pid, epoch = ErrorCode.none, UNKNOWN, UNKNOWN
+        if call.body.transactional_id is not None:
+            code = ErrorCode.unsupported_version
+        elif not (life := self._life()):
+            code = ErrorCode.coordinator_load_in_progress
+        elif self._given >= _PER_LIFE:
+            code = ErrorCode.coordinator_not_available
+        else:
+            pid, epoch = life * _PER_LIFE + self._given, 0
+            self._given += 1
+        return {"error_code": code, "producer_id": pid, "producer_epoch": epoch}
+
+    # --- produce -----------------------------------------------------------------------------------------------------
+
+    async def produce(self, call: Call) -> bytes | None:
+        """Store what a request has. Returns the response; None if the client wants none."""
+        parts, acks = read_request(call.body, call.version)
+        if acks not in _ACKS:
+            return response(call, parts, [_Produced(ErrorCode.invalid_required_acks)] * len(parts))
+        async with self._turn(call.connection).lock:
+            later = [await self._begin(call, part) for part in parts]
+        produced = [each if isinstance(each, _Produced) else await each for each in later]
+        call.errors.extend(found.code for found in produced if found.code)
+        if acks:
+            return response(call, parts, produced)
+        for found in produced:
+            if found.code != ErrorCode.none:  # the one way to tell a client that waits for nothing
+                raise BadRequest(f"a batch with acks=0 was refused: {found.code.name} {found.text or ''}")
+        return None
+
+    def _turn(self, connection: Connection) -> _Turn:
+        if connection not in self._turns:
+            self._connected += 1
+            self._turns[connection] = _Turn(asyncio.Lock(), self._own[self._connected % _OWN_NAMES])
+        return self._turns[connection]
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        self._turns.pop(connection, None)
+
+    async def _begin(self, call: Call, part: _ProducedPart) -> "_Produced | asyncio.Task[_Produced]":
+        """Judge a batch and hand its lines over. Returns why it is refused, or the task that waits for its offset."""
+        try:
+            if not call.may(Key.PRODUCE):
+                return _Produced(ErrorCode.topic_authorization_failed)
+            count, from_seq = self._core.partitions.declared(part.topic)
+            if not 0 <= part.partition < count or from_seq is None:
+                return _Produced(ErrorCode.unknown_topic_or_partition)
+            batches = read_batches(part.records or b"")
+            if len(batches) != 1:
+                return _Produced(ErrorCode.invalid_record, text=f"{len(batches)} batches, where there must be one")
+            batch = batches[0]
+            if batch.is_transactional:
+                return _Produced(ErrorCode.invalid_txn_state, text="transactions are not served")
+            async with asyncio.timeout(ANSWER_S):
+                await self._link().room()
+                if batch.producer_id < 0:
+                    return await self._begin_own(self._turn(call.connection).own, part, batch, from_seq)
+                return await self._begin_idempotent(part, batch, from_seq)
+        except BatchRefused as err:
+            return _Produced(err.code, text=str(err), record=err.index)
+        except RequestRefused as err:
+            return _Produced(wire.code_of(err), text=str(err))
+        except TimeoutError:
+            return _Produced(ErrorCode.request_timed_out)
+
+    def _link(self) -> Units:
+        if self._units is None:
+            self._units = Units(self._settings, self._log)
+        return self._units
+
+    async def _lines(self, part: _ProducedPart, batch: RecordBatch, first_id: int) -> RenderedLines:
+        requires_key = self._core.partitions.is_compacted(part.topic)
+
+        def work() -> RenderedLines:
+            most = self._settings.max_line
+            return render(batch, part.topic, part.partition, first_id, most, requires_key=requires_key)
+
+        return await asyncio.to_thread(work) if len(batch.data) > _IN_THREAD else work()
+
+    async def _begin_own(
+        self, own: _Own, part: _ProducedPart, batch: RecordBatch, from_seq: int
+    ) -> "asyncio.Task[_Produced]":
+        """Hand over a batch without a producer id."""
+        life = self._life()
+        if not life:
+            raise RequestRefused("not_ready", "the gateway is starting")
+        async with own.turn:
+            first_id = own.last + 1
+            lines = await self._lines(part, batch, first_id)
+            own.last += batch.record_count
+            return self._hand_over(b"auto-k%d.%d" % (life, own.number), part, batch, from_seq, lines, None, first_id)
+
+    async def _begin_idempotent(
+        self, part: _ProducedPart, batch: RecordBatch, from_seq: int
+    ) -> "_Produced | asyncio.Task[_Produced]":
+        """Hand over a batch of a producer, if it is the one that comes next, or was stored before."""
+        label = b"k%d.%d.%d" % (batch.producer_id, from_seq, part.partition)
+        name = self._name((batch.producer_id, from_seq, part.partition))
+        name.users += 1
+        try:
+            async with name.turn:
+                if name.last is None:
+                    name.last = await self._link().last_id(label)
+                first_id = _first_id(batch, name.last)
+                refused = _judge(batch, first_id, name)
+                if refused is not None:
+                    return refused
+                lines = await self._lines(part, batch, first_id)
+                is_new = not name.last
+                task = self._hand_over(label, part, batch, from_seq, lines, name, first_id)
+                name.last = max(name.last, first_id + batch.record_count - 1)
+                if name.refused >= first_id:
+                    name.refused = 0
+                if is_new:
+                    await asyncio.wait((task,))
+                return task
+        finally:
+            name.users -= 1
+
+    def _name(self, key: tuple[int, int, int]) -> _Name:
+        name = self._names.pop(key, None) or _Name()
+        self._names[key] = name
+        while len(self._names) > _NAMES and not next(iter(self._names.values())).users:
+            self._names.popitem(last=False)
+        return name
+
+    def _hand_over(
+        self,
+        label: bytes,
+        part: _ProducedPart,
+        batch: RecordBatch,
+        from_seq: int,
+        lines: RenderedLines,
+        name: _Name | None,
+        first_id: int,
+    ) -> "asyncio.Task[_Produced]":
+        link, most = self._link(), self._settings.max_line + UNIT_BYTES
+        units = [link.send(label, text, count) for text, count in split(lines.text, batch.record_count, most)]
+        kept = from_seq if lines.is_exact else None
+        task = asyncio.create_task(self._finish(part, batch, kept, units, name, first_id))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        return task
+
+    async def _finish(
+        self,
+        part: _ProducedPart,
+        batch: RecordBatch,
+        from_seq: int | None,
+        units: "list[asyncio.Future[list[SeqRun]]]",
+        name: _Name | None,
+        first_id: int,
+    ) -> _Produced:
+        """Wait until the lines are durable and routed, and find where they are. `from_seq` None: the batch is not kept."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                runs = [run for unit in units for run in await asyncio.shield(unit)]
+        except TimeoutError:  # the same batch again is answered by its ids
+            if name is not None:
+                name.last = None
+            return _Produced(ErrorCode.request_timed_out)
+        except RequestRefused as err:
+            if name is not None:
+                name.last, name.refused = None, min(name.refused or first_id, first_id)
+            if err.code == "id_reused":
+                self._log.warn("kafka_id_reused", topic=part.topic, partition=part.partition, reason=str(err))
+            return _Produced(wire.code_of(err), text=str(err))
+        try:
+            offset, place = await self._offset(part, runs)
+        except RequestRefused as err:
+            return _Produced(wire.code_of(err), text=str(err))
+        if offset >= 0 and from_seq is not None and not any(run.is_duplicate for run in runs):
+            self._keep(part.topic, part.partition, offset, offset + batch.record_count - 1, bytes(batch.data), from_seq)
+        return _Produced(offset=offset, timestamp=self._timestamp(part.topic, place))
+
+    def _timestamp(self, topic: str, place: StoredPlace | None) -> int:
+        """Return the timestamp that the broker has given the first record, in milliseconds; -1 if it keeps its own."""
+        found = None if place is None else parse_stored(place.line)
+        return round(found[1] / 1000) if found and self._core.partitions.shows_receipt(topic) else -1
+
+    async def _offset(self, part: _ProducedPart, runs: list[SeqRun]) -> tuple[int, StoredPlace | None]:
+        """Return the offset of the first line if all follow it without a gap, else -1. Raises RequestRefused."""
+        first, last = runs[0].seq, runs[-1].seq + runs[-1].lines - 1
+        if not all(run.seq for run in runs):
+            return UNKNOWN, None
+        key = b"%b.@%d" % (part.topic.encode(), part.partition)
+        try:
+            places = await self._core.producing.places(part.topic, [(key, first), (key, last)])
+        except DamageError as err:
+            raise RequestRefused("damaged", str(err)) from err
+        begin, end = places.get(first), places.get(last)
+        if begin is None or end is None or (begin.partition, end.partition) != (part.partition,) * 2:
+            return UNKNOWN, begin
+        count = sum(run.lines for run in runs)
+        return (begin.offset if end.offset - begin.offset == count - 1 else UNKNOWN), begin
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def _first_id(batch: RecordBatch, last: int) -> int:
+    """Return the id of a batch's first record. `last`: the last one of its name, which says how often sequences began again."""
+    epoch = batch.producer_epoch * _EPOCH_IDS
+    wraps, sequence = 0, batch.base_sequence
+    if last > epoch:
+        wraps, known = divmod(last - epoch - 1, _SEQUENCES)
+        if known - sequence > _SEQUENCES // 2:
+            wraps += 1
+        elif sequence - known > _SEQUENCES // 2 and wraps:
+            wraps -= 1
+    return epoch + wraps * _SEQUENCES + sequence + 1
+
+
+def _judge(batch: RecordBatch, first_id: int, name: _Name) -> _Produced | None:
+    """Return why a batch is not taken; None if it comes next, or may have been stored before."""
+    last = name.last or 0
+    if batch.producer_epoch < 0 or batch.base_sequence < 0:
+        return _Produced(ErrorCode.invalid_record, text="a producer id without epoch and sequence")
+    if name.refused and first_id > name.refused:
+        return _gap(batch, "a batch before it was refused")
+    if not last:
+        return None
+    epoch = (last - 1) // _EPOCH_IDS
+    if batch.producer_epoch < epoch:
+        return _Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
+    if batch.producer_epoch > epoch:
+        return None if not batch.base_sequence else _gap(batch, "a new epoch begins with sequence 0")
+    return _gap(batch, "records before it are missing") if first_id > last + 1 else None
+
+
+def _gap(batch: RecordBatch, why: str) -> _Produced:
+    return _Produced(ErrorCode.out_of_order_sequence_number, text=f"sequence {batch.base_sequence}: {why}")
+
+
+def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines of at most `most` bytes, and how many they are. No line is longer."""
+    while len(text) > most:
+        end = text.rindex(b"\n", 0, most) + 1
+        lines = count_lines(text[:end])
+        yield text[:end], lines
+        text, count = text[end:], count - lines
+    yield text, count
+
+
+# --- the request and the response ------------------------------------------------------------------------------------
+
+_ACKS_TIMEOUT, _INDEX = struct.Struct(">hi"), struct.Struct(">i")
+_ERRORS_FROM, _START_FROM = 8, 5  # versions
+
+
+def read_request(reader: Reader, version: int) -> tuple[list[_ProducedPart], int]:
+    """Return the parts of a Produce request, and its acks. Raises BadRequest."""
+    reader.text()  # the transactional id, which the batches say too
+    acks, _ = reader.unpack(_ACKS_TIMEOUT)
+    parts = []
+    for _ in range(reader.count()):
+        topic = reader.text()
+        for _ in range(reader.count()):
+            (number,) = reader.unpack(_INDEX)
+            records = reader.blob()
+            reader.tags()
+            if topic is None:
+                raise BadRequest("a topic without a name")
+            parts.append(_ProducedPart(topic, number, records))
+        reader.tags()
+    reader.tags()
+    return parts, acks
+
+
+def response(call: Call, parts: list[_ProducedPart], produced: list[_Produced]) -> bytes:
+    """Return the response to a Produce request."""
+    version, out = call.version, wire.Writer(wire.is_flexible(Key.PRODUCE, call.version))
+    out.begin(call.header.correlation)
+    by_topic: dict[str, list[tuple[_ProducedPart, _Produced]]] = {}
+    for part, found in zip(parts, produced, strict=True):
+        by_topic.setdefault(part.topic, []).append((part, found))
+    out.count(len(by_topic))
+    for topic, rows in by_topic.items():
+        out.text(topic)
+        out.count(len(rows))
+        for part, found in rows:
+            out.pack(">ihqq", part.partition, found.code, found.offset, found.timestamp)
+            if version >= _START_FROM:
+                out.pack(">q", UNKNOWN)
+            if version >= _ERRORS_FROM:
+                out.count(found.record is not None)
+                if found.record is not None:
+                    out.pack(">i", found.record)
+                    out.text(found.text)
+                    out.tags()
+                out.text(found.text)
+            out.tags()
+        out.tags()
+    out.pack(">i", 0)
+    out.tags()
+    return out.frame()

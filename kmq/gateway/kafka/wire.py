@@ -1,0 +1,587 @@
+"""Requests and responses of the Kafka protocol: which keys and versions there are, how they are read, how they are written.
+
+Versions    `VERSIONS` is a contract with clients: each row is there because a client needs it (docs/kafka.md).
+Codec       kio has the form of all control messages, made from Apache's own descriptions, and writes responses. It reads
+            no requests: 0.5 goes back by a negative length of a string, for ever, and ends at a tagged field that it does
+            not know, which Apache adds without a new version; the native reader of 0.6 takes memory by the length that
+            a stranger says. Produce and Fetch carry records, and are read and written by hand (`Reader`).
+Invariant   What a stranger sends raises BadRequest, or is a whole request. Nothing is allocated by a length that is said, and
+            a request of any size is read in a fraction of a second.
+"""
+
+import dataclasses
+import datetime
+import struct
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from kio.index import load_request_schema, load_response_schema
+from kio.schema.errors import ErrorCode
+from kio.serial import entity_writer
+
+from kmq.gateway.core.broker import RequestRefused
+
+__all__ = ["ErrorCode"]
+
+
+class Key(IntEnum):
+    """A kind of request."""
+
+    PRODUCE = 0
+    FETCH = 1
+    LIST_OFFSETS = 2
+    METADATA = 3
+    OFFSET_COMMIT = 8
+    OFFSET_FETCH = 9
+    FIND_COORDINATOR = 10
+    JOIN_GROUP = 11
+    HEARTBEAT = 12
+    LEAVE_GROUP = 13
+    SYNC_GROUP = 14
+    DESCRIBE_GROUPS = 15
+    LIST_GROUPS = 16
+    SASL_HANDSHAKE = 17
+    API_VERSIONS = 18
+    CREATE_TOPICS = 19
+    DELETE_TOPICS = 20
+    DELETE_RECORDS = 21
+    INIT_PRODUCER_ID = 22
+    OFFSET_FOR_LEADER_EPOCH = 23
+    DESCRIBE_ACLS = 29
+    DESCRIBE_CONFIGS = 32
+    ALTER_CONFIGS = 33
+    DESCRIBE_LOG_DIRS = 35
+    SASL_AUTHENTICATE = 36
+    CREATE_PARTITIONS = 37
+    DELETE_GROUPS = 42
+    INCREMENTAL_ALTER_CONFIGS = 44
+    OFFSET_DELETE = 47
+    DESCRIBE_SCRAM_USERS = 50
+    ALTER_SCRAM_USERS = 51
+    DESCRIBE_CLUSTER = 60
+    DESCRIBE_PRODUCERS = 61
+
+    @property
+    def act(self) -> str:
+        """Return what this is called in the table of roles (kmq/access/roles.py)."""
+        return f"Kafka.{self.name.title().replace('_', '')}"
+
+
+class Versions(NamedTuple):
+    """The lowest and the highest version that clients are told; `served`: the lowest that is answered."""
+
+    low: int
+    high: int
+    served: int = 0
+
+
+VERSIONS: dict[Key, Versions] = {
+    # 0 to 2 are told and refused: without them kcat stops to compress, and others take the broker for an old one.
+    Key.PRODUCE: Versions(0, 9, 3),
+    # librdkafka 2.6.0 sends 12, whatever it is told, and reads nothing if the answer is an older one.
+    Key.FETCH: Versions(4, 12),
+    Key.LIST_OFFSETS: Versions(1, 6),
+    Key.METADATA: Versions(0, 9),
+    Key.OFFSET_COMMIT: Versions(2, 8),
+    # 7 and 8 have require_stable, without which exactly-once processing is not exact.
+    Key.OFFSET_FETCH: Versions(1, 8),
+    Key.FIND_COORDINATOR: Versions(0, 4),
+    Key.JOIN_GROUP: Versions(0, 7),
+    Key.HEARTBEAT: Versions(0, 4),
+    Key.LEAVE_GROUP: Versions(0, 4),
+    Key.SYNC_GROUP: Versions(0, 5),
+    Key.DESCRIBE_GROUPS: Versions(0, 5),
+    Key.LIST_GROUPS: Versions(0, 4),
+    Key.SASL_HANDSHAKE: Versions(0, 1),
+    Key.API_VERSIONS: Versions(0, 3),
+    # 5 and more have a list of settings that is null, of which Java's client dies.
+    Key.CREATE_TOPICS: Versions(2, 4),
+    Key.DELETE_TOPICS: Versions(1, 5),
+    Key.DELETE_RECORDS: Versions(0, 2),
+    Key.INIT_PRODUCER_ID: Versions(0, 4),
+    Key.OFFSET_FOR_LEADER_EPOCH: Versions(2, 4),
+    Key.DESCRIBE_ACLS: Versions(1, 2),
+    Key.DESCRIBE_CONFIGS: Versions(1, 4),
+    Key.ALTER_CONFIGS: Versions(0, 1),
+    Key.DESCRIBE_LOG_DIRS: Versions(1, 4),
+    Key.SASL_AUTHENTICATE: Versions(0, 2),
+    Key.CREATE_PARTITIONS: Versions(0, 3),
+    Key.DELETE_GROUPS: Versions(0, 2),
+    Key.INCREMENTAL_ALTER_CONFIGS: Versions(0, 1),
+    Key.OFFSET_DELETE: Versions(0, 0),
+    Key.DESCRIBE_SCRAM_USERS: Versions(0, 0),
+    Key.ALTER_SCRAM_USERS: Versions(0, 0),
+    Key.DESCRIBE_CLUSTER: Versions(0, 0),
+    Key.DESCRIBE_PRODUCERS: Versions(0, 0),
+}
+_FLEXIBLE_FROM = {Key.PRODUCE: 9, Key.FETCH: 12}  # of the keys that are read by hand
+MAX_ENTRIES = 20_000  # of all arrays of a request
+_MAX_CLIENT = 200  # bytes of a client's name that are kept
+
+
+class BadRequest(Exception):
+    """A request that cannot be read. The text says where."""
+
+
+class Unsupported(Exception):
+    """A key or version that is not served."""
+
+    def __init__(self, header: "Header") -> None:
+        super().__init__(f"key {header.key}, version {header.version}")
+        self.header = header
+
+
+class Header(NamedTuple):
+    """What a request begins with. `body`: where the rest begins. `client`: what it calls itself, for people."""
+
+    key: int
+    version: int
+    correlation: int
+    client: str
+    body: int
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a request: its strings, arrays and bytes, whose form is another one from a flexible version on.
+
+    Every length is checked against the bytes that are left. Arrays of a request have at most MAX_ENTRIES together, since
+    an entry of a few bytes costs microseconds, and more than a hundred bytes of memory.
+    """
+
+    def __init__(self, data: memoryview, at: int, is_flexible: bool) -> None:
+        self.data, self.at, self.is_flexible = data, at, is_flexible
+        self._entries = 0  # that were promised so far
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        """Return numbers of a fixed form."""
+        at = self.at
+        self.at += form.size
+        try:
+            return form.unpack_from(self.data, at)
+        except struct.error:
+            raise BadRequest(f"byte {at}: the request ends") from None
+
+    def varint(self) -> int:
+        """Return an unsigned number of 7 bits a byte."""
+        data, at, number = self.data, self.at, 0
+        try:
+            for shift in _SHIFTS:
+                byte = data[at]
+                at += 1
+                if byte < 128:
+                    self.at = at
+                    return number | byte << shift
+                number |= (byte & 127) << shift
+        except IndexError:
+            raise BadRequest(f"byte {at}: the request ends") from None
+        raise BadRequest(f"byte {at}: a number of more than 5 bytes")
+
+    def count(self) -> int:
+        """Return how many entries an array has; -1: it is null."""
+        count = self.varint() - 1 if self.is_flexible else self.unpack(_INT)[0]
+        self._promise(count)
+        return int(count)
+
+    def _promise(self, entries: int) -> None:
+        self._entries += max(0, entries)
+        if not -1 <= entries <= len(self.data) - self.at or self._entries > MAX_ENTRIES:
+            raise BadRequest(f"byte {self.at}: an array of {entries} entries; {MAX_ENTRIES} are allowed in a request")
+
+    def text(self) -> str | None:
+        """Return a string."""
+        found = self._bytes(self.varint() - 1 if self.is_flexible else self.unpack(_SHORT)[0])
+        try:
+            return None if found is None else bytes(found).decode()
+        except UnicodeDecodeError:
+            raise BadRequest(f"byte {self.at}: a string that is no UTF-8") from None
+
+    def blob(self) -> memoryview | None:
+        """Return bytes."""
+        return self._bytes(self.varint() - 1 if self.is_flexible else self.unpack(_INT)[0])
+
+    def _bytes(self, length: int) -> memoryview | None:
+        if not -1 <= length <= len(self.data) - self.at:
+            raise BadRequest(f"byte {self.at}: {length} bytes, where {len(self.data) - self.at} are left")
+        if length < 0:
+            return None
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def tags(self) -> None:
+        """Skip the tagged fields, which a flexible version has at the end of each structure: none is known here."""
+        count = self.varint() if self.is_flexible else 0
+        self._promise(count)
+        for _ in range(count):
+            self.varint()
+            self._bytes(self.varint())
+
+
+_SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
+_SHIFTS = (0, 7, 14, 21, 28)
+_HEADER = struct.Struct(">hhi")
+
+
+def header(frame: memoryview) -> Header:
+    """Return what a request begins with. Raises BadRequest, and Unsupported for what is not served."""
+    reader = Reader(frame, 0, False)
+    key, version, correlation = reader.unpack(_HEADER)
+    found = Header(key, version, correlation, "", 0)
+    known = VERSIONS.get(key)
+    if known is None or not known.served <= version <= known.high or (known.low > version):
+        raise Unsupported(found._replace(client=_client(reader)))
+    client = _client(reader)
+    if is_flexible(Key(key), version):
+        reader.is_flexible = True
+        reader.tags()
+    return found._replace(client=client, body=reader.at)
+
+
+def _client(reader: Reader) -> str:
+    """Return the client's name: a string of the old form in every version."""
+    name = reader._bytes(reader.unpack(_SHORT)[0])
+    return "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
+
+
+_request, _response = cache(load_request_schema), cache(load_response_schema)  # kio looks for them anew each time
+
+
+def is_flexible(key: Key, version: int) -> bool:
+    """Return True if that version has compact strings and arrays, and tagged fields."""
+    if key in _FLEXIBLE_FROM:
+        return version >= _FLEXIBLE_FROM[key]
+    return bool(_request(key, version).__flexible__)
+
+
+def decode(found: Header, frame: memoryview) -> Any:
+    """Return the body of a control message: an object with kio's fields of that version. Raises BadRequest.
+
+    What follows is ignored, as by Apache's broker: librdkafka's Metadata 9 of all topics is three bytes too long, of
+    which two are a tagged field and the last one is nothing.
+    """
+    reader = Reader(frame, found.body, is_flexible(Key(found.key), found.version))
+    try:
+        return _object(reader, _request(found.key, found.version))
+    except BadRequest as err:
+        raise BadRequest(f"{Key(found.key).name}, version {found.version}: {err}") from None
+
+
+def _object(reader: Reader, cls: Any) -> SimpleNamespace:
+    values = {}
+    for name, read in _steps(cls):
+        values[name] = read(reader)
+    reader.tags()
+    return SimpleNamespace(**values)
+
+
+@cache
+def _steps(cls: Any) -> list[tuple[str, Callable[[Reader], Any]]]:
+    """Return how each field of a structure is read, in order."""
+    return [(field.name, _array(field) if field.is_array else _single(field)) for field in _fields(cls)]
+
+
+def _single(field: "_Field") -> Callable[[Reader], Any]:
+    def number(reader: Reader) -> Any:
+        return reader.unpack(form)[0]
+
+    def time(reader: Reader) -> datetime.timedelta:
+        number = reader.unpack(form)[0]
+        try:
+            return datetime.timedelta(milliseconds=number)
+        except OverflowError:
+            raise BadRequest(f"byte {reader.at}: a time of {number} ms") from None
+
+    def blob(reader: Reader) -> bytes | None:
+        found = reader.blob()
+        return None if found is None else bytes(found)
+
+    def never_null(reader: Reader) -> Any:
+        value = read(reader)
+        if value is None:
+            raise BadRequest(f"byte {reader.at}: {field.name} is null")
+        return value
+
+    if field.entry is not None:
+        return lambda reader: _object(reader, field.entry)
+    form = _NUMBERS.get(field.kind, _INT)
+    if field.kind in _NUMBERS:
+        return time if field.kind.startswith("timedelta") else number
+    read = Reader.text if field.kind == "string" else blob
+    return read if field.is_nullable and not field.is_array else never_null
+
+
+def _array(field: "_Field") -> Callable[[Reader], Any]:
+    read = _single(field)
+
+    def entries(reader: Reader) -> Any:
+        count = reader.count()
+        if count < 0 and not field.is_nullable:
+            raise BadRequest(f"byte {reader.at}: {field.name} is null")
+        return None if count < 0 else tuple([read(reader) for _ in range(count)])
+
+    return entries
+
+
+_LONG = struct.Struct(">q")
+_NUMBERS = {"bool": struct.Struct(">?"), "int8": struct.Struct(">b"), "int16": _SHORT, "int32": _INT, "int64": _LONG}
+_NUMBERS |= {"timedelta_i32": _INT, "timedelta_i64": _LONG}
+
+
+# --- responses -------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes a response by hand, in the form of its version."""
+
+    def __init__(self, is_flexible: bool) -> None:
+        self._is_flexible = is_flexible
+        self._parts: list[bytes | memoryview] = []
+
+    def begin(self, correlation: int) -> None:
+        self._parts.append(_INT.pack(correlation))
+        self.tags()
+
+    def pack(self, form: str, *values: int) -> None:
+        """Write numbers of a fixed form."""
+        self._parts.append(struct.pack(form, *values))
+
+    def raw(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def count(self, entries: int) -> None:
+        """Write how many entries an array has."""
+        self._parts.append(varint(entries + 1) if self._is_flexible else _INT.pack(entries))
+
+    def text(self, text: str | None) -> None:
+        data = None if text is None else text.encode()
+        length = -1 if data is None else len(data)
+        self._parts.append(varint(length + 1) if self._is_flexible else _SHORT.pack(length))
+        self._parts.append(data or b"")
+
+    def blobs(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Write bytes that lie in several pieces."""
+        length = sum(map(len, parts))
+        self._parts.append(varint(length + 1) if self._is_flexible else _INT.pack(length))
+        self._parts += parts
+
+    def tags(self) -> None:
+        """Write that there are no tagged fields."""
+        if self._is_flexible:
+            self._parts.append(b"\0")
+
+    def pieces(self, least: int) -> Iterator[bytes | memoryview]:
+        """Yield the response with its length in front: parts of at least so many bytes as they are, and others joined."""
+        small: list[bytes | memoryview] = [_INT.pack(sum(map(len, self._parts)))]
+        for part in self._parts:
+            if len(part) >= least:
+                yield b"".join(small)
+                yield part
+                small = []
+            else:
+                small.append(part)
+        yield b"".join(small)
+
+    def frame(self) -> bytes:
+        """Return the response with its length in front."""
+        return b"".join([_INT.pack(sum(map(len, self._parts))), *self._parts])
+
+    def body(self) -> bytes:
+        """Return what was written."""
+        return b"".join(self._parts)
+
+
+def varint(number: int) -> bytes:
+    """Return an unsigned number of 7 bits a byte."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+Fields = Mapping[str, Any]  # by kio's names, of all versions together
+
+
+def encode(found: Header, fields: Fields) -> bytes:
+    """Return the response to a control message, with its length in front. What its version does not have is left out."""
+    cls = _response(found.key, found.version)
+    out = _KioOutput()
+    # Clients must be able to read this one before they know which versions there are.
+    is_flexible = cls.__flexible__ and found.key != Key.API_VERSIONS
+    out.write(_INT.pack(found.correlation) + (b"\0" if is_flexible else b""))
+    _writer(cls)(out, entity(cls, fields))
+    return out.frame()
+
+
+def unsupported_versions(correlation: int, served: Iterable[Key]) -> bytes:
+    """Return the answer to a version of ApiVersions that is not known: in the oldest form, with all versions."""
+    rows = [struct.pack(">hhh", key, VERSIONS[key].low, VERSIONS[key].high) for key in served]
+    body = struct.pack(">ihi", correlation, ErrorCode.unsupported_version, len(rows)) + b"".join(rows)
+    return _INT.pack(len(body)) + body
+
+
+def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) -> Fields:
+    """Return a response that refuses all of a control message, where its version has errors: as a whole, or each entry."""
+    return _refused(_response(found.key, found.version), body, code, text)
+
+
+# What a refused request names; the response has an entry for each.
+_NAMED: tuple[str, ...] = (
+    "topics",
+    "partitions",
+    "partition_indexes",
+    "resources",
+    "groups",
+    "coordinator_keys",
+    "topic_names",
+)
+_NAMED += ("groups_names", "users", "deletions", "upsertions")
+_NAMES = ("name", "group_id", "key", "partition_index", "user")  # of an entry that the request names by one word
+_BLANK = {"node_id": -1, "host": "", "port": -1, "protocol_name": "", "leader": "", "member_id": "", "assignment": b""}
+_BLANK |= {"group_state": "", "protocol_type": "", "protocol_data": "", "committed_offset": -1, "metadata": ""}
+_BLANK |= {"low_watermark": -1, "producer_epoch": -1}
+
+
+def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
+    found: dict[str, Any] = {"error_message": text}
+    fields = _fields(cls)
+    is_whole = any(field.kind == "error_code" for field in fields)
+    for field in fields:
+        if field.kind == "error_code":
+            found[field.name] = code
+        elif field.is_array:
+            found[field.name] = [] if is_whole else [_refused(field.entry, each, code, text) for each in _named(asked)]
+        elif field.name in _NAMES and isinstance(asked, str | int):
+            found[field.name] = asked
+        elif hasattr(asked, field.name):
+            found[field.name] = getattr(asked, field.name)
+        elif field.name == "user":
+            found[field.name] = asked.name
+        elif field.name in _BLANK:
+            found[field.name] = _BLANK[field.name]
+    return found
+
+
+def _named(asked: Any) -> Iterator[Any]:
+    for name in _NAMED:
+        yield from getattr(asked, name, None) or ()
+
+
+class _KioOutput:
+    """What kio writes to."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(bytes(data))
+
+    def frame(self) -> bytes:
+        return b"".join([_INT.pack(sum(map(len, self._parts))), *self._parts])
+
+
+class _Field(NamedTuple):
+    """A field of one version. `kind`: its type, of a plain one; `entry`: the class of its entries, of another one."""
+
+    name: str
+    kind: str
+    entry: Any
+    is_array: bool
+    is_nullable: bool
+
+
+@cache
+def _fields(cls: Any) -> list[_Field]:
+    found = []
+    for each in dataclasses.fields(cls):
+        kinds = {each.type, *typing.get_args(each.type)}
+        array = next((kind for kind in kinds if typing.get_origin(kind) is tuple), None)
+        inner = typing.get_args(array) if array else kinds
+        entry = next((kind for kind in inner if dataclasses.is_dataclass(kind)), None)
+        kind = each.metadata.get("kafka_type", "")
+        found.append(_Field(each.name, kind, entry, array is not None, type(None) in kinds))
+    return found
+
+
+def entity(cls: Any, fields: Fields) -> Any:
+    """Return the kio object of one version. Raises TypeError for a field that is neither given nor has a default."""
+    values = {}
+    for name, kind, entry, is_array, _ in _fields(cls):
+        if name in fields:
+            value = fields[name]
+            if entry is not None and value is not None:
+                value = tuple(entity(entry, each) for each in value) if is_array else entity(entry, value)
+            elif is_array and value is not None:
+                value = tuple(value)
+            elif kind == "error_code":
+                value = ErrorCode(value)
+            values[name] = value
+        elif name == "throttle_time":
+            values[name] = _NO_TIME
+    return cls(**values)
+
+
+_NO_TIME = datetime.timedelta(0)
+
+
+@cache
+def _writer(cls: Any) -> Any:
+    return entity_writer(cls)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+# What a refusal of the core is for a client of Kafka. Clients try again what is retriable for them.
+_CODES = {
+    "unauthorized": ErrorCode.sasl_authentication_failed,
+    "forbidden": ErrorCode.topic_authorization_failed,
+    "unknown_topic": ErrorCode.unknown_topic_or_partition,
+    "unknown_partition": ErrorCode.unknown_topic_or_partition,
+    "bad_topic": ErrorCode.invalid_topic_exception,
+    "reserved_topic": ErrorCode.invalid_topic_exception,
+    "too_many_topics": ErrorCode.policy_violation,
+    "topic_exists": ErrorCode.topic_already_exists,
+    "too_long": ErrorCode.message_too_large,
+    "too_large": ErrorCode.message_too_large,
+    "out_of_range": ErrorCode.offset_out_of_range,
+    "damaged": ErrorCode.kafka_storage_error,
+    "disk_full": ErrorCode.kafka_storage_error,
+    "quota": ErrorCode.kafka_storage_error,
+    "not_enough_replicas": ErrorCode.not_enough_replicas,
+    "no_leader": ErrorCode.not_leader_or_follower,
+    "not_ready": ErrorCode.not_leader_or_follower,
+    "stopping": ErrorCode.not_leader_or_follower,
+    "producers_full": ErrorCode.not_leader_or_follower,
+    "busy": ErrorCode.request_timed_out,
+    "too_many": ErrorCode.request_timed_out,
+    "not_answered": ErrorCode.request_timed_out,
+    "stored_not_routed": ErrorCode.request_timed_out,
+    "not_routed": ErrorCode.request_timed_out,
+    "id_reused": ErrorCode.invalid_record,
+    "id_too_old": ErrorCode.out_of_order_sequence_number,
+    "bad_field": ErrorCode.invalid_request,
+    "bad_request": ErrorCode.invalid_request,
+}
+
+
+def code_of(refused: RequestRefused, default: ErrorCode = ErrorCode.unknown_server_error) -> ErrorCode:
+    """Return the error that clients of Kafka know for a refusal."""
+    return _CODES.get(refused.code, default)
+
+
+def milliseconds(moment: datetime.datetime | datetime.timedelta | None) -> int:
+    """Return a time of kio in milliseconds; -1: none."""
+    if moment is None:
+        return -1
+    since = moment - _EPOCH if isinstance(moment, datetime.datetime) else moment
+    return since // datetime.timedelta(milliseconds=1)
+
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

@@ -1,0 +1,472 @@
+"""Groups through the Kafka door, with real clients: who reads what, whatever is killed, and where they go on."""
+
+import itertools
+import os
+import signal
+import struct
+import time
+from datetime import timedelta
+
+import kafka_members
+import pytest
+from brokers import PATIENCE_S, Broker
+from confluent_kafka import Producer
+from consuls import free_ports
+from kafka_members import Member, await_shared, wait
+from kafka_peer import Peer
+from kio.schema.errors import ErrorCode
+
+PARTITIONS = 4
+COMMIT, FETCH, JOIN, BEAT, LEAVE, SYNC = 8, 9, 11, 12, 13, 14
+numbers = itertools.count()
+
+# How each client says: sessions as short as may be, quick heartbeats, commits only when told, from the start.
+SETTINGS = {
+    "confluent": {
+        "session.timeout.ms": 6000,
+        "heartbeat.interval.ms": 300,
+        "enable.auto.commit": "false",
+        "auto.offset.reset": "earliest",
+        "partition.assignment.strategy": "range",
+        "log_level": 2,
+    },
+    "kafka-python": {
+        "session_timeout_ms": 6000,
+        "heartbeat_interval_ms": 300,
+        "enable_auto_commit": "false",
+        "auto_offset_reset": "earliest",
+        "assignors": "range,roundrobin",
+    },
+}
+SETTINGS["aiokafka"] = SETTINGS["kafka-python"]
+_NAMED_OTHERWISE = ("log_level", "partition.assignment.strategy")
+SETTINGS["java"] = {name: value for name, value in SETTINGS["confluent"].items() if name not in _NAMED_OTHERWISE}
+CLIENTS = [
+    ("confluent", {}),
+    ("confluent", {"partition.assignment.strategy": "cooperative-sticky"}),
+    ("kafka-python", {}),
+    ("aiokafka", {}),
+    pytest.param(
+        "java",
+        {"partition.assignment.strategy": "org.apache.kafka.clients.consumer.CooperativeStickyAssignor"},
+        marks=pytest.mark.java,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    made = Broker(tmp_path_factory.mktemp("kafka-groups") / "b")
+    made.env["KMQ_KAFKA_PORT"] = str(free_ports(1)[0])  # clients find the next gateway there
+    made.up(KMQ_KAFKA_PARTITIONS=PARTITIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def peer(broker):
+    with Peer.of(broker.pipes) as made:
+        yield made
+
+
+@pytest.fixture
+def topic(peer):
+    """A topic of this test alone."""
+    name = f"t{next(numbers)}"
+    assert peer.make_topic(name) == PARTITIONS
+    return name
+
+
+@pytest.fixture
+def group():
+    return f"g{next(numbers)}"
+
+
+@pytest.fixture
+def start(broker, group, topic):
+    """Starts members of the group, which are gone after the test."""
+    members = []
+
+    def start_one(library, settings=None, **more):
+        if library == "java" and not kafka_members.has_java():
+            pytest.skip("Apache's client is not there; see tests/kafka_members.py")
+        asked = SETTINGS[library] | (settings or {}) | more
+        members.append(Member(library, port(broker), group, topic, **asked))
+        return members[-1]
+
+    yield start_one
+    for member in members:
+        member.kill()
+
+
+def port(broker):
+    return int((broker.pipes / "kafka.port").read_text())
+
+
+def produce(broker, topic, count, begin=0):
+    """Store so many messages in each partition."""
+    producer = Producer({"bootstrap.servers": f"localhost:{port(broker)}"})
+    failed = []
+    for partition, n in itertools.product(range(PARTITIONS), range(begin, begin + count)):
+        report = lambda err, _: failed.append(err) if err else None  # noqa: E731
+        producer.produce(topic, f"{partition}/{n}".encode(), partition=partition, on_delivery=report)
+    assert producer.flush(PATIENCE_S) == 0 and not failed
+
+
+def read(members):
+    """What the members have read, each place once."""
+    return {(partition, offset) for member in members for partition, offset, _ in member.messages}
+
+
+def places(begin, end):
+    return set(itertools.product(range(PARTITIONS), range(begin, end)))
+
+
+def await_read(members, wanted):
+    wait(lambda: wanted <= read(members), lambda: f"{wanted - read(members)}: {[*map(str, members)]}")
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("library", "settings"), CLIENTS)
+def test_members_share_a_topic_and_go_on_where_the_group_is(broker, topic, start, library, settings):
+    produce(broker, topic, 10)
+    first = start(library, settings)
+    first.await_assigned(*range(PARTITIONS))
+    await_read([first], places(0, 10))
+    for partition in range(PARTITIONS):
+        assert first.ask(f"commit {partition} 10") == "10"
+    second = start(library, settings)
+    await_shared([first, second], PARTITIONS)
+    assert second.ask(f"committed {min(second.assigned)}") == "10"
+    produce(broker, topic, 5, begin=10)
+    await_read([first, second], places(10, 15))
+    assert not read([second]) & places(0, 10), "the group has committed that"
+    first.close()
+    second.await_assigned(*range(PARTITIONS))
+    assert not first.lost and not second.lost
+    await_read([second], places(10, 15))
+
+
+def test_members_of_different_clients_are_one_group(broker, topic, start):
+    libraries = ["confluent", "kafka-python", "aiokafka"] + ["java"] * kafka_members.has_java()
+    members = [
+        start(library, {"partition.assignment.strategy": "range"} if library == "confluent" else {})
+        for library in libraries
+    ]
+    await_shared(members, PARTITIONS)
+    produce(broker, topic, 10)
+    await_read(members, places(0, 10))
+    assert all(member.messages for member in members)
+    members.pop().close()
+    await_shared(members, PARTITIONS)
+
+
+@pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
+def test_a_member_that_is_killed_or_stopped_loses_its_partitions_to_the_others(broker, topic, start, assignor):
+    members = [start("confluent", {"partition.assignment.strategy": assignor}) for _ in range(3)]
+    await_shared(members, PARTITIONS)
+    killed, stopped, left = members
+    killed.process.kill()
+    stopped.process.send_signal(signal.SIGSTOP)
+    left.await_assigned(*range(PARTITIONS))
+    produce(broker, topic, 10)
+    await_read([left], places(0, 10))
+    for partition in range(PARTITIONS):
+        assert left.ask(f"commit {partition} 10") == "10"
+    stopped.process.send_signal(signal.SIGCONT)
+    await_shared([stopped, left], PARTITIONS)
+    assert stopped.lost, "it knows that others had its partitions"
+    produce(broker, topic, 5, begin=10)
+    await_read([left, stopped], places(10, 15))
+    assert all(stopped.ask(f"committed {partition}") == "10" for partition in range(PARTITIONS))
+
+
+def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker, topic, start):
+    members = [start("confluent"), start("aiokafka")]
+    await_shared(members, PARTITIONS)
+    produce(broker, topic, 10)
+    await_read(members, places(0, 10))
+    for member in members:
+        for partition in member.assigned:
+            member.ask(f"commit {partition} 10")
+        member.messages.clear()
+    broker.kill("gateway")
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the next gateway")
+    produce(broker, topic, 5, begin=10)
+    await_read(members, places(10, 15))
+    await_shared(members, PARTITIONS)
+    assert not read(members) & places(0, 10), "an empty answer would have sent them back to the start"
+
+
+# --- what is said, byte by byte ---------------------------------------------------------------------------------------
+
+
+def subscription(*topics, owned=()):
+    """A member's metadata, version 1, with what it reads still: (topic, partition)."""
+    text = lambda word: struct.pack(f">h{len(word)}s", len(word), word.encode())  # noqa: E731
+    rows = [text(name) + struct.pack(">ii", 1, number) for name, number in owned]
+    return b"".join(
+        (struct.pack(">hi", 1, len(topics)), *map(text, topics), b"\xff" * 4, struct.pack(">i", len(rows)), *rows)
+    )
+
+
+def send_join(peer, group, topic, member="", *, assignors=("range",), owned=(), version=3, session=6.0, **more):
+    protocols = [{"name": name, "metadata": subscription(topic, owned=owned)} for name in assignors]
+    fields = {"group_id": group, "session_timeout": timedelta(seconds=session), "member_id": member}
+    if version >= 1:
+        fields["rebalance_timeout"] = timedelta(seconds=20)
+    peer.send(JOIN, version, **fields, protocol_type="consumer", protocols=protocols, **more)
+
+
+def join(peer, *arguments, **more):
+    send_join(peer, *arguments, **more)
+    return peer.read()
+
+
+def sync(peer, group, joined, version=3, **more):
+    fields = {"group_id": group, "generation_id": joined.generation_id, "member_id": joined.member_id}
+    return peer.ask(SYNC, version, **fields, assignments=[], **more)
+
+
+def beat(peer, group, member, generation, version=3, **more):
+    return peer.ask(BEAT, version, group_id=group, generation_id=generation, member_id=member, **more).error_code
+
+
+def commit(peer, group, rows, member="", generation=-1, version=6, **more):
+    """Commit (topic, partition) → offset or (offset, metadata). Returns what became of each."""
+    topics = []
+    for (topic, partition), row in rows.items():
+        offset, metadata = row if isinstance(row, tuple) else (row, "")
+        part = {"partition_index": partition, "committed_offset": offset, "committed_metadata": metadata}
+        topics.append({"name": topic, "partitions": [part]})
+    if version <= 4:
+        more["retention_time"] = timedelta(milliseconds=-1)
+    found = peer.ask(
+        COMMIT,
+        version,
+        group_id=group,
+        generation_id_or_member_epoch=generation,
+        member_id=member,
+        topics=topics,
+        **more,
+    )
+    return [part.error_code for row in found.topics for part in row.partitions]
+
+
+def fetch(peer, group, topic=None, partitions=(0,), version=5):
+    """What OffsetFetch says: the error of the group, and partition → its row."""
+    topics = None if topic is None else [{"name": topic, "partition_indexes": list(partitions)}]
+    if version == 8:
+        [found] = peer.ask(FETCH, 8, groups=[{"group_id": group, "topics": topics}], require_stable=True).groups
+    else:
+        more = {"require_stable": False} if version == 7 else {}
+        found = peer.ask(FETCH, version, group_id=group, topics=topics, **more)
+    rows = {part.partition_index: part for row in found.topics for part in row.partitions}
+    return getattr(found, "error_code", None), rows
+
+
+def assigned(response):
+    """Partitions in an assignment of one topic."""
+    assert response.error_code == ErrorCode.none
+    count = struct.unpack_from(">h", response.assignment, 6)[0]
+    if response.assignment[2:6] == b"\0\0\0\0":
+        return []
+    found, *_ = struct.unpack_from(">i", response.assignment, 8 + count)
+    return list(struct.unpack_from(f">{found}i", response.assignment, 12 + count))
+
+
+def test_every_version_of_a_members_requests_is_served(peer, topic, group):
+    for version in range(8):
+        if version < 4:
+            joined = join(peer, group, topic, version=version)
+        else:
+            asked = join(peer, group, topic, version=version)
+            assert asked.error_code == ErrorCode.member_id_required and asked.member_id
+            joined = join(peer, group, topic, asked.member_id, version=version)
+        assert joined.error_code == ErrorCode.none and joined.leader == "" and not joined.members
+        assert joined.member_id and joined.protocol_name == "range"
+        for number in range(6):
+            assert assigned(sync(peer, group, joined, number)) == [*range(PARTITIONS)]
+        who = joined.member_id, joined.generation_id
+        assert [beat(peer, group, *who, number) for number in range(5)] == [ErrorCode.none] * 5
+        for number in range(2, 9):
+            assert commit(peer, group, {(topic, 1): (0, f"v{number}")}, *who, version=number) == [ErrorCode.none]
+            for reading in range(1, 9):
+                code, rows = fetch(peer, group, topic, (1, 2), reading)
+                assert code in (None, ErrorCode.none)
+                assert (rows[1].committed_offset, rows[1].metadata) == (0, f"v{number}")
+                assert (rows[2].committed_offset, rows[2].metadata) == (-1, "")
+        assert {number: [*fetch(peer, group, None, (), number)[1]] for number in range(2, 9)} == {
+            n: [1] for n in range(2, 9)
+        }
+        leave(peer, group, joined.member_id, version % 5)
+
+
+def leave(peer, group, member, version=2):
+    if version < 3:
+        return peer.ask(LEAVE, version, group_id=group, member_id=member).error_code
+    found = peer.ask(LEAVE, version, group_id=group, members=[{"member_id": member, "group_instance_id": None}])
+    assert found.error_code == ErrorCode.none
+    return found.members[0].error_code
+
+
+def test_who_joins_again_without_need_moves_nothing(broker, peer, topic, group):
+    """Else two members with an eager assignor would send one another back to JoinGroup for ever."""
+    with Peer.of(broker.pipes) as other:
+        first = join(peer, group, topic)
+        sync(peer, group, first)
+        send_join(other, group, topic)
+        wait(
+            lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress,
+            lambda: "",
+        )
+        first = join(peer, group, topic, first.member_id)
+        second = other.read()
+        assert first.generation_id == second.generation_id
+        assert assigned(sync(peer, group, first)) + assigned(sync(other, group, second)) == [*range(PARTITIONS)]
+        again = join(peer, group, topic, first.member_id)
+        assert again.generation_id == first.generation_id
+        assert beat(other, group, second.member_id, second.generation_id) == ErrorCode.none
+        assert assigned(sync(peer, group, again)) == [0, 1]
+
+
+def test_what_a_member_still_reads_is_given_to_nobody_until_it_joins_again_without_it(broker, peer, topic, group):
+    asked = {"assignors": ("cooperative-sticky",), "version": 3}
+    with Peer.of(broker.pipes) as other:
+        first = join(peer, group, topic, **asked)
+        mine = assigned(sync(peer, group, first))
+        second = join(other, group, topic, **asked)
+        assert assigned(sync(other, group, second)) == []
+        first = join(peer, group, topic, first.member_id, owned=[(topic, n) for n in mine], **asked)
+        kept = assigned(sync(peer, group, first))
+        assert len(kept) == 2 and assigned(sync(other, group, second)) == []
+        moving = (topic, min({*mine} - {*kept}))
+        assert commit(peer, group, {moving: 0}, first.member_id, first.generation_id) == [ErrorCode.none]
+        first = join(peer, group, topic, first.member_id, owned=[(topic, n) for n in kept], **asked)
+        assert first.generation_id > second.generation_id
+        assert beat(other, group, second.member_id, second.generation_id) == ErrorCode.rebalance_in_progress
+        second = join(other, group, topic, second.member_id, **asked)
+        assert sorted(assigned(sync(peer, group, first)) + assigned(sync(other, group, second))) == mine
+        assert commit(peer, group, {moving: 0}, first.member_id, first.generation_id) == [ErrorCode.illegal_generation]
+
+
+def test_a_member_whose_connection_ends_in_joingroup_stays_until_its_session_ends(broker, peer, topic, group):
+    first = join(peer, group, topic)
+    sync(peer, group, first)
+    with Peer.of(broker.pipes) as other:
+        send_join(other, group, topic)
+        wait(
+            lambda: beat(peer, group, first.member_id, first.generation_id) == ErrorCode.rebalance_in_progress,
+            lambda: "",
+        )
+    begun = time.monotonic()
+    first = join(peer, group, topic, first.member_id)
+    assert len(assigned(sync(peer, group, first))) == 2, "the other is a member"
+    code = ErrorCode.none
+    while code == ErrorCode.none:
+        code = beat(peer, group, first.member_id, first.generation_id)
+    assert code == ErrorCode.rebalance_in_progress and time.monotonic() - begun > 4.0
+    first = join(peer, group, topic, first.member_id)
+    assert assigned(sync(peer, group, first)) == [*range(PARTITIONS)]
+
+
+def test_who_is_no_member_or_of_an_old_generation_commits_nothing(broker, peer, topic, group):
+    mine = {(topic, 0): 0}
+    assert commit(peer, group, mine) == [ErrorCode.none], "nobody is a member"
+    assert commit(peer, group, mine, "ghost", 1) == [ErrorCode.unknown_member_id]
+    first = join(peer, group, topic)
+    sync(peer, group, first)
+    who = first.member_id, first.generation_id
+    assert commit(peer, group, mine) == [ErrorCode.unknown_member_id], "only members may"
+    assert commit(peer, group, mine, who[0], who[1] + 1) == [ErrorCode.illegal_generation]
+    assert commit(peer, group, mine, who[0], -1) == [ErrorCode.illegal_generation]
+    with Peer.of(broker.pipes) as other:
+        send_join(other, group, topic)
+        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        assert commit(peer, group, mine, *who) == [ErrorCode.none], "before it gives up what it has"
+        first = join(peer, group, topic, first.member_id)
+        other.read()
+    assert commit(peer, group, mine, *who) == [ErrorCode.illegal_generation]
+    assert beat(peer, group, *who) == ErrorCode.illegal_generation
+    assert sync(peer, group, first).error_code == ErrorCode.none
+    assert leave(peer, group, who[0]) == ErrorCode.none
+    assert leave(peer, group, who[0], 4) == ErrorCode.unknown_member_id
+
+
+def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker, peer, topic, group):
+    produce(broker, topic, 3)
+    rows = {
+        (topic, 0): 3,
+        (topic, 1): 4,
+        (topic, 2): (2, "x" * 1025),
+        (topic, 3): -1,
+        (topic, PARTITIONS): 0,
+        ("nowhere", 0): 0,
+    }
+    assert commit(peer, group, rows) == [
+        ErrorCode.none,
+        ErrorCode.invalid_commit_offset_size,
+        ErrorCode.offset_metadata_too_large,
+        ErrorCode.invalid_commit_offset_size,
+        ErrorCode.unknown_topic_or_partition,
+        ErrorCode.unknown_topic_or_partition,
+    ]
+    found = fetch(peer, group, topic, range(PARTITIONS))[1]
+    assert [row.committed_offset for row in found.values()] == [3, -1, -1, -1]
+
+
+def test_what_cannot_be_joined_is_refused_with_the_error_that_says_so(peer, topic, group):
+    def refused(group=group, **more):
+        return join(peer, group, topic, **more).error_code
+
+    assert refused(assignors=("own",)) == ErrorCode.inconsistent_group_protocol
+    assert refused(session=5.9) == ErrorCode.invalid_session_timeout
+    assert refused("a b") == refused("") == refused("g" * 201) == ErrorCode.invalid_group_id
+    broken = [{"name": "range", "metadata": b"\0"}]
+    fields = {"group_id": group, "session_timeout": timedelta(seconds=6), "member_id": "", "protocol_type": "consumer"}
+    assert peer.ask(JOIN, 0, **fields, protocols=broken).error_code == ErrorCode.inconsistent_group_protocol
+    assert peer.ask(JOIN, 0, **fields, protocols=[]).error_code == ErrorCode.inconsistent_group_protocol
+
+
+def test_a_client_that_calls_roundrobin_by_another_name_is_answered_by_that(broker, peer, topic, group):
+    kafkajs = join(peer, group, topic, assignors=("RoundRobinAssigner",))
+    assert kafkajs.protocol_name == "RoundRobinAssigner"
+    sync(peer, group, kafkajs)
+    with Peer.of(broker.pipes) as other:
+        send_join(other, group, topic, assignors=("roundrobin", "range"))
+        wait(
+            lambda: beat(peer, group, kafkajs.member_id, kafkajs.generation_id) == ErrorCode.rebalance_in_progress,
+            lambda: "",
+        )
+        kafkajs = join(peer, group, topic, kafkajs.member_id, assignors=("RoundRobinAssigner",))
+        assert (kafkajs.protocol_name, other.read().protocol_name) == ("RoundRobinAssigner", "roundrobin")
+
+
+def test_nothing_is_said_of_a_group_before_its_offsets_are_loaded(broker, topic, group):
+    with Peer.of(broker.pipes) as before:
+        assert commit(before, group, {(topic, 0): 0}) == [ErrorCode.none]
+    router = broker.pids()["router"]
+    loading = ErrorCode.coordinator_load_in_progress
+    os.kill(router, signal.SIGSTOP)
+    try:
+        broker.send_lines([b"orders|0||is durable, and not routed"])
+        broker.kill("gateway")
+        broker.wait(lambda: broker.status()["gateway"]["state"] == "recovering", "the next gateway")
+        with Peer.of(broker.pipes) as peer:
+            assert join(peer, group, topic, "m").error_code == leave(peer, group, "m") == loading
+            again = peer.ask(SYNC, 0, group_id=group, generation_id=1, member_id="m", assignments=[]).error_code
+            assert again == ErrorCode.rebalance_in_progress, "clients know no other error here"
+            assert beat(peer, group, "m", 1) == ErrorCode.none, "aiokafka dies of any other answer"
+            assert peer.ask(LEAVE, 4, group_id=group, members=[{"member_id": "m"}]).error_code == loading
+            assert commit(peer, group, {(topic, 0): 0}) == [loading]
+            code, rows = fetch(peer, group, topic, (0, 1), 1)
+            assert code is None and [row.error_code for row in rows.values()] == [loading, loading]
+            assert {fetch(peer, group, topic, (0,), version)[0] for version in range(2, 9)} == {loading}
+    finally:
+        os.kill(router, signal.SIGCONT)
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the offsets")
+    with Peer.of(broker.pipes) as peer:
+        wait(lambda: fetch(peer, group, topic)[0] == ErrorCode.none, lambda: "the groups")
+        assert fetch(peer, group, topic)[1][0].committed_offset == 0

@@ -1,0 +1,484 @@
+"""Fetch and its like over made files: each version in its form, batches as they were produced, and what is an error."""
+
+import asyncio
+import random
+import struct
+import threading
+from contextlib import contextmanager
+
+import cramjam
+import pytest
+from fake_logger import FakeLogger
+from kafka_batches import HEADER_BYTES, Sent, fetched, framed, records_of
+from kafka_peer import Peer
+from kio.schema.errors import ErrorCode
+from log_server import up
+from made_data import FIRST_TS, append, write_data
+
+from kmq.broker.stats import STATES, Incidents, Strangers
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.metrics import Requests
+from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
+from kmq.gateway.kafka.door import Kafka
+from kmq.gateway.kafka.fetching import Fetching
+from kmq.gateway.kafka.records import encode, patched, read_batches, render
+from kmq.log import topics
+
+CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramjam.zstd}
+
+
+class Door:
+    """The Kafka door on a data directory, without the stages. `page`: their state, as it is believed."""
+
+    def __init__(self, found, cache):
+        self.page, self.cache, self.incidents = found.page, cache, []
+        self._settings, self._port, self._is_up = found.settings, 0, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._is_up.wait(60)
+
+    async def _serve(self):
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        note = Incidents(lambda *event, **fields: None).note
+        strangers = Strangers(self.page.rows["gateway"], type("Notes", (), {"note": staticmethod(note)}))
+        self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
+        fetching = Fetching(self.core, self.cache, counts, lambda *event: self.incidents.append(event))
+        kafka = Kafka(self._settings, self.core, None, strangers, counts, FakeLogger(), (fetching,))
+        server = await self._loop.create_server(kafka, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._is_up.set()
+        await self._over.wait()
+        server.close()
+        kafka.stop()
+        await kafka.drain()
+        await self.core.close()
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+
+@contextmanager
+def opened(data, cache_bytes=1 << 20, **settings):
+    """(a door, a client of it)"""
+    with up(data, synced=1 << 40, **settings) as found:
+        found.page.rows["gateway"].state = STATES.index("ready")
+        door = Door(found, TailCache(cache_bytes))
+        try:
+            with Peer(door.port) as peer:
+                yield door, peer
+        finally:
+            door.close()
+
+
+def batches(row):
+    """The batches of a row, read."""
+    data, found = bytes(row.records or b""), []
+    while data:
+        length = 12 + struct.unpack_from(">i", data, 8)[0]
+        codec = data[22] & 7
+        found.append(fetched(data[:length], decompressed(codec, data[HEADER_BYTES:length]) if codec else None))
+        data = data[length:]
+    return found
+
+
+def values(row):
+    return [(offset, sent.value) for batch in batches(row) for offset, sent in batch.records]
+
+
+def decompressed(codec, data):
+    module = CODECS[codec]
+    return bytes(module.decompress_raw(data) if codec == 2 else module.decompress(data))
+
+
+def compressed(codec, data):
+    module = CODECS[codec]
+    return data if module is None else bytes(module.compress_raw(data) if codec == 2 else module.compress(data))
+
+
+def produced(rows, codec=0, producer=(7, 1, 5)):
+    """A batch as a producer sends it."""
+    base, latest = rows[0].timestamp, max(row.timestamp for row in rows)
+    records = compressed(codec, records_of(rows, base))
+    more = {"attributes": codec, "base": base, "latest": latest, "producer": producer}
+    return framed(records, len(rows), last_delta=len(rows) - 1, **more)
+
+
+def lines_of(count, topic="t", start=0):
+    return [b"%b.@0|%d.%03d||%d" % (topic.encode(), n, n, n) for n in range(start, start + count)]
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_batch_from_the_cache_says_what_its_lines_say_field_by_field(codec):
+    rng = random.Random(codec)
+    pool = [None, b"", b"x", "ü".encode(), b"\0\xff|;\n", b"a|b;c%d", b"k" * 300]
+    for first in (0, 5, 10**12):
+        rows = []
+        for n in range(rng.randrange(1, 60)):
+            headers = tuple((b"h%d" % i, rng.choice(pool)) for i in range(rng.randrange(3)))
+            rows.append(Sent(1714500000000 + rng.randrange(-9, 9) * n, rng.choice(pool), rng.choice(pool), headers))
+        data = produced(rows, codec)
+        (batch,) = read_batches(data)
+        rendered = render(batch, "t", 0, 1, 1 << 20)
+        assert rendered.is_exact
+        stored = b"".join(
+            b"%d|1714599999.000001|%b\n" % (n, line) for n, line in enumerate(rendered.text.split(b"\n")[:-1], 1)
+        )
+        cached = patched(data, first, 3)
+        from_cache = fetched(cached, decompressed(codec, cached[HEADER_BYTES:]) if codec else None)
+        from_lines = fetched(encode("t", 0, first, stored, leader_epoch=3))
+        assert from_cache.records == from_lines.records == [*enumerate(rows, first)]
+        assert from_cache[:3] == from_lines[:3] and from_cache.max_timestamp == from_lines.max_timestamp
+
+
+def test_the_cache_finds_a_batch_by_each_of_its_offsets_and_by_no_other():
+    cache = TailCache(1 << 20)
+    for first, last in ((10, 19), (30, 30), (20, 25)):
+        cache.put("t", 0, first, last, b"%d" % first * 12, 7)
+    found = {offset: cache.find("t", 0, offset, 7) for offset in range(40)}
+    assert {offset: batch.first for offset, batch in found.items() if batch} == (
+        dict.fromkeys(range(10, 20), 10) | dict.fromkeys(range(20, 26), 20) | {30: 30}
+    )
+    assert cache.find("t", 1, 10, 7) is None and cache.find("u", 0, 10, 7) is None
+    assert cache.find("t", 0, 10, 8) is None and cache.find("t", 0, 10, None) is None  # the topic was made again
+
+
+def test_the_cache_drops_what_was_put_first_and_takes_nothing_too_large():
+    cache, data = TailCache(10_000), b"x" * 1600  # 2,000 with what an entry takes besides
+    for number in range(7):
+        cache.put("t", number % 2, 100 - number, 100 - number, data, 1)
+    assert [cache.find("t", n % 2, 100 - n, 1) is not None for n in range(7)] == [False] * 2 + [True] * 5
+    cache.put("t", 0, 200, 200, b"x" * 9700, 1)
+    assert cache.find("t", 0, 200, 1) is None and cache.find("t", 0, 94, 1) is not None
+    large = TailCache(1 << 30)
+    large.put("t", 0, 0, 0, b"x" * (MAX_BATCH + 1), 1)
+    assert large.find("t", 0, 0, 1) is None
+    nothing = TailCache(0)
+    nothing.put("t", 0, 0, 0, b"x", 1)
+    assert nothing.find("t", 0, 0, 1) is None
+
+
+@pytest.fixture
+def tail(tmp_path):
+    """A directory with ten records, and the batches of 0-4 and 5-9."""
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(10)]
+    return write_data(tmp_path, lines_of(10), {"t": 1}), [(0, produced(rows[:5])), (5, produced(rows[5:]))]
+
+
+def keep(door, tail_batches, from_seq=None):
+    life = topics.read(str(door.core.settings.data), "t").from_seq if from_seq is None else from_seq
+    for first, data in tail_batches:
+        door.cache.put("t", 0, first, first + 4, data, life)
+
+
+def sources(row):
+    """(first offset, producer id) of each batch: -1 if it was made of lines."""
+    return [(batch.base_offset, batch.producer[0]) for batch in batches(row)]
+
+
+def test_batches_are_served_as_they_were_produced_also_from_inside(tail):
+    data, kept = tail
+    with opened(data) as (door, peer):
+        keep(door, kept)
+        assert sources(peer.fetch("t", 0, 0)) == [(0, 7), (5, 7)]
+        row = peer.fetch("t", 0, 7)
+        assert sources(row) == [(5, 7)] and [offset for offset, _ in values(row)] == [5, 6, 7, 8, 9]
+        assert values(peer.fetch("t", 0, 0)) == [(n, b"%d" % n) for n in range(10)]
+        assert {batch.leader_epoch for batch in batches(row)} == {0}
+
+
+def test_a_small_limit_gives_one_produced_batch_and_a_large_one_all(tail):
+    data, kept = tail
+    with opened(data) as (door, peer):
+        keep(door, kept)
+        assert sources(peer.fetch("t", 0, 0, max_bytes=1)) == [(0, 7)]
+        assert sources(peer.fetch("t", 0, 0, partition_bytes=1)) == [(0, 7)]
+
+
+def test_batches_that_begin_before_the_start_are_read_from_lines(tmp_path):
+    made = write_data(tmp_path, lines_of(2000), {"t": 1}, segment_bytes=1 << 16, group=100)
+    logs = sorted((tmp_path / "topics" / "t" / "0").glob("*.log"))
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(2000)]
+    first = int(logs[1].stem)
+    with opened(made) as (door, peer):
+        keep(door, [(first - 2, produced(rows[first - 2 : first + 3]))])
+        assert sources(peer.fetch("t", 0, first))[0] == (first - 2, 7)
+        logs[0].unlink()
+        logs[0].with_suffix(".idx").unlink()
+        row = peer.fetch("t", 0, first)
+        assert sources(row)[0] == (first, -1) and row.log_start_offset == first
+
+
+def test_batches_of_a_topic_that_was_deleted_are_not_served(tail):
+    data, kept = tail
+    with opened(data) as (door, peer):
+        keep(door, kept, from_seq=99)
+        assert sources(peer.fetch("t", 0, 0)) == [(0, -1)]
+
+
+def test_a_compacted_topic_is_read_from_its_lines(tail):
+    data, kept = tail
+    with opened(data) as (door, peer):
+        keep(door, kept)
+        assert sources(peer.fetch("t", 0, 0)) == [(0, 7), (5, 7)]
+        with open(topics.toml_path(data, "t"), "r+") as file:
+            text = topics.with_limits(file.read(), {"cleanup": "compact"})
+            file.seek(0)
+            file.write(text)
+        assert sources(peer.fetch("t", 0, 0)) == [(0, -1)]
+
+
+def test_a_client_that_does_not_know_zstd_gets_lines(tail):
+    data, _ = tail
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(5)]
+    with opened(data) as (door, peer):
+        keep(door, [(0, produced(rows, 4))])
+        assert sources(peer.fetch("t", 0, 0, 9)) == [(0, -1)]
+        assert sources(peer.fetch("t", 0, 0, 10))[0] == (0, 7)
+
+
+# --- versions, limits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", range(4, 13))
+def test_each_version_is_answered_in_its_form(tmp_path, version):
+    data = write_data(tmp_path, lines_of(3), {"t": 2})
+    with opened(data) as (_, peer):
+        peer.send_fetch({("t", 0): 1, ("t", 1): 0, ("t", 2): 0, ("none", 0): 0}, version)
+        rows = peer.read_fetched()
+    assert values(rows["t", 0]) == [(1, b"1"), (2, b"2")]
+    assert (rows["t", 0].high_watermark, rows["t", 0].last_stable_offset) == (3, 3)
+    assert [rows[place].error_code for place in (("t", 1), ("t", 2), ("none", 0))] == [
+        ErrorCode.none,
+        *[ErrorCode.unknown_topic_or_partition] * 2,
+    ]
+    assert bytes(rows["t", 1].records) == b"" and rows["t", 0].aborted_transactions is None
+
+
+def test_a_record_is_given_however_large_it_is(tmp_path):
+    long = b"t.@0|||" + b"x" * 900_000
+    data = write_data(tmp_path, [long, long, b"u.@0|||a", b"u.@0|||b"], {"t": 1, "u": 1})
+    with opened(data) as (_, peer):
+        for limits in ({"max_bytes": 1}, {"partition_bytes": 1}, {"max_bytes": 0, "partition_bytes": -5}):
+            assert [offset for offset, _ in values(peer.fetch("t", 0, 0, **limits))] == [0]
+        peer.send_fetch({("u", 0): 0, ("t", 0): 0}, max_bytes=1000)
+        rows = peer.read_fetched()
+        assert values(rows["u", 0]) == [(0, b"a"), (1, b"b")] and bytes(rows["t", 0].records) == b""
+
+
+def test_an_answer_is_bounded_whatever_a_client_asks_for(tmp_path):
+    lines = [b"t.@%d|||%b" % (n % 4, b"x" * 100_000) for n in range(200)]
+    data = write_data(tmp_path, lines, {"t": 4})
+    most = 2**31 - 1
+    with opened(data) as (_, peer):
+        peer.send_fetch({("t", n): 0 for n in range(4)}, max_bytes=most, partition_bytes=most, min_bytes=most)
+        rows = peer.read_fetched().values()
+        sizes = [len(row.records) for row in rows]
+        assert 3_500_000 < sum(sizes) <= 4 << 20
+        assert all(row.high_watermark == 50 for row in rows)
+        assert all(len(batch.records) <= 11 for row in rows for batch in batches(row))
+
+
+def test_all_records_come_once_in_order_over_segments_and_small_answers(tmp_path):
+    lines = [b"t.@0|||%d %b" % (n, b"x" * random.Random(n).randrange(300)) for n in range(3000)]
+    data = write_data(tmp_path, lines, {"t": 1}, segment_bytes=1 << 16, group=50)
+    with opened(data) as (_, peer):
+        for size in (3_000, 20_000, 70_000, 1 << 20):
+            found = []
+            while len(found) < 3000:
+                found += values(peer.fetch("t", 0, len(found), partition_bytes=size))
+            assert found == [(n, line.split(b"|", 3)[3]) for n, line in enumerate(lines)]
+
+
+def test_an_answer_with_too_little_waits_for_more_and_comes_at_the_latest_when_its_time_is_up(tmp_path):
+    made = write_data(tmp_path, lines_of(10), {"t": 1}, closed=False)
+    with opened(str(tmp_path)) as (_, peer):
+        assert len(values(peer.fetch("t", 0, 0, min_bytes=100_000, wait_ms=50))) == 10
+        peer.send_fetch({("t", 0): 0}, min_bytes=3000, wait_ms=60_000)
+        for n in range(10, 400, 10):
+            append(made, lines_of(10, start=n))
+        assert 200 < len(values(peer.read_fetched()["t", 0])) <= 400
+        peer.send_fetch({("t", 0): 400}, wait_ms=60_000)
+        append(made, lines_of(1, start=400))
+        assert values(peer.read_fetched()["t", 0]) == [(400, b"400")]
+    for each in made[:2]:
+        each.close()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_offset_that_is_not_there_is_told_with_start_and_end(tmp_path):
+    data = write_data(tmp_path, lines_of(2000), {"t": 1}, segment_bytes=1 << 16, group=100)
+    logs = sorted((tmp_path / "topics" / "t" / "0").glob("*.log"))
+    first = int(logs[1].stem)
+    with opened(data) as (_, peer):
+        assert values(peer.fetch("t", 0, 5, max_bytes=1))[0][0] == 5
+        logs[0].unlink()
+        logs[0].with_suffix(".idx").unlink()
+        for offset in (5, -1, 2001, 2**62):
+            row = peer.fetch("t", 0, offset)
+            found = row.error_code, row.log_start_offset, row.high_watermark
+            assert found == (ErrorCode.offset_out_of_range, first, 2000)
+        assert values(peer.fetch("t", 0, first, max_bytes=1))[0][0] == first
+
+
+@pytest.mark.parametrize(("stage", "state"), [("router", "recovering"), ("gateway", "recovering")])
+def test_no_offset_is_out_of_range_while_the_router_or_the_gateway_starts(tmp_path, stage, state):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (door, peer):
+        door.page.rows[stage].state = STATES.index(state)
+        assert peer.fetch("t", 0, 4).error_code == ErrorCode.not_leader_or_follower
+        assert len(values(peer.fetch("t", 0, 0))) == 3
+        door.page.rows[stage].state = STATES.index("ready")
+        assert peer.fetch("t", 0, 4).error_code == ErrorCode.offset_out_of_range
+
+
+def test_leader_epochs_that_are_not_ours_are_refused(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (_, peer):
+        for version in (9, 12):
+            codes = [peer.fetch("t", 0, 0, version, epoch=epoch).error_code for epoch in (-1, 0, 1, -2)]
+            none, later, older = ErrorCode.none, ErrorCode.unknown_leader_epoch, ErrorCode.fenced_leader_epoch
+            assert codes == [none, none, later, older]
+
+
+def test_a_damaged_partition_is_an_error_and_the_others_are_served(tmp_path):
+    lines = [b"%b.@0|||%d %b" % (topic, n, b"x" * 100) for n in range(3000) for topic in (b"t", b"u")]
+    data = write_data(tmp_path, lines, {"t": 1, "u": 1})
+    (log,) = (tmp_path / "topics" / "t" / "0").glob("*.log")
+    with open(log, "r+b") as file:
+        file.seek(200_000)
+        file.write(b"\xff\xff")
+    with opened(data) as (door, peer):
+        offset = 0
+        while True:
+            peer.send_fetch({("t", 0): offset, ("u", 0): 0}, wait_ms=60_000)
+            rows = peer.read_fetched()
+            assert rows["u", 0].error_code == ErrorCode.none and values(rows["u", 0])
+            if rows["t", 0].error_code != ErrorCode.none:
+                break
+            offset = values(rows["t", 0])[-1][0] + 1
+        assert rows["t", 0].error_code == ErrorCode.kafka_storage_error and 500 < offset < 2000
+        assert [event[0] for event in door.incidents] == ["kafka_not_read"] and "t/0" in door.incidents[0][2]
+        peer.send_fetch({("t", 0): offset, ("u", 0): 3000}, wait_ms=10)  # what was told ends no wait
+        assert peer.read_fetched()["t", 0].error_code == ErrorCode.kafka_storage_error
+        assert values(peer.fetch("t", 0, 2990))[-1][0] == 2999  # behind the damage
+        assert len(door.incidents) == 1
+
+
+def test_a_session_that_another_broker_has_begun_is_refused_and_a_new_one_is_not_begun(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (_, peer):
+        for session, code in (((5, 1), 70), ((5, -1), 0), ((0, 0), 0)):
+            peer.send_fetch({("t", 0): 0}, session=session)
+            found = peer.read()
+            assert (found.error_code, found.session_id, len(found.responses)) == (code, 0, int(not code))
+
+
+# --- ListOffsets, OffsetForLeaderEpoch -------------------------------------------------------------------------------
+
+
+def asked(peer, timestamp, version=6, topic="t", partition=0, **more):
+    parts = [{"partition_index": partition, "timestamp": timestamp} | more]
+    more = {"isolation_level": 0} if version >= 2 else {}
+    found = peer.ask(2, version, replica_id=-1, topics=[{"name": topic, "partitions": parts}], **more)
+    return found.topics[0].partitions[0]
+
+
+@pytest.mark.parametrize("version", range(1, 7))
+def test_offsets_are_listed_in_each_version(tmp_path, version):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (_, peer):
+        found = [asked(peer, time, version) for time in (-2, -1)]
+        assert [(row.error_code, row.timestamp, row.offset) for row in found] == [(0, -1, 0), (0, -1, 3)]
+        assert version < 4 or {row.leader_epoch for row in found} == {0}
+        missing = [asked(peer, -1, version, *place) for place in (("t", 1), ("t", -1), ("none", 0))]
+        assert {row.error_code for row in missing} == {ErrorCode.unknown_topic_or_partition}
+        assert {row.offset for row in missing} == {-1}
+
+
+def test_a_time_is_found_by_when_records_came_and_then_by_what_they_show(tmp_path):
+    came = FIRST_TS // 1_000_000  # in seconds; each record a microsecond after the one before
+    shown = [came - 100, came - 90, came + 50, came - 70, came + 90]
+    data = write_data(tmp_path, [b"t.@0|%d||x" % second for second in shown], {"t": 1})
+    with opened(data) as (_, peer):
+
+        def found(second):
+            row = asked(peer, second * 1000)
+            return row.offset, row.timestamp // 1000
+
+        assert [found(came + after) for after in (-1000, -100, -95, -80, 0)] == [
+            *[(0, came - 100)] * 2,
+            (1, came - 90),
+            *[(2, came + 50)] * 2,
+        ]
+        assert asked(peer, (came + 1) * 1000).offset == -1  # none came since then
+        assert asked(peer, -3).error_code == ErrorCode.invalid_request
+
+
+def test_if_no_record_shows_such_a_time_the_first_that_came_since_is_meant(tmp_path):
+    data = write_data(tmp_path, [b"t.@0|5||%d" % n for n in range(100)], {"t": 1})
+    with opened(data) as (_, peer):
+        row = asked(peer, 6000)
+        assert (row.offset, row.timestamp) == (0, 5000)
+
+
+def test_the_end_of_an_epoch_up_to_ours_is_the_end_of_the_partition(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (_, peer):
+        for version in (2, 3, 4):
+            rows = {}
+            for current, epoch in ((-1, 0), (0, 0), (-1, 1), (-1, -1), (1, 0)):
+                part = {"partition": 0, "current_leader_epoch": current, "leader_epoch": epoch}
+                more = {"replica_id": -1} if version >= 3 else {}
+                found = peer.ask(23, version, topics=[{"topic": "t", "partitions": [part]}], **more)
+                (row,) = found.topics[0].partitions
+                rows[current, epoch] = row.error_code, row.leader_epoch, row.end_offset
+            assert rows == {
+                (-1, 0): (0, 0, 3),
+                (0, 0): (0, 0, 3),
+                (-1, 1): (0, -1, -1),
+                (-1, -1): (0, -1, -1),
+                (1, 0): (ErrorCode.unknown_leader_epoch, -1, -1),
+            }
+
+
+# --- what strangers send ---------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_that_lies_ends_its_connection_and_takes_no_memory(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    rng = random.Random(1)
+    with opened(data) as (door, peer):
+        for version in range(4, 13):
+            with Peer(door.port) as honest:
+                honest.send_fetch({("t", 0): 0, ("u", 3): 5}, version)
+                assert honest.read_fetched()
+                whole = honest.last_request
+            bad = [whole[:cut] for cut in range(12, len(whole), 3)] + [whole + b"\0"]
+            for _ in range(30):
+                at, size = rng.randrange(12, len(whole)), rng.choice((1, 2, 4))
+                bad.append(whole[:at] + rng.choice((b"\xff", b"\x7f", b"\x80", b"\0")) * size + whole[at + size :])
+            for request in bad:
+                with Peer(door.port) as liar:
+                    liar.send_raw(request)
+                    liar.sock.shutdown(1)
+                    liar.read_raw()  # an answer, or nothing
+        assert values(peer.fetch("t", 0, 0)) == [(n, b"%d" % n) for n in range(3)]
+
+
+def test_a_fetch_of_too_many_partitions_ends_its_connection(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (door, peer):
+        with Peer(door.port) as many:
+            many.send_fetch({("t", number): 0 for number in range(9_000)})
+            rows = many.read_fetched()
+            assert len(rows) == 9_000 and len(values(rows["t", 0])) == 3
+        with Peer(door.port) as many:
+            many.send_fetch({("t", number): 0 for number in range(10_001)})
+            assert many.read_raw() == b""
+        assert len(values(peer.fetch("t", 0, 0))) == 3
