@@ -51,7 +51,7 @@ def _signature(path: str) -> Signature:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _is_settled(directory: Signature) -> bool:
+def is_settled(directory: Signature) -> bool:
     """Return True if the next change of a directory gives it another mtime. What it lists is read after this."""
     return time.time_ns() - directory[1] > _TICK_NS
 
@@ -60,7 +60,7 @@ def _active(directory: str) -> tuple[str, Signature] | None:
     """Return the last segment of a partition, and the signature that its next record changes, or a roll."""
     try:
         seen = _signature(directory)
-        if not _is_settled(seen) or not (segments := segment.listing(directory)):
+        if not is_settled(seen) or not (segments := segment.listing(directory)):
             return None
         return segments[-1][1], seen + _signature(segments[-1][1])
     except FileNotFoundError:
@@ -83,7 +83,7 @@ class Bounds:
         try:
             now = _signature(f"{self._data}/topics")
             if now != self._listed[0]:
-                self._listed = now if _is_settled(now) else (), topics.names(self._data)
+                self._listed = now if is_settled(now) else (), topics.names(self._data)
                 self.keep(self._listed[1])
         except FileNotFoundError:
             return []

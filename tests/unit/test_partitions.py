@@ -220,6 +220,20 @@ def test_a_deleted_topic_is_another_when_it_comes_back(data):
     assert partitions.open("t", 0).batch(0, 100) is None
 
 
+def test_a_segment_that_begins_in_the_tick_in_which_the_others_were_listed_is_seen(tmp_path):
+    """The clock of mtimes goes in ticks of some milliseconds: a directory may change twice with one mtime."""
+    log = Partitions(write_data(tmp_path / "d", LINES[:100], {"t": 1})).open("t", 0)
+    tick = time.time_ns()
+    os.utime(log.directory, ns=(tick, tick))
+    log.signature()
+    new = Path(log.directory, f"{100:020d}.log")
+    new.touch()
+    os.utime(log.directory, ns=(tick, tick))
+    before = log.signature()
+    new.write_bytes(b"x")
+    assert log.signature() != before
+
+
 def test_a_signature_changes_with_every_write_and_with_nothing_else(tmp_path):
     made = write_data(tmp_path / "d", LINES[:100], {"t": 1}, closed=False)
     log = Partitions(str(tmp_path / "d")).open("t", 0)

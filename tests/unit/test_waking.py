@@ -160,6 +160,25 @@ def test_a_directory_that_goes_away_wakes_its_waiter(run, log):
     run(work)
 
 
+def test_a_directory_that_is_not_made_yet_wakes_its_waiter_once_it_is(run, tmp_path, monkeypatch):
+    """A new topic is in force before the router has made the directories of all its partitions."""
+    monkeypatch.setattr(fetching, "_LOOK_S", 0.01)
+    directory = tmp_path / "later"
+
+    async def work(waking):
+        waiter = Waiter(asyncio.Event())
+        looks = {str(directory): directory.exists}
+        waiting = asyncio.create_task(waking.next_news(waiter, looks, PATIENCE_S))
+        while not waking.watermark.is_polling:
+            await asyncio.sleep(0)
+        directory.mkdir()
+        async with asyncio.timeout(10):
+            assert await waiting
+        waking.forget(waiter)
+
+    run(work)
+
+
 def test_an_idle_reader_sleeps_through_each_of_its_waits_and_is_looked_for_all_the_same(run, log, monkeypatch):
     """As a thousand idle members do, whose fetches wait for 27 s each; a wait of minutes is no sleep through."""
     clock, sleeps, looks = [1000.0], [], []

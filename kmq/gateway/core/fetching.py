@@ -20,7 +20,6 @@ Not covered File systems that tell the kernel nothing of writes: there a look ev
 
 import asyncio
 import ctypes
-import errno
 import os
 import struct
 import time
@@ -92,7 +91,7 @@ class Waking:
 
     def __init__(self, watermark: Watermark, most: int = _MOST_WATCHES) -> None:
         self.watermark, self._most = watermark, most
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc = ctypes.CDLL(None)
         self._fd = -1
         self._waiters: dict[int, set[Waiter]] = {}  # by watch
 
@@ -151,13 +150,12 @@ class Waking:
             pass
 
     def _watch(self, waiter: Waiter, directory: str) -> bool:
-        """Wake `waiter` at the next change in `directory`. Return False if the system has no watch for it."""
+        """Wake `waiter` at the next change in `directory`. Return False if there is no watch for it, or no directory (yet)."""
         if self._fd < 0 and not self._open():
             return False
         watch: int = self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _MASK)
         if watch < 0:
-            # A directory that is gone is no longer waited for: the reader's look says that it has news.
-            return ctypes.get_errno() in (errno.ENOENT, errno.ENOTDIR)
+            return False  # a new topic is in force before the directories of all its partitions are made
         if watch not in self._waiters and len(self._waiters) >= self._most:
             self._libc.inotify_rm_watch(self._fd, watch)
             return False

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused, check_data
 from kmq.log import deletions, identity, reader
-from kmq.log.bounds import Bounds
+from kmq.log.bounds import Bounds, is_settled
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 from kmq.log.segment import COMPACT, LOG_APPEND_TIME, CheckedLines, within
@@ -334,12 +334,12 @@ class Partition:
         with suppress(FileNotFoundError):
             found = os.stat(self.directory)
             seen = found.st_ino, found.st_mtime_ns
-            if self._active[0] != seen:
+            known, active = self._active
+            if known != seen:
                 segments = self._log.segments()
-                self._active = seen, segments[-1][1] if segments else ""
-            if self._active[1]:
-                return *seen, os.stat(self._active[1]).st_size
-            return seen
+                active = segments[-1][1] if segments else ""
+                self._active = seen if is_settled(seen) else (), active
+            return (*seen, os.stat(active).st_size) if active else seen
         return ()
 
     def check(self) -> None:
