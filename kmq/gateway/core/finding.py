@@ -148,8 +148,11 @@ class _Tail:
         path, offset = self._path, self._offset
         while path:
             with open(path, "rb", buffering=0) as file:
-                if path == self._path:
-                    file.seek(self._byte)
+                if path == self._path and self._byte:
+                    file.seek(self._byte - 1)
+                    if file.read(1) != b"\n":  # compaction has replaced the segment
+                        self._path = ""
+                        return True
                 offset, is_over = self._search_file(file, path, offset, waiting, found)
             if is_over or not waiting:
                 return True
@@ -160,14 +163,17 @@ class _Tail:
         self, file: RawIOBase, path: str, offset: int, waiting: deque[int], found: dict[int, tuple[int, bytes]]
     ) -> tuple[int, bool]:
         """Search from the line at `offset` on, where the file stands. Returns the offset at its end, and if that is all."""
+        is_unseen = path == self._path  # that the record found last is still there
         begin, passed, nbytes = file.tell(), 0, _READ_BYTES
-        is_first = path == self._path
         while data := file.read(nbytes):
             text = b"\n" + data[: data.rfind(b"\n") + 1]
-            if is_first and not text.startswith(b"\n%d|" % self._seq) and len(text) > 1:
-                self._path = ""
-                return offset, True
-            at, is_first = 0, False
+            if len(text) == 1 and len(data) == nbytes:
+                nbytes *= 2
+                file.seek(begin)
+                continue
+            if is_unseen and not text.startswith(b"\n%d|" % self._seq):
+                break  # compaction has replaced the segment
+            is_unseen, at = False, 0
             while waiting:
                 hit = text.find(b"\n%d|" % waiting[0], at)
                 if hit < 0 and _last_seq(text) < waiting[0]:
@@ -178,12 +184,8 @@ class _Tail:
                     found[seq] = offset, text[hit + 1 : text.index(b"\n", hit + 1)]
                     self._path, self._byte, self._offset, self._seq = path, begin + hit, offset, seq
                     passed = 0
-            if not waiting:
-                return offset, True
-            if len(text) == 1:
-                if len(data) < nbytes:
-                    break  # a line that is being written
-                nbytes *= 2
+            if not waiting or len(text) == 1:  # the rest is a line that is being written
+                return offset, not waiting
             offset += text.count(b"\n", at + 1)
             begin += len(text) - 1
             passed += len(text)
@@ -191,7 +193,9 @@ class _Tail:
             if passed > _FAR_BYTES:
                 self._path = ""
                 return offset, True
-        return offset, False
+        if is_unseen:
+            self._path = ""
+        return offset, is_unseen
 
 
 def _last_seq(text: bytes) -> int:
