@@ -3,7 +3,10 @@
 File        KMQ_TOKENS, one token a line: `<name>[@<role>,…]:sha256$<salt>$<digest>`; `#` begins a comment. Without a
             role the token has all of them, as before there were roles; an older release refuses a file with roles. A
             name may have two lines, so that a token can be replaced without a gap. Changes are in force within a second
-            or two. If the file cannot be read or parsed, the old tokens stay in force and the log names the file.
+            or two. If the file cannot be read or parsed, the old tokens stay in force and the log names the file. A
+            token that Kafka's clients may prove by SCRAM goes on `$scram$<iterations>$<keys of SHA-256>$<of SHA-512>`,
+            two keys each, with the salt of the line (scram.py). Such tokens of a name have one salt. An older release
+            refuses a file with these, too.
 Token       `<name>.<43 random characters>`. The name finds the line, so a check is one hash however many tokens there
             are.
 Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets expensive to guess; these have 256 random
@@ -21,8 +24,9 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable
+from secrets import token_bytes
 
-from kmq.access import local_token, roles
+from kmq.access import local_token, roles, scram
 from kmq.access.local_token import LOCAL
 from kmq.config.settings import Settings
 from kmq.config.states import InForce
@@ -30,20 +34,26 @@ from kmq.errors import ConfigError
 from kmq.files import Watch
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LINE = re.compile(r"([A-Za-z0-9_-]{1,64})(?:@([a-z,]+))?:sha256\$([0-9a-f]{32})\$([0-9a-f]{64})")
+_LINE = re.compile(
+    r"([A-Za-z0-9_-]{1,64})(?:@([a-z,]+))?:sha256\$([0-9a-f]{32})\$([0-9a-f]{64})"
+    r"(?:\$scram\$(\d{4,6})\$([0-9a-f]{64})\$([0-9a-f]{64})\$([0-9a-f]{128})\$([0-9a-f]{128}))?"
+)
 _SCHEME = "bearer "
 
 
-class Hash(namedtuple("Hash", ("salt", "digest", "roles"))):
-    """One line of the file."""
+class Hash(namedtuple("Hash", ("salt", "digest", "roles", "iterations", "keys"), defaults=(0, {}))):
+    """One line of the file. `keys`: for SCRAM, by hash; {}: it has none."""
 
     __slots__ = ()
     salt: bytes
     digest: bytes
     roles: frozenset[str]
+    iterations: int
+    keys: dict[str, scram.ScramKeys]
 
 
 _NOBODY = Hash(bytes(16), bytes(32), frozenset())
+_SECRET = token_bytes(32)  # of this process: the salts of unknown names
 
 
 def _digest(salt: bytes, token: bytes) -> bytes:
@@ -66,7 +76,9 @@ def read(path: str) -> dict[str, list[Hash]]:
         if not match or held is None:
             form = "<name>:sha256$<salt>$<digest> or <name>@<role>,…:sha256$<salt>$<digest>"
             raise ConfigError(f"KMQ_TOKENS={path!r}: line {number} is not {form}; roles are {', '.join(roles.ROLES)}")
-        table.setdefault(match[1], []).append(Hash(bytes.fromhex(match[3]), bytes.fromhex(match[4]), held))
+        salt, digest, *keys = (bytes.fromhex(text or "") for text in match.group(3, 4, 6, 7, 8, 9))
+        found = {"sha256": scram.ScramKeys(*keys[:2]), "sha512": scram.ScramKeys(*keys[2:])} if match[5] else {}
+        table.setdefault(match[1], []).append(Hash(salt, digest, held, int(match[5] or 0), found))
     return table
 
 
@@ -75,10 +87,10 @@ def id_of(name: str, digest: bytes) -> str:
     return f"{name}.{digest[:6].hex()}"
 
 
-def new(path: str, name: str, held: Iterable[str] = ()) -> str:
+def new(path: str, name: str, held: Iterable[str] = (), with_scram: bool = False) -> str:
     """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600.
 
-    `held`: its roles; none: all of them.
+    `held`: its roles; none: all of them. `with_scram`: Kafka's clients may prove it by SCRAM.
     """
     wrong = [role for role in held if role not in roles.ROLES]
     if wrong:
@@ -89,7 +101,13 @@ def new(path: str, name: str, held: Iterable[str] = ()) -> str:
 
     token, salt = f"{name}.{token_urlsafe(32)}", os.urandom(16)
     mark = f"@{roles.text(frozenset(held))}" if held else ""
-    row = f"{name}{mark}:sha256${salt.hex()}${_digest(salt, token.encode()).hex()}\n"
+    more = ""
+    if with_scram:
+        others = read(path).get(name, ()) if os.path.exists(path) else ()
+        salt = next((row.salt for row in others if row.keys), salt)
+        keys = [key for hash in scram.MECHANISMS.values() for key in scram.make_keys(hash, token, salt)]
+        more = f"$scram${scram.ITERATIONS}${'$'.join(key.hex() for key in keys)}"
+    row = f"{name}{mark}:sha256${salt.hex()}${_digest(salt, token.encode()).hex()}{more}\n"
     try:
         with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
@@ -137,6 +155,24 @@ class Tokens:
             if hmac.compare_digest(_digest(row.salt, token), row.digest) and not self._is_revoked(name, row.digest):
                 found = roles.Holder(name, row.roles)
         return found
+
+    def find_scram(self, name: str, hash: str) -> tuple[scram.ScramUser, list[roles.Holder]]:
+        """Return the keys of a name's tokens for SCRAM, and who has each. An unknown name gets a salt, and no keys."""
+        self.look()
+        self._in_force.changed()
+        rows = [row for row in self._table.get(name, ()) if row.keys and not self._is_revoked(name, row.digest)]
+        if not rows:
+            salt = hmac.digest(_SECRET, name.encode(errors="surrogatepass"), "sha256")[:16]
+            return scram.ScramUser(salt, scram.ITERATIONS, ()), []
+        salt, iterations = rows[-1].salt, rows[-1].iterations
+        rows = [row for row in rows if (row.salt, row.iterations) == (salt, iterations)]
+        user = scram.ScramUser(salt, iterations, [row.keys[hash] for row in rows])
+        return user, [roles.Holder(name, row.roles) for row in rows]
+
+    def scram_names(self) -> dict[str, int]:
+        """Return the names that have tokens for SCRAM, and their iterations."""
+        self.look()
+        return {name: row.iterations for name, rows in self._table.items() for row in rows if row.keys}
 
     def look(self) -> None:
         """Read the file again if it has changed."""

@@ -9,6 +9,7 @@ from kmq.errors import ConfigError
 _HOSTS = {  # setting of a port → setting of its address; every other port has KMQ_HOST
     "KMQ_METRICS_PORT": "KMQ_METRICS_HOST",
     **dict.fromkeys(("KMQ_TLS_PORT", "KMQ_EGRESS_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), "KMQ_TLS_HOST"),
+    "KMQ_KAFKA_TLS_PORT": "KMQ_TLS_HOST",
 }
 BACKLOG = 1024
 

@@ -212,7 +212,7 @@ _PATTERNS = [
         (r"^[ \t]*[A-Za-z0-9+/]{60,76}={0,2}[ \t]*$", HIDDEN, re.M),  # lines of a PEM file
         (r"\blocal\.[0-9a-f]{64}\b", HIDDEN, 0),
         (r"(?<![\w-])[\w-]{1,64}\.[\w-]{43}(?![\w-])", HIDDEN, re.A),  # kmq token new
-        (r"sha256\$[0-9a-f]+\$[0-9a-f]+", HIDDEN, 0),
+        (r"sha256\$[0-9a-f]+\$[0-9a-f]+(?:\$scram\$[0-9a-f$]+)?", HIDDEN, 0),
         (r"\beyJ[\w-]+\.[\w-]+\.[\w-]*", HIDDEN, re.A),  # JSON Web Token
         (r"(?<=//)[^/@\s\"']+@", f"{HIDDEN}@", 0),  # password of a URL
         (

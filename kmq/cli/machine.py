@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from kmq.broker import health
@@ -281,6 +282,9 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
     yield "gateway", "KMQ_STATUS_PORT", plain, settings.status_port
     yield "gateway", "KMQ_HTTP_PORT", plain, settings.http_port
     yield "gateway", "KMQ_GRPC_PORT", plain, settings.grpc_port
+    has_kafka = find_spec("kio") is not None  # of the extra kmq[kafka]
+    if has_kafka:
+        yield "gateway", "KMQ_KAFKA_PORT", plain, settings.kafka_number
     if settings.own_host:
         yield "gateway", "KMQ_METRICS_PORT", settings.own_host, settings.metrics_port
     if settings.shard:
@@ -290,6 +294,8 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
         yield "gateway", "KMQ_EGRESS_TLS_PORT", tls, settings.egress_tls_port
         yield "gateway", "KMQ_HTTPS_PORT", tls, settings.https_port
         yield "gateway", "KMQ_GRPCS_PORT", tls, settings.grpcs_port
+        if has_kafka:
+            yield "gateway", "KMQ_KAFKA_TLS_PORT", tls, settings.kafka_tls_port
     for intake in settings.intakes:
         if intake.kind != UDP:
             yield "ingress", "KMQ_INTAKES", tls if intake.kind == TLS else plain, intake.number

@@ -36,11 +36,14 @@ def new_token(
         list[str] | None,
         typer.Option("--role", help="produce, consume or admin (everything); several times for several; default: all."),
     ] = None,
+    with_scram: Annotated[
+        bool, typer.Option("--scram", help="Kafka's clients may also use it with SCRAM-SHA-256 and SCRAM-SHA-512.")
+    ] = False,
 ) -> None:
     """Make a token and print it. It is shown only once: the file keeps a hash. It is valid within a second or two."""
     from kmq.access import tokens
 
-    print(tokens.new(_token_file(), name, role or ()))
+    print(tokens.new(_token_file(), name, role or (), with_scram))
 
 
 @token_app.command("list", epilog=examples("KMQ_TOKENS=tokens kmq token list"))

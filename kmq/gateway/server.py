@@ -88,9 +88,9 @@ class Gateway:
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log, self.groups.is_alive, self.groups.forgotten)
-        admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
-        self.stalled = StalledGroups(self.row, self.groups, admin, settings.group_stalled)
-        self.requests = Requests(admin.lags)
+        self.admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
+        self.stalled = StalledGroups(self.row, self.groups, self.admin, settings.group_stalled)
+        self.requests = Requests(self.admin.lags)
         self.consumers = Consumers(
             settings,
             self.core.waking,
@@ -116,7 +116,7 @@ class Gateway:
             from kmq.gateway.kafka.admin import AdminChapter
             from kmq.gateway.kafka.cache import TailCache
             from kmq.gateway.kafka.door import Kafka
-            from kmq.gateway.kafka.fetching import Fetching as KafkaFetching
+            from kmq.gateway.kafka.fetching import FetchChapter
             from kmq.gateway.kafka.groups import KafkaGroups
             from kmq.gateway.kafka.producing import ProduceChapter
         except ImportError as err:
@@ -126,9 +126,9 @@ class Gateway:
             raise ConfigError(f"{wanted}: {err}; the Kafka door needs: {pip_install('kafka')}") from err
         cache = TailCache(self.settings.kafka_cache)
         producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache.put, self.log)
-        fetching = KafkaFetching(self.core, cache, self.requests, self.incidents.note)
+        fetching = FetchChapter(self.core, cache, self.requests, self.incidents)
         admin = AdminChapter(self.settings, self.core, self.tokens)
-        chapters = (producing, fetching, KafkaGroups(self.groups), admin)
+        chapters = (producing, fetching, KafkaGroups(self.groups, self.admin), admin)
         return Kafka(self.settings, self.core, self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property

@@ -149,7 +149,11 @@ class Intake:
     def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
         """Return the connections to end because unfinished lines take too much memory."""
         excess = self.partial_bytes - PARTIAL_BYTES
-        return largest(connections, excess, lambda connection: len(connection.partial)) if excess > 0 else []
+        if excess <= 0:
+            return []
+        # Not the gateway's own: a unit may be longer than any line, and strangers must not have its connection cut.
+        strangers = [each for each in connections if each.sender is None or not each.sender.right]
+        return largest(strangers, excess, lambda connection: len(connection.partial))
 
     def _forget_partial(self, connection: Connection) -> None:
         self.partial_bytes -= len(connection.partial)

@@ -84,6 +84,9 @@ class ClientConnection(asyncio.Protocol):
                 await self._close()
             else:
                 self.transport.abort()
+        except Exception as err:  # a defect, which is logged now and not when the task is collected
+            self.transport.abort()
+            asyncio.get_running_loop().call_exception_handler({"message": "a connection has failed", "exception": err})
         else:
             await self._close()
 

@@ -12,7 +12,7 @@ Not covered A group that has never committed in a partition cannot stall there: 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_table import Partition
 from kmq.gateway.groups.offsets import OffsetCommit
 from kmq.gateway.groups.protocol import GroupView
 from kmq.log.damage import DamageError
@@ -186,6 +187,20 @@ class GroupAdmin:
         self._groups.coordinator.check_empty(group)
         await self._groups.store.delete(group)
         self._groups.forgotten(group)
+
+    async def forget(self, group: str, places: Collection[Partition]) -> set[Partition]:
+        """Forget what a known group has committed in some partitions, except in topics that its members subscribe to.
+
+        Returns the partitions of those topics; the others are forgotten on disk when this returns.
+        """
+        view = self._known(group)
+        subscribed = {topic for member in view.members for topic in member.topics}
+        gone = {place for place in places if place[0] not in subscribed}
+        await self._groups.store.delete(group, gone)
+        for place in gone:
+            self._groups.deliveries.drop(group, place)
+        self._groups.forgotten(group)
+        return {*places} - gone
 
 
 # --- stalled groups --------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ What a door does with a member
     a request of HTTP   `revoked(…, generation as the member gives it)`: who shows the newest generation has seen its
                         assignment, and reads nothing else; then what it asks for. A fetch is `beat(…, polled=True)`
     a commit            `check_commit`, then it is stored, then `committed`
-    Kafka's protocol    JoinGroup is `join` with `Resume(owned=…)`, answered by the next Assigned, with a leader that is
-                        no member, so that no client assigns; SyncGroup is `sync`; a heartbeat in front of a newer
-                        generation or of a Revoke is answered by REBALANCE_IN_PROGRESS
+    Kafka's protocol    JoinGroup is `join`, then `revoked` if it says that it reads nothing of what it was asked for. It
+                        is answered when no step `is_due`, and names no leader, so that no client assigns. SyncGroup is
+                        `sync`. A heartbeat of a generation before `changed` is answered by REBALANCE_IN_PROGRESS
 `generation` may be None where the door knows that the member knows the newest one.
 
 Owner       The gateway's event loop; no call may interrupt another one.
@@ -345,7 +345,7 @@ class Coordinator:
     def sync(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member knows its assignment of `generation`. Counts as a beat, and raises what `beat` raises."""
         found, known = self._registry.known(group, member)
-        known.answer(found.fence(known, generation), found.generation, now)
+        known.answer(found.fence(known, generation), now)
         known.beaten = now
         self._registry.watch(found, known)
 
@@ -453,10 +453,22 @@ class Coordinator:
         found = self._registry.groups.get(group)
         return found.generation if found and member in found.members else None
 
+    def static_member(self, group: str, static_name: str) -> str | None:
+        """Return the id of the member that has a static name."""
+        found = self._registry.groups.get(group)
+        return found.statics.get(static_name) if found else None
+
     def assignment(self, group: str, member: str) -> Assignment:
         """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
         found, known = self._registry.known(group, member)
-        return Assignment(found.generation, known.assignment(), known.asked(), found.waits(), found.assignor)
+        return Assignment(
+            generation=found.generation,
+            partitions=known.assignment(),
+            changed=known.changed,
+            revoking=known.asked(),
+            is_due=found.waits(),
+            protocol=found.assignor,
+        )
 
     def groups(self) -> list[str]:
         """Return the names of all groups, sorted."""
@@ -500,15 +512,14 @@ class Coordinator:
 def _holder(group: Group | None, member: str | None, options: MemberOptions) -> str | None:
     """Return the member that a newcomer replaces under its static name, if there is one.
 
-    Raises RequestRefused: fenced if a newer member has the name already, assignor_differs if the others have another.
+    Raises RequestRefused: fenced if a newer member has the name already, assignor_differs if the others offer others.
     """
     if group is None:
         return None
     holder = group.statics.get(options.static_name) if options.static_name is not None else None
     if holder is not None and member is not None and holder != member:
         raise RequestRefused("fenced", f"member {options.static_name} of group {group.name}: a newer one has this name")
-    others = len(group.members) - ((holder or member) in group.members)
-    if others and group.assignor != options.assignor:
+    if not group.can_agree(options.assignors, group.members.get(holder or member or "")):
         text = f"assignor: the members of group {group.name} have agreed on {group.assignor}"
         raise RequestRefused("assignor_differs", text)
     return None if holder == member else holder

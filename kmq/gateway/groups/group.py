@@ -10,6 +10,8 @@ Invariants  1. A partition has at most one owner in a generation: only `Ownershi
             4. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
             all answer or end becomes stable.
             5. An alarm never rings later than it was set for, and at most once for each `set`.
+Assignor    Of those that all members offer the one that most of them prefer, found anew by each step that makes a target.
+            So members can move from one to another one after the other, as long as each offers both for a while.
 Steps       A change of members or topics makes the target stale. `step` raises the generation, makes the target, asks
             owners for what they must give up (Revoke), gives what is free, and tells everyone (Assigned). What is given
             up later is given to its new owner by another step. An eager assignor asks for everything first, and makes
@@ -90,12 +92,16 @@ class Member:
     """What it asked for, what it owns, and until when it may stay silent. Times are of the caller's monotonic clock.
 
     `revoking` is always part of `owned`. `generation`, the highest one that the member has shown to know, never falls.
+    `changed` is the one in which it was last given or asked for something: who knows that one knows all. `has_news`: the
+    next generation is such a one too.
     """
 
     __slots__ = (
         "beaten",
+        "changed",
         "client",
         "generation",
+        "has_news",
         "id",
         "options",
         "owned",
@@ -108,6 +114,7 @@ class Member:
 
     def __init__(self, id: str, client: Client, options: MemberOptions, generation: int, now: float) -> None:
         self.id, self.client, self.options, self.generation = id, client, options, generation
+        self.changed, self.has_news = generation, True
         self.topics = frozenset(options.topics)
         self.beaten = self.polled = now
         self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
@@ -135,28 +142,38 @@ class Member:
 
     def ask(self, partitions: Iterable[TopicPartition], generation: int, now: float) -> None:
         """Note that `partitions` are to be given up. Asking again does not prolong the deadline."""
+        self.has_news = True
         self.revoking.update(dict.fromkeys(partitions, generation))
         self.revoke_by = min(self.revoke_by, now + self.options.rebalance_s)
 
-    def tell(self, now: float) -> None:
-        """Note that the member was told of a new generation. Telling it of another one does not prolong the deadline."""
-        self.sync_by = min(self.sync_by, now + self.options.rebalance_s)
+    def give(self, partition: TopicPartition, generation: int) -> None:
+        self.has_news = True
+        self.owned[partition] = generation
 
-    def answer(self, generation: int, newest: int, now: float) -> None:
-        """Note that the member knows `generation`, which may be older than the `newest` of the group."""
+    def tell(self, generation: int, now: float) -> None:
+        """Note that the member was told of a new generation; it has to answer only if that has news for it.
+
+        Telling it of another one does not prolong the deadline.
+        """
+        if self.has_news:
+            self.changed, self.has_news = generation, False
+            self.sync_by = min(self.sync_by, now + self.options.rebalance_s)
+
+    def answer(self, generation: int, now: float) -> None:
+        """Note that the member knows `generation`, which may be older than the newest of the group."""
         self.generation = max(self.generation, generation)
-        self.sync_by = NEVER if self.generation == newest else now + self.options.rebalance_s
+        self.sync_by = NEVER if self.generation >= self.changed else now + self.options.rebalance_s
 
     def lose(self, partition: TopicPartition) -> None:
         """Take the partition away, whether it was asked for or not."""
         del self.owned[partition]
-        self.revoking.pop(partition, None)
+        self.has_news |= self.revoking.pop(partition, None) is None
         if not self.revoking:
             self.revoke_by = NEVER
 
-    def has_answered(self, newest: int) -> bool:
-        """Return True if the member knows the newest generation and has nothing to give up."""
-        return self.generation == newest and not self.revoking
+    def has_answered(self) -> bool:
+        """Return True if the member knows what it has, and has nothing to give up."""
+        return not self.has_news and self.generation >= self.changed and not self.revoking
 
     def assignment(self) -> Partitions:
         """Return what the member may read: what it owns and need not give up."""
@@ -252,7 +269,7 @@ class Ownership:
         for partition, member in self.target.items():
             if partition not in self.owners:
                 self.owners[partition] = member
-                self._members[member].owned[partition] = generation
+                self._members[member].give(partition, generation)
         self.has_free = False
 
 
@@ -276,6 +293,7 @@ class Group:
         "members",
         "name",
         "not_before",
+        "offers",
         "statics",
         "topics",
         "watched",
@@ -287,6 +305,7 @@ class Group:
         self.assignor = ""
         self.members: dict[str, Member] = {}
         self.statics: dict[str, str] = {}  # static name → member
+        self.offers: Counter[str] = Counter()  # assignor → how many members offer it
         self.topics: Counter[str] = Counter()  # → how many members subscribe to it
         self.counted = 0  # what the registry has counted of `topics`
         self.watched: set[str] = set()  # topics of whose changes the group is told
@@ -310,13 +329,13 @@ class Group:
         former = self.members[old]
         self._remove(former)
         self._events.append(Ended(self.name, old, "fenced"))
-        self._is_stale |= former.topics != member.topics or self.assignor != member.options.assignor
+        self._is_stale |= (former.topics, former.options.assignors) != (member.topics, member.options.assignors)
         self._enter(member)
         self._ownership.rename(old, member.id)
 
     def update(self, member: Member, new: Member, owned: Collection[tuple[str, int]] | None) -> None:
         """Let a member that joins again ask for what `new` asks for. `owned`: all that it has not given up, if said."""
-        if (member.topics, member.options.assignor, member.order) != (new.topics, new.options.assignor, new.order):
+        if (member.topics, member.options.assignors, member.order) != (new.topics, new.options.assignors, new.order):
             self._is_stale = True
         self._leave_lists(member)
         member.client, member.options, member.topics = new.client, new.options, new.topics
@@ -337,13 +356,16 @@ class Group:
 
     def _enter(self, member: Member) -> None:
         self.members[member.id] = member
-        self.assignor = member.options.assignor
+        self.offers.update({*member.options.assignors})
+        if len(self.members) == 1:
+            self.assignor = member.options.assignors[0]
         self.topics.update(member.topics)
         if member.options.static_name is not None:
             self.statics[member.options.static_name] = member.id
 
     def _leave_lists(self, member: Member) -> None:
         self.topics -= Counter(member.topics)
+        self.offers -= Counter({*member.options.assignors})
         if member.options.static_name is not None:
             self.statics.pop(member.options.static_name, None)
 
@@ -351,6 +373,18 @@ class Group:
         self._ownership.release(member, list(member.owned))
         self._leave_lists(member)
         del self.members[member.id]
+
+    def can_agree(self, assignors: Iterable[str], instead_of: Member | None) -> bool:
+        """Return True if all members, without one that is to be replaced, offer one of `assignors`."""
+        others = len(self.members) - (instead_of is not None)
+        former = instead_of.options.assignors if instead_of else ()
+        return not others or any(self.offers[name] - (name in former) == others for name in assignors)
+
+    def _vote(self) -> str:
+        """Return the assignor that most members prefer of those that all offer; among equals rather the one in force."""
+        shared = {name for name, count in self.offers.items() if count == len(self.members)}
+        votes = Counter(next(filter(shared.__contains__, member.options.assignors)) for member in self.members.values())
+        return max(votes, key=lambda name: (votes[name], name == self.assignor, name))
 
     # --- what members say ---------------------------------------------------------------------------------------------
 
@@ -420,6 +454,8 @@ class Group:
         """Begin a generation: ask for what has to be given up, give what is free, tell all members."""
         ownership = self._ownership
         self.generation = max(self.generation, self.least) + 1
+        if self._is_stale:
+            self.assignor = self._vote()
         asks_all = self._is_stale and self.assignor != COOPERATIVE and bool(ownership.owners)
         if self._is_stale and not asks_all:
             preferred = sorted(self.members.values(), key=lambda member: member.order)
@@ -432,7 +468,7 @@ class Group:
         if not asks_all:
             ownership.give(self.generation)
         for member in self.members.values():
-            member.tell(now)
+            member.tell(self.generation, now)
             self._events.append(Assigned(self.name, member.id, self.generation, member.assignment()))
 
     # --- views --------------------------------------------------------------------------------------------------------
@@ -444,7 +480,7 @@ class Group:
             return State.EMPTY
         if self._is_stale:
             return State.PREPARING
-        has_answers = all(member.has_answered(self.generation) for member in self.members.values())
+        has_answers = all(member.has_answered() for member in self.members.values())
         return State.STABLE if has_answers and not self._ownership.has_free else State.COMPLETING
 
     def owned(self) -> Collection[TopicPartition]:

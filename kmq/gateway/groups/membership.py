@@ -613,6 +613,11 @@ class Groups:
     def describe(self, group: str) -> GroupView | None:
         return self._coordinator().describe(group)
 
+    def states(self) -> list[tuple[str, State]]:
+        """Return all groups by name, and what each waits for."""
+        coordinator = self._coordinator()
+        return [(name, coordinator.state(name)) for name in coordinator.groups()]
+
     def is_alive(self, group: str) -> bool:
         """Return True if the group has members, may have some, or had some within KMQ_GROUP_RETENTION."""
         if not self.is_ready:

@@ -30,7 +30,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -331,9 +331,13 @@ class OffsetStore:
         known = self.nacks(group, topic, partition)
         await self._bury(group, [RowKey(group, topic, partition, offset) for offset in offsets if offset in known])
 
-    async def delete(self, group: str) -> None:
-        """Forget a group. Durable when this returns. That it has no members is for the caller to know."""
-        await self._bury(group, [place for place, _ in self.table.rows_of(group)])
+    async def delete(self, group: str, partitions: Collection[Partition] | None = None) -> None:
+        """Forget a group, or what it has in some partitions. Durable when this returns.
+
+        That nobody reads there is for the caller to know.
+        """
+        rows = [place for place, _ in self.table.rows_of(group)]
+        await self._bury(group, [row for row in rows if partitions is None or (row.topic, row.partition) in partitions])
 
     async def forget_deleted_topics(self) -> int:
         """Forget offsets of topics that were deleted; return how many rows. Call it now and then.
@@ -472,7 +476,7 @@ def _size(what: str, text: str) -> int:
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups
-GRACE_S = 600.0  # twice the longest session timeout
+GRACE_S = 3600.0  # twice the longest session timeout
 _SIZE_S = 10.0  # between two looks at the size of the log
 _LARGE_BYTES, _RECENT_BYTES = 192 * MIB, 96 * MIB  # the router deletes from 256 MiB on
 

@@ -14,8 +14,8 @@ from kmq.wire.requests import TopicPartition
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
-SESSION_S = (6.0, 300.0)
-REBALANCE_S = (1.0, 3600.0)
+SESSION_S = (6.0, 1800.0)
+REBALANCE_S = (1.0, 86400.0)
 MAX_POLL_S = (1.0, 86400.0)
 SHARED = "-"  # the one member that all HTTP callers of a group are that name no member
 MAX_GENERATION = (1 << 31) - (1 << 20)  # above it a generation might no longer fit the 32 bits of other protocols
@@ -32,6 +32,7 @@ class MemberOptions(NamedTuple):
     """What a member asks for. Times in seconds.
 
     topics       names; a topic that is not there yet counts from the moment it is declared
+    assignors    the one that it prefers first; the group has one that all its members offer, by their votes
     session_s    after so long without a sign of life the member is ended
     rebalance_s  after so long without an answer to Revoke or Assigned the member is ended
     max_poll_s   after so long without asking for records the member is ended, although it beats
@@ -40,7 +41,7 @@ class MemberOptions(NamedTuple):
     """
 
     topics: tuple[str, ...]
-    assignor: str = DEFAULT
+    assignors: tuple[str, ...] = (DEFAULT,)
     session_s: float = 30.0
     rebalance_s: float = 60.0
     max_poll_s: float = 300.0
@@ -92,7 +93,7 @@ def check_name(what: str, name: str, limits: GroupLimits) -> None:
 
 def check_options(options: MemberOptions, limits: GroupLimits) -> None:
     """Raise RequestRefused unless a member may join with these options."""
-    if options.assignor not in ASSIGNORS:
+    if not options.assignors or not ASSIGNORS.keys() >= {*options.assignors}:
         raise RequestRefused("unknown_assignor", f"unknown assignor; expected one of {', '.join(ASSIGNORS)}")
     for what, value, (low, high) in (
         ("session", options.session_s, SESSION_S),
@@ -132,7 +133,7 @@ class State(Enum):
     EMPTY       no members
     PREPARING   members or topics that the present target does not know yet, or (eager) partitions that all must give up
     COMPLETING  a target, and members that have not answered, or partitions that are on the way to their new owner
-    STABLE      every partition with the owner that the target names, and every member has said so
+    STABLE      every partition with the owner that the target names, and every member knows what it has
     DEAD        been forgotten, or was never there
     """
 
@@ -153,7 +154,10 @@ class Revoke(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """From now on the member reads exactly `partitions`. The answer is `sync`, or `revoked` after a Revoke."""
+    """From now on the member reads exactly `partitions`. The answer is `sync`, or `revoked` after a Revoke.
+
+    Who has what it had need not answer.
+    """
 
     group: str
     member: str
@@ -181,14 +185,16 @@ Event = Revoke | Assigned | Ended | Forgotten
 class Assignment(NamedTuple):
     """What a member may read now, of which generation that is, and by which assignor.
 
-    `revoking`: what it owns besides, and is asked to give up. `is_due`: the next generation is only a matter of time.
+    `changed`: the generation in which it was last given or asked for something. `revoking`: what it owns besides, and is
+    asked to give up. `is_due`: the next generation is only a matter of time.
     """
 
     generation: int
     partitions: Partitions
-    revoking: Partitions = ()
-    is_due: bool = False
-    protocol: str = ""
+    changed: int
+    revoking: Partitions
+    is_due: bool
+    protocol: str
 
 
 class MemberView(NamedTuple):

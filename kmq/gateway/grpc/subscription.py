@@ -117,7 +117,7 @@ class Subscription:
         times = {ours: getattr(join, name) / 1000 for name, ours in _TIMES.items() if getattr(join, name)}
         options = MemberOptions(tuple(sorted({*join.topics})), static_name=join.static_name or None)._replace(**times)
         if join.assignor:
-            options = options._replace(assignor=join.assignor)
+            options = options._replace(assignors=(join.assignor,))
         resume = Resume(join.generation, values.places(join.owned) if join.generation else None)
         client = Client(join.client or join.member or "grpc", self._call.peer)
         self._reader = Reader(self._core.fetching, self._groups, self._redelivery, join.group, join.member)

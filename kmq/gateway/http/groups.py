@@ -187,7 +187,7 @@ class GroupCalls:
         def options(default: MemberOptions) -> MemberOptions:
             asked = default._replace(keeps_topics=False)
             if "assignor" in body:
-                asked = asked._replace(assignor=body["assignor"])
+                asked = asked._replace(assignors=(body["assignor"],))
             return asked._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else asked
 
         name = body.get("member")

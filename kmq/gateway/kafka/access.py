@@ -1,6 +1,7 @@
 """Who a client of Kafka is, and what it may do: SASL, and the roles of its token.
 
 PLAIN       The password is a token of KMQ_TOKENS; the user's name may be any.
+SCRAM       The user is a name of KMQ_TOKENS, the password its token, of those that were made for it (kmq/access/scram.py).
 Steps       SaslHandshake names the mechanism. After its version 1 each step is a SaslAuthenticate request; after version
             0, which old clients send, a step is the bytes of SASL alone behind their length, and so is the answer.
 Invariant   A client that fails is told so, and its connection ends: a connection has one try. A client that has shown its
@@ -10,6 +11,7 @@ Open        Without KMQ_TOKENS nobody need show anything, and every token is tak
 
 from collections.abc import Mapping
 
+from kmq.access import roles, scram
 from kmq.access.tokens import Tokens
 from kmq.broker.stats import Strangers
 from kmq.gateway.kafka import wire
@@ -18,7 +20,7 @@ from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 
 BEFORE = (Key.API_VERSIONS, Key.SASL_HANDSHAKE, Key.SASL_AUTHENTICATE)  # is served to clients that are not known yet
 _BY_HAND = (Key.PRODUCE, Key.FETCH)  # their chapters ask `may` themselves, and refuse each partition
-_MECHANISMS = ("PLAIN",)
+_MECHANISMS = ("PLAIN", *scram.MECHANISMS)
 _BARE = 0  # version of SaslHandshake after which no step has a header
 
 _TOPIC, _GROUP = ErrorCode.topic_authorization_failed, ErrorCode.group_authorization_failed
@@ -36,6 +38,10 @@ _FORBIDDEN: Mapping[Key, ErrorCode] = {
 _TRANSACTIONS = 1  # key_type of FindCoordinator: what a producer asks for
 
 
+class _NotKnown(Exception):
+    """The client has not shown who it is. The text may be told to it."""
+
+
 class _Dialog:
     """How far a client has shown who it is."""
 
@@ -43,9 +49,11 @@ class _Dialog:
         self.mechanism = ""  # which it has named
         self.is_bare = False
         self.has_failed = self.is_done = False
+        self.exchange: scram.ScramExchange | None = None  # once it has begun
+        self.holders: list[roles.Holder] = []  # who may turn out to be the client
 
 
-class Access:
+class AccessChapter:
     """Knows who is at the other end of each connection."""
 
     def __init__(self, tokens: Tokens | None, strangers: Strangers) -> None:
@@ -122,24 +130,47 @@ class Access:
 
     def _step(self, connection: Connection, dialog: _Dialog, said: bytes) -> tuple[bytes, str]:
         """Return the answer to a step, and why the client is refused; "" if it is not."""
-        reply, refused = b"", self._plain(connection, said)
-        if refused:
+        try:
+            if dialog.mechanism == "PLAIN":
+                reply = self._plain(connection, said)
+            elif dialog.exchange is None:
+                return self._begin_scram(dialog, said), ""
+            else:
+                reply = self._end_scram(connection, dialog, dialog.exchange, said)
+        except (_NotKnown, scram.ScramError) as err:
             dialog.has_failed = True
-        else:
-            dialog.is_done = connection.is_known = True
-        return reply, refused
+            return b"", str(err)
+        dialog.is_done = connection.is_known = True
+        return reply, ""
 
-    def _plain(self, connection: Connection, said: bytes) -> str:
+    def _plain(self, connection: Connection, said: bytes) -> bytes:
         words = said.split(b"\0")
         if len(words) != 3:
-            return "PLAIN is: authorization, user and password, with a zero byte between them"
-        if self._tokens is None:
-            return ""
-        connection.holder = self._tokens.find(words[2])
-        if connection.holder is None:
-            return self._unknown(connection, words[2])
-        return ""
+            raise _NotKnown("PLAIN is: authorization, user and password, with a zero byte between them")
+        if self._tokens is not None:
+            connection.holder = self._tokens.find(words[2])
+            if connection.holder is None:
+                self._strangers.refuse(connection.peer, "Kafka without a valid token", "" if words[2] else "token")
+                raise _NotKnown("the password must be a token that `kmq token new` has made")
+        return b""
 
-    def _unknown(self, connection: Connection, shown: bytes) -> str:
-        self._strangers.refuse(connection.peer, "Kafka without a valid token", "" if shown else "token")
-        return "the password must be a token that `kmq token new` has made"
+    def _begin_scram(self, dialog: _Dialog, said: bytes) -> bytes:
+        hash = scram.MECHANISMS[dialog.mechanism]
+
+        def find(user: str) -> scram.ScramUser:
+            if self._tokens is None:
+                raise _NotKnown("this broker has no tokens (KMQ_TOKENS): use PLAIN, or no SASL")
+            found, dialog.holders = self._tokens.find_scram(user, hash)
+            return found
+
+        dialog.exchange = scram.ScramExchange(hash, find)
+        return dialog.exchange.first(said)
+
+    def _end_scram(self, connection: Connection, dialog: _Dialog, exchange: scram.ScramExchange, said: bytes) -> bytes:
+        try:
+            reply = exchange.last(said)
+        except scram.ScramError:
+            self._strangers.refuse(connection.peer, f"Kafka with {dialog.mechanism} without a valid token")
+            raise
+        connection.holder = dialog.holders[exchange.found]
+        return reply

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kmq.access.tokens import Tokens
-from kmq.config.settings import Settings
+from kmq.config.settings import SETTINGS, Settings
 from kmq.config.values import KIB
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
@@ -60,6 +60,8 @@ _OPTIONS = {
     "segment.bytes": _Option("segmentBytes", _INT, "log.segment.bytes", "segment_bytes"),
     "segment.ms": _Option("segmentMs", _LONG, "log.roll.ms", "segment_age"),
 }
+_ATTRIBUTES = {option.attribute for option in _OPTIONS.values()}
+_STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in _ATTRIBUTES}
 # What is the same in every topic. Data is synced before it is acknowledged, hence flush.messages.
 _FIXED = {
     "compression.type": (_STRING, "producer"),
@@ -173,7 +175,7 @@ class _Refused(Exception):
 # --- requests --------------------------------------------------------------------------------------------------------
 
 _SET, _DELETE, _APPEND, _SUBTRACT = range(4)  # what IncrementalAlterConfigs does with a setting
-_SHA_256, _SHA_512 = 1, 2
+_SHA_256, _SHA_512 = 1, 2  # mechanisms of SCRAM
 
 
 class AdminChapter:
@@ -191,6 +193,7 @@ class AdminChapter:
             Key.INCREMENTAL_ALTER_CONFIGS: self._alter_some_configs,
             Key.DESCRIBE_LOG_DIRS: self._describe_log_dirs,
             Key.DESCRIBE_ACLS: self._describe_acls,
+            Key.DESCRIBE_SCRAM_USERS: self._describe_scram_users,
             Key.ALTER_SCRAM_USERS: self._alter_scram_users,
         }
 
@@ -309,7 +312,9 @@ class AdminChapter:
         return _setting(name, option.kind, value, source, is_fixed=False) | {"synonyms": synonyms}
 
     def _source(self, option: _Option) -> int:
-        return _OF_BROKER if option.attribute in self._settings.given else _DEFAULT
+        # Not `given`: the processes of a broker are given all settings.
+        is_set = option.attribute and getattr(self._settings, option.attribute) != _STANDARD[option.attribute]
+        return _OF_BROKER if is_set else _DEFAULT
 
     def _of_broker(self) -> dict[str, _Row]:
         settings = self._settings
@@ -414,6 +419,19 @@ class AdminChapter:
     async def _describe_acls(self, call: Call) -> Fields:
         text = "there are no ACLs, but roles of tokens: kmq token list"
         return {"error_code": ErrorCode.security_disabled, "error_message": text, "resources": ()}
+
+    async def _describe_scram_users(self, call: Call) -> Fields:
+        known = {} if self._tokens is None else self._tokens.scram_names()
+        asked = [row.name for row in call.body.users or ()] or [*known]
+        results = []
+        for user in dict.fromkeys(asked):
+            code, text, rows = ErrorCode.none, None, []
+            if user in known:
+                rows = [{"mechanism": each, "iterations": known[user]} for each in (_SHA_256, _SHA_512)]
+            else:
+                code, text = ErrorCode.resource_not_found, "has no token of: kmq token new <name> --scram"
+            results.append({"user": user, "error_code": code, "error_message": text, "credential_infos": rows})
+        return {"error_code": ErrorCode.none, "error_message": None, "results": results}
 
     async def _alter_scram_users(self, call: Call) -> Fields:
         users = dict.fromkeys(row.name for row in (*call.body.deletions, *call.body.upsertions))

@@ -47,7 +47,11 @@ class Requests:
             longest = max(self.connections, key=lambda connection: connection.partial_bytes)
             self.strangers.cut_off(longest.peer, f"{longest.partial_bytes} bytes of a request that is not whole")
             longest.force_close()
-        if self._whole > _WHOLE_BYTES and not self._is_paused:
+        if self._whole > _WHOLE_BYTES and (most := max([each.behind for each in self.connections], default=0)):
+            largest = next(connection for connection in self.connections if connection.behind == most)
+            self.strangers.cut_off(largest.peer, f"{most} bytes of requests behind one that may wait for minutes")
+            largest.force_close()
+        elif self._whole > _WHOLE_BYTES and not self._is_paused:
             self._is_paused = True
             for connection in self.connections:
                 connection.transport.pause_reading()
@@ -73,6 +77,8 @@ class Connection(ClientConnection):
         self._counted = 0  # of `partial`, that `requests` knows of
         self._frames: deque[bytes] = deque()
         self._unanswered = 0  # bytes of whole requests
+        self._queued = 0  # of these, bytes of those that are not served yet
+        self.may_wait = False  # what is served now is no Produce: a Fetch or a JoinGroup may take minutes
         self._answers: deque[asyncio.Future[bytes | None]] = deque()  # of produce requests, in order
         self._flushing: asyncio.Task[None] | None = None
         self._answered = asyncio.Event()
@@ -82,6 +88,11 @@ class Connection(ClientConnection):
     @property
     def partial_bytes(self) -> int:
         return len(self._partial)
+
+    @property
+    def behind(self) -> int:
+        """Return how many bytes of requests lie behind one that may wait for long."""
+        return self._queued if self.may_wait else 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -107,8 +118,9 @@ class Connection(ClientConnection):
         if partial and not self._unfinished_since:
             self._unfinished_since, self.needs_look = time.monotonic(), True
         self._unanswered += whole
+        self._queued += whole
         grown, self._counted = len(partial) - self._counted, len(partial)
-        if len(self._frames) >= _MOST_FRAMES or self._requests.is_paused:
+        if len(self._frames) >= _MOST_FRAMES or self._queued > MAX_CONTROL or self._requests.is_paused:
             self.transport.pause_reading()
         self._requests.grow(grown, whole)
         if self._frames or self.bad:
@@ -141,13 +153,15 @@ class Connection(ClientConnection):
             await self._arrived.wait()
         self._idle_since = 0.0
         frame = self._frames.popleft()
+        self._queued -= len(frame)
         if len(self._frames) <= _MOST_FRAMES // 2:
             self.read_on()
         return frame
 
     def read_on(self) -> None:
         """Receive again, unless too much waits."""
-        if len(self._frames) < _MOST_FRAMES and not (self._requests.is_paused or self._is_lost or self.bad):
+        is_full = len(self._frames) >= _MOST_FRAMES or self._queued > MAX_CONTROL
+        if not (is_full or self._requests.is_paused or self._is_lost or self.bad):
             self.transport.resume_reading()
 
     def _release(self, nbytes: int) -> None:
@@ -160,6 +174,7 @@ class Connection(ClientConnection):
         self._counted = self._unanswered = 0
         self._partial = bytearray()  # at once: the garbage collector comes when it likes
         self._frames.clear()
+        self._queued = 0
         if self._flushing is not None:
             self._flushing.cancel()
         for answer in self._answers:
@@ -206,6 +221,7 @@ class Connection(ClientConnection):
                     await self.write(response)
                 self._answers.popleft()
                 self._answered.set()
+            self.pending, self._idle_since = 0, time.monotonic()
         except Exception as err:
             self._failed = err.with_traceback(None)  # which would hold the request as long as the connection is there
             self._answered.set()

@@ -22,7 +22,7 @@ from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests as RequestCounts
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.access import BEFORE, Access
+from kmq.gateway.kafka.access import BEFORE, AccessChapter
 from kmq.gateway.kafka.connection import Call, Connection, Handler, Requests
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, Key, Unsupported
 from kmq.log import identity
@@ -67,7 +67,7 @@ class Kafka:
         """`chapters`: what is served beside what is here."""
         self._tokens, self._strangers, self._counts, self._log = tokens, strangers, counts, log
         self._requests = Requests(strangers)
-        self._access = Access(tokens, strangers)
+        self._access = AccessChapter(tokens, strangers)
         self._unsupported: dict[str, float] = {}  # client → when it was logged
         topics = Cluster(settings, core)
         self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions, **topics.handlers}
@@ -162,9 +162,9 @@ class Kafka:
         if key == Key.PRODUCE:
             return await connection.answer_later(frame, self._answer(handler, call))
         await connection.all_answered()
-        connection.pending = 1
+        connection.pending, connection.may_wait = 1, True
         response = await self._answer(handler, call)
-        connection.pending = 0
+        connection.pending, connection.may_wait = 0, False
         await connection.answer(frame, response)
 
     async def _answer(self, handler: Handler, call: Call) -> bytes | None:

@@ -10,7 +10,7 @@ Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partiti
             and again is answered when its time is up.
 Memory      An answer has at most _ANSWER_BYTES, or one batch that is longer. Batches are made of _CHUNK_BYTES of lines.
             All answers count in the budget of all doors until their clients have taken them; a waiting fetch holds
-            nothing. At most _MOST_CURSORS partitions are remembered, of all connections.
+            nothing. At most _MOST_KNOWN partitions are remembered, of all connections.
 Not covered Sessions: every answer says session 0, so clients name all their partitions each time. Followers' fetches.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from kmq.broker.stats import Incidents
 from kmq.config.values import KIB, MIB
 from kmq.gateway.core.answers import COPIES, BudgetHolder
 from kmq.gateway.core.broker import RequestRefused
@@ -36,7 +37,7 @@ from kmq.gateway.kafka.door import leader_epoch
 from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError, MisplacedError
-from kmq.message.record import count_lines
+from kmq.message.record import count_lines, stamp
 from kmq.wire.requests import MAX_WAIT_MS, Position, TopicPartition
 
 _ANSWER_BYTES = 4 * MIB
@@ -46,7 +47,7 @@ _PIECE_BYTES = 64 * KIB  # given to the transport at once
 _SEARCHED_BYTES = MIB  # of records that are looked at for their time
 _REST_S = 5.0  # until an offset that cannot be read is read again
 _MOST_ASKED = 10_000  # topics and partitions of a request
-_MOST_CURSORS = 20_000
+_MOST_KNOWN = 20_000
 _WITH_SIZE = 3  # numbers of the signature of a partition that has a segment
 _SPARE_WATCHES = 64  # directories that a connection watches and does not ask for any more
 _ZSTD_FROM = 10  # version of Fetch whose clients know zstd
@@ -71,7 +72,7 @@ class FetchRequest(NamedTuple):
     partitions: dict[TopicPartition, AskedPartition]
 
 
-class _Cursor:
+class _KnownPartition:
     """A partition as a connection reads it. `first` and `end` are those of the moment when its files were `seen`."""
 
     __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen")
@@ -109,42 +110,23 @@ class _Cursor:
         return time.monotonic() < self.rests_until
 
     def growth(self) -> int:
-        """Return by how many bytes the partition has grown since it was seen; a new segment counts as a whole answer."""
-        if self.is_resting:
-            return 0
+        """Return by how many bytes the partition has grown since it was seen; another segment counts as a whole answer."""
         now, seen = self.partition.signature(), self.seen
-        if now == seen:
+        if now == seen or self.is_resting:
             return 0
-        is_same_file = seen is not None and len(now) == len(seen) == _WITH_SIZE and now[:-1] == seen[:-1]
-        return max(0, now[-1] - seen[-1]) if seen is not None and is_same_file else _ANSWER_BYTES
-
-
-class _Growth:
-    """How much partitions have grown since they were looked at. `missing`: bytes that are waited for."""
-
-    def __init__(self, missing: int) -> None:
-        self._missing, self._total = missing, 0
-        self.by_cursor: dict[_Cursor, int] = {}
-
-    def look(self, cursor: _Cursor) -> bool:
-        grown = cursor.growth()
-        self._total += grown - self.by_cursor.get(cursor, 0)
-        self.by_cursor[cursor] = grown
-        return self.is_enough
-
-    @property
-    def is_enough(self) -> bool:
-        return self._total >= self._missing
+        if seen is None or now[:-1] != seen[:-1] or len(now) != _WITH_SIZE or now[-1] < seen[-1]:
+            return _ANSWER_BYTES
+        return now[-1] - seen[-1]
 
 
 class Row:
     """What a partition gets in the answer."""
 
-    __slots__ = ("code", "cursor", "end", "first", "records")
+    __slots__ = ("code", "end", "first", "known", "records")
 
-    def __init__(self, code: ErrorCode = ErrorCode.none, cursor: _Cursor | None = None) -> None:
-        self.code, self.cursor = code, cursor
-        self.first, self.end = (_UNKNOWN, _UNKNOWN) if cursor is None else (cursor.first, cursor.end)
+    def __init__(self, code: ErrorCode = ErrorCode.none, known: _KnownPartition | None = None) -> None:
+        self.code, self.known = code, known
+        self.first, self.end = (_UNKNOWN, _UNKNOWN) if known is None else (known.first, known.end)
         self.records: list[bytes] = []
 
     def has_records(self, offset: int) -> bool:
@@ -163,7 +145,7 @@ class _Consumer(BudgetHolder):
         self._connection = connection
         self.event = asyncio.Event()
         self.waiter = Waiter(self.event)
-        self.cursors: dict[TopicPartition, _Cursor] = {}
+        self.known: dict[TopicPartition, _KnownPartition] = {}
         self.counted = 0  # of these, in the number of all
         self.told: dict[TopicPartition, ErrorCode] = {}
 
@@ -173,8 +155,8 @@ class _Consumer(BudgetHolder):
 
     def is_quiet(self, place: TopicPartition) -> bool:
         """Return True if nothing has happened to a partition since it was looked at."""
-        cursor = self.cursors.get(place)
-        return cursor is not None and cursor.seen is not None and self.waiter.is_quiet(cursor.directory)
+        known = self.known.get(place)
+        return known is not None and known.seen is not None and self.waiter.is_quiet(known.directory)
 
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
@@ -186,16 +168,14 @@ class _Consumer(BudgetHolder):
         self.since = 0.0
 
 
-class Fetching:
-    """What consumers ask for. `note` gets what an operator should hear of: event, peer, reason."""
+class FetchChapter:
+    """What consumers ask for."""
 
-    def __init__(
-        self, core: Core, cache: TailCache, counts: RequestCounts, note: Callable[[str, str, str], None]
-    ) -> None:
-        self._core, self._cache, self._counts, self._note = core, cache, counts, note
+    def __init__(self, core: Core, cache: TailCache, counts: RequestCounts, incidents: Incidents) -> None:
+        self._core, self._cache, self._counts, self._incidents = core, cache, counts, incidents
         self._partitions = core.partitions
         self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # the one served last at the end
-        self._cursors = 0  # of all consumers
+        self._known = 0  # of all consumers
         self.handlers: dict[Key, Handler] = {
             Key.FETCH: self.fetch,
             Key.LIST_OFFSETS: self._list_offsets,
@@ -207,7 +187,7 @@ class Fetching:
         consumer = self._consumers.pop(connection, None)
         if consumer is not None:
             self._core.waking.forget(consumer.waiter)
-            self._cursors -= consumer.counted
+            self._known -= consumer.counted
             consumer.close()
 
     async def close(self) -> None:
@@ -244,7 +224,6 @@ class Fetching:
         until = time.monotonic() + request.wait_s
         while True:
             is_over = time.monotonic() >= until
-            consumer.event.clear()
             rows = await self._looked_at(call, consumer, request)
             nbytes = 0
             wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
@@ -257,14 +236,14 @@ class Fetching:
                 nbytes, is_full = await self._core.fetching.run(self._read, call, request, rows)
                 self._core.answers.settle(consumer, nbytes)
                 is_over |= is_full
-            known = consumer.told
+            before = consumer.told
             consumer.told = {place: row.code for place, row in rows.items() if row.code != ErrorCode.none}
-            is_new = any(known.get(place) != code for place, code in consumer.told.items())
+            is_new = any(before.get(place) != code for place, code in consumer.told.items())
             if is_over or is_new or nbytes >= request.min_bytes:
                 return rows
             consumer.close()
-            cursors = [row.cursor for row in rows.values() if row.cursor is not None]
-            if not await self._wait(consumer, cursors, until, request.min_bytes - nbytes) and not nbytes:
+            partitions = [row.known for row in rows.values() if row.known is not None]
+            if not await self._wait(consumer, partitions, until, request.min_bytes - nbytes) and not nbytes:
                 return rows
             del rows
 
@@ -273,30 +252,37 @@ class Fetching:
         if all(map(consumer.is_quiet, request.partitions)):
             return self._look(call, consumer, request)  # reads no files
         rows = await self._core.fetching.run(self._look, call, consumer, request)
-        self._cursors += len(consumer.cursors) - consumer.counted
-        consumer.counted = len(consumer.cursors)
-        while self._cursors > _MOST_CURSORS:
+        self._known += len(consumer.known) - consumer.counted
+        consumer.counted = len(consumer.known)
+        while self._known > _MOST_KNOWN:
             oldest = next(each for each in self._consumers.values() if each.counted)
-            self._cursors -= oldest.counted
-            oldest.counted, oldest.cursors = 0, {}
+            self._known -= oldest.counted
+            oldest.counted, oldest.known = 0, {}
         return rows
 
-    async def _wait(self, consumer: _Consumer, cursors: list[_Cursor], until: float, missing: int) -> bool:
-        """Wait until the partitions have grown by about so many bytes; return False if the time is up before."""
-        growth = _Growth(missing)
-        looks = {cursor.directory: partial(growth.look, cursor) for cursor in cursors}
+    async def _wait(self, consumer: _Consumer, partitions: list[_KnownPartition], until: float, missing: int) -> bool:
+        """Wait until they have grown by about so many bytes, or the time is up. Return True if any has grown."""
+        grown: dict[str, int] = {}
+
+        def look(known: _KnownPartition) -> bool:
+            grown[known.directory] = nbytes = known.growth()
+            return nbytes > 0 and is_enough()
+
+        def is_enough() -> bool:
+            return sum(grown.values()) >= missing
+
+        looks = {known.directory: partial(look, known) for known in partitions}
         try:
-            while not growth.is_enough:
+            while not is_enough():
                 if not await self._core.waking.next_news(consumer.waiter, looks, until - time.monotonic()):
-                    return False
+                    break
                 consumer.event.clear()
-            return True
         except RequestRefused as err:
             raise ConnectionAbortedError("the gateway stops") from err
-        finally:
-            for cursor, grown in growth.by_cursor.items():
-                if grown:
-                    consumer.waiter.look_again(cursor.directory)
+        has_grown = [directory for directory, nbytes in grown.items() if nbytes]
+        for directory in has_grown:
+            consumer.waiter.look_again(directory)
+        return bool(has_grown)
 
     # --- looking and reading, in threads -----------------------------------------------------------------------------
 
@@ -325,31 +311,31 @@ class Fetching:
             if isinstance(err, MisplacedError) and not self._core.watermark.is_followed:
                 return ErrorCode.not_leader_or_follower, None  # the router may be about to write its index
             if self._core.fetching.damaged.note(err):
-                self._note("kafka_not_read", call.connection.peer, f"{place}: {err}")
+                self._incidents.note("kafka_not_read", call.connection.peer, f"{place}: {err}")
             return ErrorCode.kafka_storage_error, None
 
     def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int) -> Row:
         """Look at a partition, unless it is known that nothing has changed. Raises RequestRefused, DamageError."""
         is_quiet = consumer.is_quiet(place)
-        cursor = consumer.cursors.get(place)
-        if cursor is not None:
-            cursor.move(offset)
-            if cursor.is_resting and cursor.damage is not None:
-                raise cursor.damage
+        known = consumer.known.get(place)
+        if known is not None:
+            known.move(offset)
+            if known.is_resting and known.damage is not None:
+                raise known.damage
             try:
-                if not is_quiet or offset > cursor.end:  # the event of what the client knows may be on its way
-                    cursor.look()
+                if not is_quiet or offset > known.end:  # the event of what the client knows may be on its way
+                    known.look()
             except RequestRefused as err:
                 if err.code != "unknown_topic":
                     raise
-                cursor = None  # it was deleted, and may have been made again
-        if cursor is None:
-            consumer.cursors.pop(place, None)
-            cursor = consumer.cursors[place] = _Cursor(self._partitions.open(*place), offset)
-            cursor.look()
-        row = Row(cursor=cursor)
-        if not cursor.first <= offset <= cursor.end:
-            row.code = wire.code_of(self._out_of_range(offset, cursor.end))
+                known = None  # it was deleted, and may have been made again
+        if known is None:
+            consumer.known.pop(place, None)
+            known = consumer.known[place] = _KnownPartition(self._partitions.open(*place), offset)
+            known.look()
+        row = Row(known=known)
+        if not known.first <= offset <= known.end:
+            row.code = wire.code_of(self._out_of_range(offset, known.end))
         return row
 
     def _out_of_range(self, offset: int, end: int) -> RequestRefused:
@@ -366,28 +352,28 @@ class Fetching:
         nbytes, left = 0, min(request.max_bytes, _ANSWER_BYTES)
         for place, asked in request.partitions.items():
             row = rows[place]
-            if not row.has_records(asked.offset) or row.cursor is None:
+            if not row.has_records(asked.offset) or row.known is None:
                 continue
             if nbytes and left <= 0:
                 break
             most = min(asked.max_bytes, left)
-            work = self._records, row.cursor, asked.offset, most, not nbytes, call.version
+            work = self._records, row.known, asked.offset, most, not nbytes, call.version
             row.code, records = self._tried(call, place, _UNKNOWN, *work)
-            row.records, row.first = records or [], row.cursor.first
+            row.records, row.first = records or [], row.known.first
             found = sum(map(len, row.records))
             nbytes, left = nbytes + found, left - found
         return nbytes, left <= 0
 
-    def _records(self, cursor: _Cursor, offset: int, most: int, is_first: bool, version: int) -> list[bytes]:
+    def _records(self, known: _KnownPartition, offset: int, most: int, is_first: bool, version: int) -> list[bytes]:
         """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger."""
         found: list[bytes] = []
-        while offset < cursor.end and (not found or most >= _ENOUGH_BYTES):
+        while offset < known.end and (not found or most >= _ENOUGH_BYTES):
             try:
-                data, following = self._batch(cursor, offset, most, version)
+                data, following = self._batch(known, offset, most, version)
             except DamageError as err:
                 if found:
                     break  # the next fetch hears of it
-                cursor.rest(err)
+                known.rest(err)
                 raise
             if not data or (len(data) > most and (found or not is_first)):
                 break
@@ -395,18 +381,18 @@ class Fetching:
             most, offset = most - len(data), following
         return found
 
-    def _batch(self, cursor: _Cursor, offset: int, most: int, version: int) -> tuple[bytes, int]:
+    def _batch(self, known: _KnownPartition, offset: int, most: int, version: int) -> tuple[bytes, int]:
         """Return a batch that holds `offset`, and the offset after it."""
-        partition = cursor.partition
+        partition = known.partition
         topic, number = partition.topic, partition.number
-        kept = self._kept(cursor, offset, version)
+        kept = self._kept(known, offset, version)
         if kept is not None:
             self._counts.count_batches("cache", 1)
             return patched(kept.data, kept.first, leader_epoch()), kept.last + 1
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
         if first != offset:  # retention has removed it, which is no event
-            cursor.first, cursor.seen = first, None
-            raise self._out_of_range(offset, cursor.end)
+            known.first, known.seen = first, None
+            raise self._out_of_range(offset, known.end)
         marks_from, is_receipt = self._partitions.marks_from, self._partitions.shows_receipt(topic)
         batch = encode(
             *(topic, number, first, lines),
@@ -417,14 +403,14 @@ class Fetching:
         self._counts.count_batches("lines", 1)
         return batch, first + count_lines(lines)
 
-    def _kept(self, cursor: _Cursor, offset: int, version: int) -> KeptBatch | None:
+    def _kept(self, known: _KnownPartition, offset: int, version: int) -> KeptBatch | None:
         """Return the batch as it was produced, if it is in memory and shows what the lines show to this client.
 
         A compacted topic is always read from its lines: compaction takes some of them away, and the cache does not know.
         """
-        partition, topic = cursor.partition, cursor.partition.topic
+        partition, topic = known.partition, known.partition.topic
         kept = self._cache.find(topic, partition.number, offset, partition.from_seq)
-        if kept is None or kept.first < cursor.first or kept.last >= cursor.end:
+        if kept is None or kept.first < known.first or kept.last >= known.end:
             return None
         if (kept.is_zstd and version < _ZSTD_FROM) or self._partitions.shows_receipt(topic):
             return None
@@ -458,12 +444,12 @@ class Fetching:
             return _UNKNOWN, first if timestamp == _EARLIEST else end
         if timestamp < 0:
             raise RequestRefused("bad_field", f"{timestamp} is no time")
-        partition, best = self._partitions.open(*place), (_UNKNOWN, _UNKNOWN)
+        partition, is_receipt = self._partitions.open(*place), self._partitions.shows_receipt(place.topic)
+        best = _UNKNOWN, _UNKNOWN
         offset, nbytes = partition.locate(Position("time", timestamp * 1000)), 0
         for messages, _ in partition.chunks(offset, _SEARCHED_BYTES // 16):
             for message in messages:
-                is_receipt = self._partitions.shows_receipt(place.topic)
-                shown = int(message.recv_timestamp * 1000) if is_receipt else message.timestamp_ms
+                shown = stamp(message.line)[1] // 1000 if is_receipt else message.timestamp_ms
                 if shown >= timestamp:
                     return shown, message.offset
                 if best[1] < 0:

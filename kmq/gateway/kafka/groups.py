@@ -3,9 +3,10 @@
 JoinGroup   names no leader and no members, so every client is a follower. It is answered when no step of the group is
             due that its member would have to join again for.
 SyncGroup   gives the member what it reads in the generation that JoinGroup named.
-Heartbeat   REBALANCE_IN_PROGRESS when there is a newer generation than the client's, or something to give up. Then it
-            joins again, and says what it still reads: with an eager assignor nothing. What it was asked for and does not
-            name is given up. What it was not asked for stays its own, so joining again moves nothing by itself.
+Heartbeat   REBALANCE_IN_PROGRESS when the member was given or asked for something since the generation that it knows.
+            Then it joins again, and says what it still reads: with an eager assignor nothing. What it was asked for and
+            does not name is given up. What it was not asked for stays its own, so joining again moves nothing by itself.
+            Who keeps what it has goes on in its generation: a static member that starts again disturbs nobody.
 Commits     are fenced by generation, member and instance. Without members anybody may commit.
 Loading     Until the offsets are loaded: COORDINATOR_LOAD_IN_PROGRESS, at the place that the version has for it. But
             SyncGroup is told to join again, and a heartbeat nothing, as by Apache's broker: clients die of it there.
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import CommittedOffset, Partition
@@ -34,6 +36,7 @@ from kmq.gateway.groups.protocol import (
     Event,
     MemberOptions,
     Resume,
+    State,
 )
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
@@ -77,6 +80,17 @@ def read_subscription(metadata: bytes) -> Subscription:
     return Subscription(tuple(names), frozenset(owned))
 
 
+def subscription_bytes(topics: Iterable[str]) -> bytes:
+    """Return a subscription as other clients read it, of whatever door the member is."""
+    names = [*topics]
+    writer = wire.Writer(is_flexible=False)
+    writer.pack(">hi", 0, len(names))
+    for name in names:
+        writer.text(name)
+    writer.pack(">i", -1)
+    return writer.body()
+
+
 def assignment_bytes(partitions: Iterable[TopicPartition]) -> bytes:
     """Return an assignment as clients of protocol type `consumer` read it."""
     numbers: dict[str, list[int]] = {}
@@ -110,6 +124,8 @@ _CODES = {
     "too_many_groups": ErrorCode.group_max_size_reached,
     "too_many_members": ErrorCode.group_max_size_reached,
     "subscription_too_large": ErrorCode.group_max_size_reached,
+    "unknown_group": ErrorCode.group_id_not_found,
+    "group_not_empty": ErrorCode.non_empty_group,
     "unknown_member": ErrorCode.unknown_member_id,
     "fenced": ErrorCode.illegal_generation,
     "unknown_topic": ErrorCode.unknown_topic_or_partition,
@@ -119,10 +135,17 @@ _CODES = {
     "bad_request": ErrorCode.invalid_commit_offset_size,
     "offsets_full": ErrorCode.invalid_commit_offset_size,
 }
+_OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_instance_id)  # of several that leave
 _OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
 
 
+class _FencedInstance(RequestRefused):
+    """A newer member has the static name of this one."""
+
+
 def _code(refused: RequestRefused) -> ErrorCode:
+    if isinstance(refused, _FencedInstance):
+        return ErrorCode.fenced_instance_id
     return _CODES.get(refused.code, ErrorCode.unknown_server_error)
 
 
@@ -136,18 +159,19 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
-        self.ended = False
+        self.ended = ""  # the code with which its member ended
 
     def hear(self, event: Event) -> None:
-        self.ended |= isinstance(event, Ended)
+        if isinstance(event, Ended):
+            self.ended = event.code
         self.heard.set()
 
 
 class KafkaGroups:
     """The handlers of what is asked about groups."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, admin: GroupAdmin) -> None:
+        self._groups, self._admin = groups, admin
         self.handlers: dict[Key, Handler] = {
             Key.JOIN_GROUP: self._join_group,
             Key.SYNC_GROUP: self._sync_group,
@@ -155,6 +179,10 @@ class KafkaGroups:
             Key.LEAVE_GROUP: self._leave_group,
             Key.OFFSET_COMMIT: self._offset_commit,
             Key.OFFSET_FETCH: self._offset_fetch,
+            Key.DESCRIBE_GROUPS: self._describe_groups,
+            Key.LIST_GROUPS: self._list_groups,
+            Key.DELETE_GROUPS: self._delete_groups,
+            Key.OFFSET_DELETE: self._offset_delete,
         }
 
     def forget(self, connection: Connection) -> None:
@@ -174,29 +202,31 @@ class KafkaGroups:
         body = call.body
         try:
             self._admit()
-            if call.version >= 4 and not body.member_id:
+            if call.version >= 4 and not body.member_id and _instance(body) is None:
                 # So that a client which has not got the answer does not leave a member behind.
                 id = self._groups.coordinator.new_id(call.header.client)
                 return _NOT_JOINED | {"error_code": ErrorCode.member_id_required, "member_id": id}
             return await self._join(call)
         except RequestRefused as err:
-            return _NOT_JOINED | {"error_code": _code(err), "member_id": body.member_id}
+            code = _code(err)
+            if err.code == "fenced":  # not by a generation, of which who joins says none
+                code = ErrorCode.unknown_member_id if _instance(body) is None else ErrorCode.fenced_instance_id
+            return _NOT_JOINED | {"error_code": code, "member_id": body.member_id}
 
     async def _join(self, call: Call) -> Fields:
         body, groups = call.body, self._groups
         group, member = body.group_id, body.member_id or None
         offered = _offered(body)
         owned = offered[COOPERATIVE].subscription.owned if COOPERATIVE in offered else frozenset[Partition]()
-        view, first = groups.describe(group), next(iter(offered))
-        assignor = view.protocol if view and view.members and view.protocol in offered else first
         session_s = wire.milliseconds(body.session_timeout) / 1000
         rebalance_s = max(0, wire.milliseconds(getattr(body, "rebalance_timeout", None))) / 1000 or session_s
         options = MemberOptions(
-            offered[first].subscription.topics,
-            assignor,
+            next(iter(offered.values())).subscription.topics,
+            tuple(offered),
             session_s,
             min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]),
             max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+            static_name=_instance(body),
         )
         client = Client(call.header.client, call.connection.peer)
         is_known = groups.coordinator.generation(group, member) is not None
@@ -235,14 +265,15 @@ class KafkaGroups:
             else:
                 self._groups.sync(group, member)  # what others are waited for must not be its own fault
                 await waiting.heard.wait()
-        raise RequestRefused("unknown_member", f"group {group}: member {member} has ended")
+        code = "fenced" if waiting.ended == "fenced" else "unknown_member"
+        raise RequestRefused(code, f"group {group}: member {member} has ended")
 
     async def _sync_group(self, call: Call) -> Fields:
         body = call.body
         group, member, generation = body.group_id, body.member_id, body.generation_id
         try:
             found = self._beat(call)
-            if found.generation != generation:
+            if generation < found.changed:
                 return {"error_code": ErrorCode.rebalance_in_progress, "assignment": b""}
             self._groups.sync(group, member, generation)
         except RequestRefused as err:
@@ -260,30 +291,44 @@ class KafkaGroups:
             found = self._beat(call)
         except RequestRefused as err:
             return {"error_code": ErrorCode.none if err.code == "not_ready" else _code(err)}
-        is_over = found.generation != call.body.generation_id or bool(found.revoking)
+        is_over = call.body.generation_id < found.changed or bool(found.revoking)
         return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
 
     def _beat(self, call: Call) -> Assignment:
         """Note a sign of life, and return what the member has. Raises RequestRefused (unknown_member, fenced …)."""
         self._admit()
         group, member = call.body.group_id, call.body.member_id
+        self._check_instance(group, member, _instance(call.body))
         self._groups.beat(group, member, polled=True, generation=call.body.generation_id)
         return self._groups.coordinator.assignment(group, member)
+
+    def _check_instance(self, group: str, member: str, name: str | None) -> None:
+        """Raise RequestRefused unless `member` has the static name that it says; None: it says none."""
+        if name is None:
+            return
+        holder = self._groups.coordinator.static_member(group, name)
+        if holder is None:
+            raise RequestRefused("unknown_member", f"group {group} has no member {name}")
+        if holder != member:
+            raise _FencedInstance("fenced", f"a newer member of group {group} has the name {name}")
 
     async def _leave_group(self, call: Call) -> Fields:
         body = call.body
         rows = []
         for each in [body] if call.version < 3 else body.members:
-            code = ErrorCode.none
+            code, name, member = ErrorCode.none, _instance(each), each.member_id
             try:
                 self._admit()
-                self._groups.leave(body.group_id, each.member_id)
+                if name is not None and not member:  # said by an operator, who knows no ids
+                    member = self._groups.coordinator.static_member(body.group_id, name) or ""
+                self._check_instance(body.group_id, member, name)
+                self._groups.leave(body.group_id, member)
             except RequestRefused as err:
                 code = _code(err)
-            rows.append({"member_id": each.member_id, "group_instance_id": None, "error_code": code})
+            rows.append({"member_id": each.member_id, "group_instance_id": name, "error_code": code})
         codes = [row["error_code"] for row in rows]
-        whole = call.version < 3 or any(code not in (ErrorCode.none, ErrorCode.unknown_member_id) for code in codes)
-        return {"error_code": codes[0] if whole else ErrorCode.none, "members": rows}
+        of_all = next((code for code in codes if call.version < 3 or code not in _OF_A_MEMBER), ErrorCode.none)
+        return {"error_code": of_all, "members": rows}
 
     # --- offsets ------------------------------------------------------------------------------------------------------
 
@@ -323,6 +368,8 @@ class KafkaGroups:
 
         try:
             self._admit()
+            if by[0] is not None:
+                self._check_instance(group, member, _instance(body))
             await groups.check_commit(group, by[0], by[1], ())
             try:
                 await groups.commit(group, by[0], rows, by[1])
@@ -367,6 +414,96 @@ class KafkaGroups:
 
         topics = [{"name": name, "partitions": [row(name, n) for n in numbers]} for name, numbers in wanted.items()]
         return {"group_id": group, "topics": topics, "error_code": code}
+
+    # --- groups as people look after them -----------------------------------------------------------------------------
+
+    async def _describe_groups(self, call: Call) -> Fields:
+        rows = []
+        for group in call.body.groups:
+            row = {"group_id": group, "group_state": "", "protocol_type": "", "protocol_data": "", "members": ()}
+            try:
+                self._admit()
+                rows.append(row | self._described(group))
+            except RequestRefused as err:
+                rows.append(row | {"error_code": _code(err)})
+        return {"groups": rows}
+
+    def _described(self, group: str) -> dict[str, Any]:
+        view = self._groups.describe(group)
+        if view is None:
+            return {"error_code": ErrorCode.none, "group_state": _STATES[State.DEAD]}
+        members = [
+            {
+                "member_id": member.id,
+                "group_instance_id": member.static_name,
+                "client_id": member.name,
+                "client_host": member.host,
+                "member_metadata": subscription_bytes(member.topics),
+                "member_assignment": assignment_bytes(member.partitions),
+            }
+            for member in view.members
+        ]
+        return {
+            "error_code": ErrorCode.none,
+            "group_state": _STATES[view.state],
+            "protocol_type": _CONSUMER,
+            "protocol_data": view.protocol,
+            "members": members,
+        }
+
+    async def _list_groups(self, call: Call) -> Fields:
+        rows, code, wanted = [], ErrorCode.none, getattr(call.body, "states_filter", ())
+        try:
+            self._admit()
+            for group, state in self._groups.states():
+                if not wanted or _STATES[state] in wanted:
+                    rows.append({"group_id": group, "protocol_type": _CONSUMER, "group_state": _STATES[state]})
+        except RequestRefused as err:
+            code = ErrorCode.none if err.code == "forbidden" else _code(err)  # who may see none is shown none
+        return {"error_code": code, "groups": rows}
+
+    async def _delete_groups(self, call: Call) -> Fields:
+        rows = []
+        for group in call.body.groups_names:
+            code = ErrorCode.none
+            try:
+                self._admit()
+                await self._admin.delete(group)
+            except RequestRefused as err:
+                code = _code(err)
+            rows.append({"group_id": group, "error_code": code})
+        return {"results": rows}
+
+    async def _offset_delete(self, call: Call) -> Fields:
+        asked = [(topic.name, [each.partition_index for each in topic.partitions]) for topic in call.body.topics]
+        try:
+            self._admit()
+            places = {(name, number) for name, numbers in asked for number in numbers}
+            kept = await self._admin.forget(call.body.group_id, places)
+        except RequestRefused as err:
+            return {"error_code": _code(err), "topics": ()}
+
+        def row(name: str, number: int) -> Fields:
+            code = ErrorCode.group_subscribed_to_topic if (name, number) in kept else ErrorCode.none
+            return {"partition_index": number, "error_code": code}
+
+        topics = [{"name": name, "partitions": [row(name, number) for number in numbers]} for name, numbers in asked]
+        return {"error_code": ErrorCode.none, "topics": topics}
+
+
+_STATES = {
+    State.EMPTY: "Empty",
+    State.PREPARING: "PreparingRebalance",
+    State.COMPLETING: "CompletingRebalance",
+    State.STABLE: "Stable",
+    State.DEAD: "Dead",
+}
+
+
+def _instance(body: Any) -> str | None:
+    """Return the static name that a member says; None if it has none, or the version knows of none."""
+    name: str | None = getattr(body, "group_instance_id", None)
+    return name
 
 
 class _Offer(NamedTuple):

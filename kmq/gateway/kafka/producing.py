@@ -14,8 +14,10 @@ a pid       twice.
 
 import asyncio
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from kmq.config.settings import Settings
@@ -37,6 +39,9 @@ _PER_LIFE = 10**6  # producer ids that one life of the gateway may give
 _EPOCH_IDS, _SEQUENCES = 1 << 44, 1 << 31  # ids of one epoch; sequences before they begin again at 0
 _NAMES = 20_000  # of which the door remembers how far they are
 _OWN_NAMES = 16
+_REPEATED_S = 300.0  # in which a client repeats a refused batch, or has given it up (delivery.timeout.ms is 2 minutes)
+_AT_ONCE = 4  # batches that are rendered at a time
+_SMALL = 4096, 1000  # compressed bytes and records of a batch that is rendered without a thread
 _IN_THREAD = 128 << 10  # bytes of a batch that are worth a thread: the event loop must not stand still for them
 _ACKS = (-1, 0, 1)
 
@@ -44,13 +49,26 @@ _ACKS = (-1, 0, 1)
 class _Name:
     """What is known of a producer in one partition."""
 
-    __slots__ = ("last", "refused", "turn", "users")
+    __slots__ = ("last", "refused", "refused_at", "turn", "users")
 
     def __init__(self) -> None:
         self.last: int | None = None  # the last id that was handed over; 0: nothing is stored; None: to be asked for
-        self.refused = 0  # the first id that was refused, and not sent again since; 0: none
+        self.refused, self.refused_at = 0, 0.0  # the first id that was refused, and not sent again since; 0: none
         self.turn = asyncio.Lock()
         self.users = 0
+
+    def refuse(self, first_id: int) -> None:
+        """Note that the batch that begins with this id was not stored, or may not have been."""
+        is_same = self.refused and _epoch_of(self.refused) == _epoch_of(first_id)
+        self.last, self.refused = None, min(self.refused, first_id) if is_same else first_id
+        self.refused_at = time.monotonic()
+
+    def is_gap(self, first_id: int) -> bool:
+        """Return True for a batch behind one that was refused: its client repeats in order."""
+        if not self.refused or time.monotonic() - self.refused_at > _REPEATED_S:
+            return False
+        is_behind = _epoch_of(self.refused) == _epoch_of(first_id) and first_id > self.refused
+        return is_behind and (self.last or 0) < self.refused
 
 
 class _Own:
@@ -102,6 +120,7 @@ class ProduceChapter:
         self._turns: dict[Connection, _Turn] = {}
         self._names: OrderedDict[tuple[int, int, int], _Name] = OrderedDict()  # the one used last at the end
         self._given = 0  # producer ids of this life
+        self._rendering = asyncio.Semaphore(_AT_ONCE)
         self._own = [_Own(number) for number in range(_OWN_NAMES)]
         self._connected = 0  # connections that have produced
         self._finishing: set[asyncio.Task[_Produced]] = set()  # also for connections that have ended meanwhile
@@ -133,9 +152,11 @@ class ProduceChapter:
         parts, acks = read_request(call.body, call.version)
         if acks not in _ACKS:
             return response(call, parts, [_Produced(ErrorCode.invalid_required_acks)] * len(parts))
-        async with self._turn(call.connection).lock:
-            later = [await self._begin(call, part) for part in parts]
-        produced = [each if isinstance(each, _Produced) else await each for each in later]
+        turn, until = self._turn(call.connection), asyncio.get_running_loop().time() + ANSWER_S
+        async with turn.lock:
+            later = [await self._begin(call, turn.own, part, until) for part in parts]
+        # Shielded: what becomes of a batch is noted, also when its client has gone.
+        produced = [each if isinstance(each, _Produced) else await asyncio.shield(each) for each in later]
         call.errors.extend(found.code for found in produced if found.code)
         if acks:
             return response(call, parts, produced)
@@ -154,7 +175,9 @@ class ProduceChapter:
         """Forget a connection that has ended."""
         self._turns.pop(connection, None)
 
-    async def _begin(self, call: Call, part: _ProducedPart) -> "_Produced | asyncio.Task[_Produced]":
+    async def _begin(
+        self, call: Call, own: _Own, part: _ProducedPart, until: float
+    ) -> "_Produced | asyncio.Task[_Produced]":
         """Judge a batch and hand its lines over. Returns why it is refused, or the task that waits for its offset."""
         try:
             if not call.may(Key.PRODUCE):
@@ -168,10 +191,11 @@ class ProduceChapter:
             batch = batches[0]
             if batch.is_transactional:
                 return _Produced(ErrorCode.invalid_txn_state, text="transactions are not served")
-            async with asyncio.timeout(ANSWER_S):
-                await self._link().room()
+            async with asyncio.timeout_at(until):
                 if batch.producer_id < 0:
-                    return await self._begin_own(self._turn(call.connection).own, part, batch, from_seq)
+                    return await self._begin_own(own, part, batch, from_seq)
+                if not self._is_ours(batch.producer_id):
+                    return _Produced(ErrorCode.unknown_producer_id, text=f"{batch.producer_id} was not given here")
                 return await self._begin_idempotent(part, batch, from_seq)
         except BatchRefused as err:
             return _Produced(err.code, text=str(err), record=err.index)
@@ -192,16 +216,27 @@ class ProduceChapter:
             most = self._settings.max_line
             return render(batch, part.topic, part.partition, first_id, most, requires_key=requires_key)
 
-        return await asyncio.to_thread(work) if len(batch.data) > _IN_THREAD else work()
+        nbytes, records = _SMALL
+        is_small = len(batch.data) <= (nbytes if batch.codec else _IN_THREAD) and batch.record_count <= records
+        return work() if is_small else await asyncio.to_thread(work)
+
+    def _is_ours(self, pid: int) -> bool:
+        """Return True if this gateway, or one before it, has given this producer id. Raises RequestRefused."""
+        now, (life, number) = self._known_life(), divmod(pid, _PER_LIFE)
+        return 0 < life < now or (life == now and number < self._given)
+
+    def _known_life(self) -> int:
+        if not (life := self._life()):
+            raise RequestRefused("not_ready", "the gateway is starting")
+        return life
 
     async def _begin_own(
         self, own: _Own, part: _ProducedPart, batch: RecordBatch, from_seq: int
     ) -> "asyncio.Task[_Produced]":
         """Hand over a batch without a producer id."""
-        life = self._life()
-        if not life:
-            raise RequestRefused("not_ready", "the gateway is starting")
-        async with own.turn:
+        life = self._known_life()
+        async with own.turn, self._rendering:
+            await self._link().room()
             first_id = own.last + 1
             lines = await self._lines(part, batch, first_id)
             own.last += batch.record_count
@@ -214,23 +249,32 @@ class ProduceChapter:
         label = b"k%d.%d.%d" % (batch.producer_id, from_seq, part.partition)
         name = self._name((batch.producer_id, from_seq, part.partition))
         name.users += 1
+        first_id = 0
         try:
             async with name.turn:
-                if name.last is None:
-                    name.last = await self._link().last_id(label)
-                first_id = _first_id(batch, name.last)
-                refused = _judge(batch, first_id, name)
-                if refused is not None:
-                    return refused
-                lines = await self._lines(part, batch, first_id)
-                is_new = not name.last
-                task = self._hand_over(label, part, batch, from_seq, lines, name, first_id)
-                name.last = max(name.last, first_id + batch.record_count - 1)
-                if name.refused >= first_id:
+                while True:
+                    if name.last is None:
+                        name.last = await self._link().last_id(label)
+                    known = name.last, name.refused
+                    first_id = _first_id(batch, name.last)
+                    refused = _judge(batch, first_id, name)
+                    if refused is not None:
+                        return refused
+                    async with self._rendering:
+                        await self._link().room()
+                        lines = await self._lines(part, batch, first_id)
+                        if (name.last, name.refused) == known:  # no batch before it was refused meanwhile
+                            task = self._hand_over(label, part, batch, from_seq, lines, name, first_id)
+                            break
+                name.last = max(known[0] or 0, first_id + batch.record_count - 1)
+                if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                     name.refused = 0
-                if is_new:
+                if not known[0]:
                     await asyncio.wait((task,))
                 return task
+        except BaseException:
+            name.refuse(first_id or _first_id(batch, name.last or 0))
+            raise
         finally:
             name.users -= 1
 
@@ -252,7 +296,8 @@ class ProduceChapter:
         first_id: int,
     ) -> "asyncio.Task[_Produced]":
         link, most = self._link(), self._settings.max_line + UNIT_BYTES
-        units = [link.send(label, text, count) for text, count in split(lines.text, batch.record_count, most)]
+        on_refused = (lambda: None) if name is None else partial(name.refuse, first_id)
+        units = [link.send(label, *unit, on_refused) for unit in split(lines.text, batch.record_count, most)]
         kept = from_seq if lines.is_exact else None
         task = asyncio.create_task(self._finish(part, batch, kept, units, name, first_id))
         self._finishing.add(task)
@@ -277,8 +322,6 @@ class ProduceChapter:
                 name.last = None
             return _Produced(ErrorCode.request_timed_out)
         except RequestRefused as err:
-            if name is not None:
-                name.last, name.refused = None, min(name.refused or first_id, first_id)
             if err.code == "id_reused":
                 self._log.warn("kafka_id_reused", topic=part.topic, partition=part.partition, reason=str(err))
             return _Produced(wire.code_of(err), text=str(err))
@@ -293,7 +336,7 @@ class ProduceChapter:
     def _timestamp(self, topic: str, place: StoredPlace | None) -> int:
         """Return the timestamp that the broker has given the first record, in milliseconds; -1 if it keeps its own."""
         found = None if place is None else parse_stored(place.line)
-        return round(found[1] / 1000) if found and self._core.partitions.shows_receipt(topic) else -1
+        return found[1] // 1000 if found and self._core.partitions.shows_receipt(topic) else -1
 
     async def _offset(self, part: _ProducedPart, runs: list[SeqRun]) -> tuple[int, StoredPlace | None]:
         """Return the offset of the first line if all follow it without a gap, else -1. Raises RequestRefused."""
@@ -305,6 +348,8 @@ class ProduceChapter:
             places = await self._core.producing.places(part.topic, [(key, first), (key, last)])
         except DamageError as err:
             raise RequestRefused("damaged", str(err)) from err
+        if last > self._core.watermark.routed:
+            raise RequestRefused("stored_not_routed", f"seq {last} is on disk, but not in its partition yet")
         begin, end = places.get(first), places.get(last)
         if begin is None or end is None or (begin.partition, end.partition) != (part.partition,) * 2:
             return UNKNOWN, begin
@@ -328,18 +373,22 @@ def _first_id(batch: RecordBatch, last: int) -> int:
     return epoch + wraps * _SEQUENCES + sequence + 1
 
 
+def _epoch_of(id: int) -> int:
+    return (id - 1) // _EPOCH_IDS
+
+
 def _judge(batch: RecordBatch, first_id: int, name: _Name) -> _Produced | None:
     """Return why a batch is not taken; None if it comes next, or may have been stored before."""
     last = name.last or 0
     if batch.producer_epoch < 0 or batch.base_sequence < 0:
         return _Produced(ErrorCode.invalid_record, text="a producer id without epoch and sequence")
-    if name.refused and first_id > name.refused:
+    epoch = _epoch_of(last)
+    if last and batch.producer_epoch < epoch:
+        return _Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
+    if name.is_gap(first_id):
         return _gap(batch, "a batch before it was refused")
     if not last:
         return None
-    epoch = (last - 1) // _EPOCH_IDS
-    if batch.producer_epoch < epoch:
-        return _Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
     if batch.producer_epoch > epoch:
         return None if not batch.base_sequence else _gap(batch, "a new epoch begins with sequence 0")
     return _gap(batch, "records before it are missing") if first_id > last + 1 else None
@@ -351,12 +400,14 @@ def _gap(batch: RecordBatch, why: str) -> _Produced:
 
 def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
     """Yield whole lines of at most `most` bytes, and how many they are. No line is longer."""
-    while len(text) > most:
-        end = text.rindex(b"\n", 0, most) + 1
-        lines = count_lines(text[:end])
-        yield text[:end], lines
-        text, count = text[end:], count - lines
-    yield text, count
+    at = 0
+    while len(text) - at > most:
+        end = text.rindex(b"\n", at, at + most) + 1
+        some = text[at:end]
+        lines = count_lines(some)
+        yield some, lines
+        at, count = end, count - lines
+    yield text[at:], count
 
 
 # --- the request and the response ------------------------------------------------------------------------------------

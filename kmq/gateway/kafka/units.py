@@ -2,15 +2,16 @@
 
 Invariant   Units are sent in the order in which they are handed over. What has no reply when the connection breaks is sent
             again, in the same order, on the next one: each line has an id, so it is stored once.
-            After a refusal of the whole connection (a full disk, too few replicas) nothing more is sent on it. All that was
-            sent is answered first; then another connection is opened for the rest.
+            After a refusal of the whole connection (a full disk, too few replicas) nothing more is sent on it, and what
+            waits is refused with it: on the next connection it could be stored although what came before was not.
             A newer gateway of this broker fences this one: from then on everything is refused.
-Memory      _MOST_BYTES of lines without a reply. `room` waits until there are fewer.
+Memory      _MOST_BYTES of lines without a reply. `room` waits until there are fewer, and is no reservation.
 """
 
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from kmq.wire import refusals
 UNIT_BYTES = 64 * KIB  # that a unit may have beside the longest line (kmq/ingress/hello.py)
 _NAME = b"__kafka"  # whose newer connection fences the older one
 _MOST_BYTES = 64 * MIB
+_ENTRY_BYTES = 500  # of a unit beside its text
 _ANSWER_S = 5.0  # until ingress must have taken the hello
 _JOINED = 16 * KIB  # bytes of a unit that is sent at once
 _HIGH_BYTES = MIB  # of the socket's buffer in this process
@@ -41,12 +43,19 @@ class SeqRun(NamedTuple):
 
 
 class _Unit:
-    """A unit without all its replies."""
+    """A unit without all its replies. `on_refused` hears of a refusal at once, before anything else is judged."""
 
-    __slots__ = ("count", "future", "left", "name", "refused", "runs", "text")
+    __slots__ = ("count", "future", "left", "name", "on_refused", "refused", "runs", "text")
 
-    def __init__(self, name: bytes, text: bytes, count: int, future: "asyncio.Future[list[SeqRun]]") -> None:
-        self.name, self.text, self.count, self.future = name, text, count, future
+    def __init__(
+        self,
+        name: bytes,
+        text: bytes,
+        count: int,
+        future: "asyncio.Future[list[SeqRun]]",
+        on_refused: Callable[[], None],
+    ) -> None:
+        self.name, self.text, self.count, self.future, self.on_refused = name, text, count, future, on_refused
         self.begin()
 
     def begin(self) -> None:
@@ -60,13 +69,17 @@ class _Unit:
 
     def settle(self) -> None:
         """Tell who waits: all lines have their replies."""
-        if self.future.done():
-            return
         if self.refused is not None:
-            self.future.set_exception(self.refused)
-            self.future.exception()  # who waited may have given up
-        else:
+            self.refuse(self.refused)
+        elif not self.future.done():
             self.future.set_result(self.runs)
+
+    def refuse(self, refused: RequestRefused) -> None:
+        """Tell who waits that not all of it is stored."""
+        self.on_refused()
+        if not self.future.done():
+            self.future.set_exception(refused)
+            self.future.exception()  # who waited may have given up
 
 
 class _Question:
@@ -81,6 +94,12 @@ class _Question:
     def head(self) -> bytes:
         return b"!unit 0 0 p=%b\n" % self.name
 
+    def refuse(self, refused: RequestRefused) -> None:
+        """Tell who waits that nobody knows."""
+        if not self.future.done():
+            self.future.set_exception(refused)
+            self.future.exception()
+
 
 class Units:
     """What the door sends to ingress. Make it inside the event loop."""
@@ -94,7 +113,8 @@ class Units:
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
-        self._is_refused = False  # ingress takes nothing more on this connection
+        self._refusal: RequestRefused | None = None  # why ingress takes nothing more on this connection
+        self._told = ""  # of these refusals, in the log
         self._closed = ""  # why nothing is taken any more
 
     # --- what callers do ---------------------------------------------------------------------------------------------
@@ -105,10 +125,12 @@ class Units:
             self._freed.clear()
             await self._freed.wait()
 
-    def send(self, name: bytes, text: bytes, count: int) -> "asyncio.Future[list[SeqRun]]":
+    def send(
+        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None]
+    ) -> "asyncio.Future[list[SeqRun]]":
         """Hand over lines that belong together. The result: their seqs. Raises RequestRefused, also through the future."""
         future: asyncio.Future[list[SeqRun]] = asyncio.get_running_loop().create_future()
-        self._put(_Unit(name, text, count, future))
+        self._put(_Unit(name, text, count, future, on_refused))
         return future
 
     def last_id(self, name: bytes) -> "asyncio.Future[int]":
@@ -130,7 +152,7 @@ class Units:
         if self._closed:
             raise RequestRefused("stopping", self._closed)
         self._waiting.append(unit)
-        self._nbytes += len(unit.text)
+        self._nbytes += len(unit.text) + _ENTRY_BYTES
         self.write()
 
     def write(self) -> None:
@@ -140,7 +162,7 @@ class Units:
             if self._connecting is None or self._connecting.done():
                 self._connecting = asyncio.create_task(self._connect())
             return
-        while self._sent < len(self._waiting) and not (link.is_full or self._is_refused):
+        while self._sent < len(self._waiting) and not (link.is_full or self._refusal is not None):
             unit = self._waiting[self._sent]
             self._sent += 1
             if len(unit.text) <= _JOINED:
@@ -173,9 +195,10 @@ class Units:
             raise
         if not hello.startswith(b"!ok"):
             link.transport.abort()
-            raise KmqError(f"ingress: {hello.decode(errors='replace')}")
+            code, _, reason = hello.removeprefix(b"!err 0 ").decode(errors="replace").partition(" ")
+            return self._refuse_all(RequestRefused(code, reason))
         self._sent = self._answered = 0
-        self._is_refused = False
+        self._refusal = None
         for unit in self._waiting:
             if isinstance(unit, _Unit):
                 unit.begin()
@@ -184,10 +207,13 @@ class Units:
 
     def lost(self, link: "_Link") -> None:
         """Go on with another connection."""
-        if link is self._link:
-            self._link = None
-            if self._waiting and not self._closed:
-                self.write()
+        if link is not self._link:
+            return
+        self._link = None
+        if self._refusal is not None:  # what was sent behind the refused line is refused too
+            self._refuse_all(self._refusal)
+        elif self._waiting and not self._closed:
+            self.write()
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -195,10 +221,10 @@ class Units:
         """Take one reply. Raises ValueError for one that fits to nothing that was sent."""
         verb, _, rest = reply.partition(b" ")
         if verb == b"!last":
-            question = self._waiting.popleft() if self._sent else None
+            question = self._waiting[0] if self._sent else None
             if not isinstance(question, _Question):
                 raise ValueError("a last id that nobody asked for")
-            self._sent -= 1
+            self._drop()
             if not question.future.done():
                 question.future.set_result(int(rest))
             return self._next()
@@ -239,14 +265,11 @@ class Units:
         if code == "fenced":
             return self._end("a newer gateway of this broker has taken over")
         if refusals.find(code).scope == refusals.CONNECTION:
-            self._is_refused = True
-        if self._sent and isinstance(
-            question := self._waiting[0], _Question
-        ):  # on a refused connection it is a message
-            self._waiting.popleft()
-            self._sent -= 1
-            if not question.future.done():
-                question.future.set_exception(RequestRefused(code, reason))
+            self._refusal = RequestRefused(code, reason)
+        first = self._waiting[0] if self._sent else None
+        if isinstance(first, _Question):  # on a refused connection it is a message
+            self._drop()
+            first.refuse(RequestRefused(code, reason))
             return self._next()
         unit = self._head()
         if unit.refused is None:
@@ -256,31 +279,38 @@ class Units:
     def _pass(self, unit: _Unit, lines: int) -> None:
         unit.left -= lines
         if not unit.left:
-            self._waiting.popleft()
-            self._sent -= 1
-            self._nbytes -= len(unit.text)
+            self._drop()
             unit.settle()
             self._next()
+
+    def _drop(self) -> None:
+        """Take the first of what waits away, because it is answered."""
+        self._nbytes -= len(self._waiting.popleft().text) + _ENTRY_BYTES
+        self._sent -= 1
 
     def _next(self) -> None:
         """After a reply: make room, and leave a connection on which nothing is taken any more."""
         self._freed.set()
-        if self._is_refused and not self._sent and self._link is not None:
+        if self._refusal is not None and not self._sent and self._link is not None:
             link, self._link = self._link, None
             link.transport.close()
-            if self._waiting:
-                self.write()
+            self._refuse_all(self._refusal)
+
+    def _refuse_all(self, refused: RequestRefused) -> None:
+        """Refuse everything that waits: on another connection it could be stored although a batch before it was not."""
+        if refused.code != self._told and not self._closed:
+            self._told = refused.code
+            self._log.warn("kafka_produce_refused", reason=f"{refused.code} {refused}", effect="its clients send again")
+        waiting, self._waiting = self._waiting, deque()
+        self._sent = self._nbytes = 0
+        for unit in waiting:
+            unit.refuse(refused)
+        self._freed.set()
 
     def _end(self, why: str) -> None:
         """Refuse everything from now on."""
         self._closed = why
-        while self._waiting:
-            unit = self._waiting.popleft()
-            if not unit.future.done():
-                unit.future.set_exception(RequestRefused("stopping", why))
-                unit.future.exception()
-        self._sent = self._nbytes = 0
-        self._freed.set()
+        self._refuse_all(RequestRefused("stopping", why))
 
 
 class _Link(asyncio.Protocol):
