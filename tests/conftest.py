@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from kmq.spark.sessions import find_java
 if TYPE_CHECKING:
     from certificates import Authority
     from consuls import Consul
+    from pyspark.sql import SparkSession
 
 _LEFT_OPEN = 64  # a library's threads and a session of Spark have a few dozen
 
@@ -81,6 +83,19 @@ def consul(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Consul]":
     agent = Consul(tmp_path_factory.mktemp("consul") / "log")
     yield agent
     agent.close()
+
+
+@pytest.fixture(scope="session")
+def spark() -> "Iterator[SparkSession]":
+    """A session of Spark, as `kmq pipeline` makes it: one for all tests, which are marked `java`."""
+    from kmq.spark.sessions import session
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Small data for half a minute: a JVM that optimises its code takes more time than it gives back.
+        made = session("local[2]", "tests", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """A client of the Kafka port that says what it is told to, byte by byte; its messages are written and read by kio."""
 
 import contextlib
+import datetime
+import random
 import socket
 import ssl
 import struct
@@ -78,3 +80,36 @@ class KafkaClient:
             return self.sock.recv(1) == b""
         except ConnectionError:
             return True
+
+
+# --- what may be asked -----------------------------------------------------------------------------------------------
+
+_NUMBERS = {"int8": 7, "int16": 15, "int32": 31, "int64": 63}
+
+
+def made_up(rng: random.Random, cls: Any) -> dict[str, Any]:
+    """Fields of a request, as an honest client might send them."""
+    return {field.name: _field_value(rng, field) for field in wire._fields(cls)}
+
+
+def _field_value(rng: random.Random, field: Any) -> Any:
+    if field.is_nullable and rng.random() < 0.2:
+        return None
+    if not field.is_array:
+        return _value(rng, field)
+    return tuple(_value(rng, field) for _ in range(rng.choice([0, 1, 3])))
+
+
+def _value(rng: random.Random, field: Any) -> Any:
+    if field.entry is not None:
+        return made_up(rng, field.entry)
+    if field.kind in _NUMBERS:
+        most = 1 << _NUMBERS[field.kind]
+        return rng.choice([-1, 0, 1, 2, 4, rng.randrange(-most, most)])
+    if field.kind.startswith("timedelta"):
+        return datetime.timedelta(milliseconds=rng.randrange(-1, 1 << 31))
+    return {
+        "string": rng.choice(["", "orders", "schlüssel", "x" * 300]),
+        "bytes": rng.randbytes(rng.choice([0, 3, 300])),
+        "bool": rng.random() < 0.5,
+    }[field.kind]

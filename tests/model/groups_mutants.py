@@ -31,9 +31,9 @@ MUTANTS = [
         stories.what_moves_is_read_by_the_new_member_only_after_the_old_one_gave_it_up,
         (
             "coordinator",
-            "        known.answer(found.fence(known, generation), found.generation, now)\n",
+            "        known.answer(found.fence(known, generation), now)\n",
             "        found.give_up(known, found.fence(known, generation), now)\n"
-            "        known.answer(found.fence(known, generation), found.generation, now)\n",
+            "        known.answer(found.fence(known, generation), now)\n",
         ),
     ),
     Mutant(
@@ -50,6 +50,21 @@ MUTANTS = [
         "an eager assignor gives before all have answered",
         stories.an_eager_assignor_gives_only_when_everything_was_given_up,
         ("group", "self.assignor == COOPERATIVE or not self._ownership.revoking", "True"),
+    ),
+    Mutant(
+        "the first member decides on the assignor",
+        stories.members_that_offer_several_assignors_vote,
+        ("group", "            self.assignor = self._vote()\n", "            pass\n"),
+    ),
+    Mutant(
+        "an assignor that not all offer is voted for",
+        stories.members_that_offer_several_assignors_vote,
+        ("group", "if count == len(self.members)}", "if count}"),
+    ),
+    Mutant(
+        "a member that joins again has to agree with its former self",
+        stories.members_that_offer_several_assignors_vote,
+        ("group", " - (name in former) == others", " == len(self.members)"),
     ),
     Mutant(
         "cooperative-sticky asks for everything",
@@ -151,6 +166,21 @@ MUTANTS = [
             "self.sync_by = min(self.sync_by, now + self.options.rebalance_s)",
             "self.sync_by = now + self.options.rebalance_s",
         ),
+    ),
+    Mutant(
+        "a generation without news has to be answered",
+        stories.who_keeps_what_it_has_need_not_answer,
+        ("group", "        if self.has_news:\n            self.changed", "        if True:\n            self.changed"),
+    ),
+    Mutant(
+        "what is given is no news",
+        stories.who_does_not_take_what_it_is_given_later_is_ended,
+        ("group", "        self.has_news = True\n        self.owned[", "        self.owned["),
+    ),
+    Mutant(
+        "what is gone is no news",
+        stories.who_is_not_told_that_a_topic_is_gone_is_ended,
+        ("group", "        self.has_news |= self.revoking", "        self.has_news &= self.revoking"),
     ),
     Mutant(
         "an older member of the same name stays",

@@ -209,6 +209,9 @@ class Stage:
     def state(self, group: str = "g") -> str:
         return str(self.coordinator.state(group).value)
 
+    def protocol(self, group: str = "g") -> str:
+        return str(self.coordinator.describe(group).protocol)
+
     def generation(self, group: str = "g") -> int:
         view = self.coordinator.describe(group)
         return view.generation if view else 0

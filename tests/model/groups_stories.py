@@ -68,14 +68,14 @@ def members_that_keep_theirs_go_on_while_others_move(stage: Stage) -> None:
 
 def an_eager_assignor_gives_only_when_everything_was_given_up(stage: Stage) -> None:
     for assignor in EAGER:
-        members = [stage.join(group=assignor, assignor=assignor) for _ in range(2)]
+        members = [stage.join(group=assignor, assignors=(assignor,)) for _ in range(2)]
         stage.settle(assignor)
-        new = stage.join(group=assignor, assignor=assignor)
+        new = stage.join(group=assignor, assignors=(assignor,))
         events = stage.tick()
         demand(kinds(events)[:2] == [f"Revoke {member}" for member in sorted(members)], f"{events}")
         demand(stage.state(assignor) == "preparing", "it waits for both")
         stage.revoked(members[0], group=assignor)
-        another = stage.join(group=assignor, assignor=assignor)
+        another = stage.join(group=assignor, assignors=(assignor,))
         stage.forward(1.0)
         demand(not any(stage.reads(member, assignor) for member in (*members, new)), "it still waits for one")
         stage.revoked(members[1], group=assignor)
@@ -144,10 +144,58 @@ def the_callers_of_http_without_a_name_are_one_member(stage: Stage) -> None:
 
 def members_agree_on_an_assignor(stage: Stage) -> None:
     first = stage.join()
-    demand(stage.join(assignor="range") == "!assignor_differs", "another one")
-    demand(stage.join(assignor="best") == "!unknown_assignor", "none")
-    demand(stage.join(member=first, assignor="range") == first, "alone it may change its mind")
+    demand(stage.join(assignors=("range",)) == "!assignor_differs", "another one")
+    demand(stage.join(assignors=("best",)) == stage.join(assignors=()) == "!unknown_assignor", "none")
+    demand(stage.join(member=first, assignors=("range",)) == first, "alone it may change its mind")
     stage.settle()
+
+
+def members_that_offer_several_assignors_vote(stage: Stage) -> None:
+    stage.join(assignors=("range", "roundrobin", "sticky"))
+    stage.settle()
+    demand(stage.protocol() == "range", "alone it has what it prefers")
+    for _ in range(2):
+        stage.join(assignors=("roundrobin", "range", "sticky"))
+    stage.settle()
+    demand(stage.protocol() == "roundrobin", "two of three prefer it")
+    demand(stage.join(assignors=("cooperative-sticky",)) == "!assignor_differs", "nobody offers that")
+    last = stage.join(assignors=("cooperative-sticky", "sticky"))
+    stage.settle()
+    demand(stage.protocol() == "sticky", "the only one that all offer")
+    demand(stage.join(assignors=("roundrobin",)) == "!assignor_differs", "the last one does not")
+    demand(stage.join(member=last, assignors=("range",)) == last, "it need not agree with its former self")
+    stage.settle()
+    demand(stage.protocol() == "range", "now that is the only one")
+
+
+def members_move_to_another_assignor_one_after_the_other(stage: Stage) -> None:
+    """A double bounce: all restart with both, and once more with the new one alone. Nobody is refused, nothing is lost."""
+    members = [stage.join(assignors=("range",)) for _ in range(3)]
+    stage.settle()
+    for assignors in (("cooperative-sticky", "range"), ("cooperative-sticky",)):
+        for member in list(members):
+            stage.leave(member)
+            members.remove(member)
+            stage.settle()
+            members.append(stage.join(assignors=assignors))
+            demand(not members[-1].startswith("!"), f"{assignors} is refused: {members[-1]}")
+            stage.settle()
+    demand(stage.protocol() == "cooperative-sticky", "all have moved")
+
+
+def an_assignor_may_change_while_partitions_are_asked_for(stage: Stage) -> None:
+    first = stage.join(assignors=("cooperative-sticky", "range"))
+    stage.settle()
+    second = stage.join(assignors=("range",))
+    stage.tick()
+    demand(stage.protocol() == "range" and stage.reads(first) == [], "everything is asked for")
+    stage.leave(second)
+    stage.join(assignors=("cooperative-sticky",))
+    stage.settle()
+    demand(
+        stage.protocol() == "cooperative-sticky" and len(stage.reads(first)) == 2,
+        "it has given up what it was asked for",
+    )
 
 
 # --- who may commit ---------------------------------------------------------------------------------------------------
@@ -292,9 +340,17 @@ def who_never_takes_its_assignment_is_ended(stage: Stage) -> None:
     for _ in range(9):
         stage.forward(1.0)
         stage.beat(first)
-        stage.leave(stage.join(rebalance_s=10.0))  # each is a new generation, and that prolongs nothing
+        stage.topics(t=5 + stage.generation(), u=2)  # each time it is given something, and that prolongs nothing
     events = stage.forward(1.1)
     demand("rebalance_timeout" in [getattr(event, "code", "") for event in events], f"{events}")
+
+
+def who_does_not_take_what_it_is_given_later_is_ended(stage: Stage) -> None:
+    member = stage.join(rebalance_s=5.0)
+    stage.settle()
+    stage.topics(t=5, u=2)
+    stage.stay(6.0, member)
+    demand(stage.state() in ("empty", "dead"), "nobody reads what is new")
 
 
 def idle_members_cost_a_few_wake_ups_in_each_session(stage: Stage) -> None:
@@ -369,19 +425,40 @@ def a_newer_member_of_the_same_name_takes_the_place_of_the_older(stage: Stage) -
     demand(stage.generation() == generation + 1, "two owners never share a generation")
     demand(stage.commit(old, had[0]) == "unknown_member" and stage.commit(new, had[0]) == "", "the older is fenced")
     stage.sync(new)
-    stage.sync(other)
     demand(stage.state() == "stable", "that was all")
     demand(stage.join(member=old, static_name="w1") == "!fenced", "it does not come back")
 
 
 def a_static_member_keeps_its_place_under_an_eager_assignor_too(stage: Stage) -> None:
-    other = stage.join(static_name="other", assignor="range")
-    old = stage.join(static_name="w1", assignor="range")
+    other = stage.join(static_name="other", assignors=("range",))
+    old = stage.join(static_name="w1", assignors=("range",))
     stage.settle()
     had = stage.reads(old)
-    new = stage.join(static_name="w1", assignor="range")
+    new = stage.join(static_name="w1", assignors=("range",))
     stage.tick()
     demand(stage.reads(new) == had and len(stage.reads(other)) == 2, "nobody gave anything up")
+
+
+def who_keeps_what_it_has_need_not_answer(stage: Stage) -> None:
+    first = stage.join(static_name="w1", rebalance_s=5.0)
+    stage.settle()
+    generation = stage.generation()
+    for _ in range(2):  # another member comes, and is replaced
+        other = stage.join("u", static_name="w2")
+        stage.forward(0.01)
+        stage.sync(other)
+    demand(stage.generation() == generation + 2 and stage.state() == "stable", "nobody is waited for")
+    stage.stay(20.0, first, other)
+    demand(stage.beat(first, generation) == "" and stage.commit(first, *T, generation=generation) == "", "it is fine")
+    demand(stage.coordinator.assignment("g", first).changed == generation, "all that it has it had")
+
+
+def who_is_not_told_that_a_topic_is_gone_is_ended(stage: Stage) -> None:
+    member = stage.join("t", "u", rebalance_s=5.0)
+    stage.settle()
+    stage.topics(t=4)
+    stage.stay(6.0, member)
+    demand(stage.state() in ("empty", "dead"), "it reads what is not there")
 
 
 # --- topics -----------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_text_is_cleaned_of_secrets_and_of_nothing_else():
     log = "ts=1 level=info stage=ingress event=started data=/srv/kmq id=0f4be2a65d1c4f7e9a31c5b8d2e60f17"
     assert clean(log) == log
     assert clean("token=abc Authorization: Bearer abc.def x") == f"token={HIDDEN} Authorization: Bearer {HIDDEN} x"
-    assert clean(f"a {TOKEN} b {LOCAL} c sha256$00$11 d\n{KEY}\ne") == "\n".join(
+    assert clean(f"a {TOKEN} b {LOCAL} c sha256$00$11$scram$4096$aa$bb d\n{KEY}\ne") == "\n".join(
         [f"a {HIDDEN} b {HIDDEN} c {HIDDEN} d", HIDDEN, "e"]
     )
     assert clean(f"{'Ab3+' * 16}\n-----END PRIVATE KEY-----\nrest") == f"{HIDDEN}\nrest"

@@ -11,13 +11,23 @@ import kafka.errors
 import pytest
 from brokers import PATIENCE_S, Broker
 from certificates import Authority
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+from kafka.net.sasl.scram import ScramClient
 from kafka_client import KafkaClient, request
 
 from kmq.access import tokens
 from kmq.gateway.kafka.wire import ErrorCode, Key
 
 ROLES = {"boss": ["admin"], "writer": ["produce"], "reader": ["consume"]}
+SCRAM = ("SCRAM-SHA-256", "SCRAM-SHA-512")
 AUTHENTICATE_S = 10.0
 
 
@@ -29,6 +39,7 @@ class Guarded:
         cert, key = authority.issue("server")
         path = str(broker.root / "tokens")
         self.tokens = {name: tokens.new(path, name, held) for name, held in ROLES.items()}
+        self.proved = tokens.new(path, "proved", with_scram=True)  # can be shown without being sent
         broker.env |= {
             "KMQ_TOKENS": path,
             "KMQ_TLS_HOST": "127.0.0.1",
@@ -165,6 +176,60 @@ def test_kafka_python_is_told_that_its_password_is_wrong(guarded, caplog):
     assert "the password must be a token that `kmq token new` has made" in caplog.text
 
 
+@pytest.mark.parametrize("mechanism", SCRAM)
+def test_a_token_is_proved_without_being_sent(guarded, mechanism):
+    assert topics_of(guarded.sasl(guarded.proved, mechanism, "proved")) == ["orders"]
+    client = kafka.KafkaAdminClient(**guarded.options(guarded.proved, mechanism, "proved"))
+    assert client.list_topics() == ["orders"]
+    client.close()
+
+
+@pytest.mark.parametrize("mechanism", SCRAM)
+def test_over_tls_a_token_is_proved_too(guarded, mechanism):
+    options = guarded.sasl(guarded.proved, mechanism, "proved") | guarded.tls() | {"security.protocol": "SASL_SSL"}
+    assert topics_of(options) == ["orders"]
+
+
+@pytest.mark.parametrize("mechanism", SCRAM)
+@pytest.mark.parametrize("user", ["proved", "nobody", "boss"])
+def test_a_token_that_cannot_be_proved_is_refused(guarded, mechanism, user):
+    password = guarded.tokens["boss"] if user == "boss" else "wrong"
+    refused = failure_of(guarded.sasl(password, mechanism, user))
+    assert refused.code() == confluent_kafka.KafkaError._AUTHENTICATION
+
+
+def test_an_exchange_that_is_not_finished_opens_nothing(guarded, client):
+    client.ask(Key.SASL_HANDSHAKE, 1, mechanism="SCRAM-SHA-256")
+    begun = client.ask(Key.SASL_AUTHENTICATE, 2, auth_bytes=b"n,,n=proved,r=nonce")
+    assert begun.error_code == ErrorCode.none and begun.auth_bytes.startswith(b"r=nonce")
+    client.say(request(Key.METADATA, 9, topics=None, allow_auto_topic_creation=True))
+    assert client.is_over()
+
+
+def test_old_clients_prove_their_token_without_headers(guarded, client):
+    proof = ScramClient("proved", guarded.proved, "SCRAM-SHA-256")
+    assert client.ask(Key.SASL_HANDSHAKE, 0, mechanism="SCRAM-SHA-256").error_code == ErrorCode.none
+    for said, heard in (
+        (proof.first_message, proof.process_server_first_message),
+        (proof.final_message, proof.process_server_final_message),
+    ):
+        step = said()
+        client.say(len(step).to_bytes(4) + step)
+        heard(client.frame())
+    assert client.ask(Key.METADATA, 1, topics=None).topics[0].name == "orders"
+
+
+def test_who_can_prove_a_token_is_told_and_nobody_is_added(guarded):
+    admin = AdminClient(guarded.sasl(guarded.tokens["boss"]))
+    found = admin.describe_user_scram_credentials().result(PATIENCE_S)
+    assert {name: [each.iterations for each in row.scram_credential_infos] for name, row in found.items()} == {
+        "proved": [4096, 4096]
+    }
+    add = UserScramCredentialUpsertion("new", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096), b"secret")
+    with pytest.raises(confluent_kafka.KafkaException, match="kmq token new <name> --scram"):
+        admin.alter_user_scram_credentials([add])["new"].result(PATIENCE_S)
+
+
 # --- steps that are out of order -------------------------------------------------------------------------------------
 
 
@@ -231,6 +296,43 @@ def test_a_role_is_needed_to_write(guarded):
         with pytest.raises(error) if error else contextlib.nullcontext():
             assert sent.get(PATIENCE_S).topic == "orders"
         producer.close()
+
+
+def test_a_role_is_needed_to_read(guarded):
+    refused = (
+        confluent_kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        confluent_kafka.KafkaError.GROUP_AUTHORIZATION_FAILED,
+    )
+    for name, codes in (("reader", (None,)), ("writer", refused)):
+        options = guarded.sasl(guarded.tokens[name]) | {"group.id": "g", "auto.offset.reset": "earliest"}
+        consumer = confluent_kafka.Consumer(options)
+        consumer.assign([confluent_kafka.TopicPartition("orders", 0, 0)])
+        message = consumer.poll(PATIENCE_S)
+        consumer.close()
+        assert (message.error() and message.error().code()) in codes
+
+
+def test_a_role_is_needed_to_administer(guarded):
+    for name, codes in (
+        ("writer", ["TOPIC_AUTHORIZATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"]),
+        ("boss", [None, None]),
+    ):
+        admin = AdminClient(guarded.sasl(guarded.tokens[name]))
+        asked = [
+            *admin.create_topics([NewTopic("administered", 1, 1)]).values(),
+            *admin.delete_topics(["administered"]).values(),
+        ]
+        assert [error_of(each) for each in asked] == codes
+        described = admin.describe_configs([ConfigResource(ResourceType.TOPIC, "orders")])
+        assert all("cleanup.policy" in each.result(PATIENCE_S) for each in described.values())
+
+
+def error_of(future):
+    try:
+        future.result(PATIENCE_S)
+    except confluent_kafka.KafkaException as err:
+        return err.args[0].name()
+    return None
 
 
 def test_only_who_may_write_makes_a_topic_by_naming_it(guarded):

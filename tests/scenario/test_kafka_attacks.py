@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from brokers import PATIENCE_S, Broker
-from kafka_client import KafkaClient, request
+from kafka_client import KafkaClient, made_up, request
+from kio.index import load_request_schema
 
 from kmq.access import tokens
 from kmq.broker import stats
 from kmq.config.values import KIB, MIB
 from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.access import BEFORE
 from kmq.gateway.kafka.wire import ErrorCode, Key
 
 DEADLINE_S = 2.0
@@ -24,7 +26,8 @@ MANY = min(5000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
 MOST = 1000  # connections of the port
 LONGEST_S = 5.0  # for an honest request among attacks, on a busy machine
 NAMES = 19_000  # topics of a request that is as long as may be
-METADATA = {"topics": [{"name": "orders"}], "allow_auto_topic_creation": False}
+WAITS = (Key.JOIN_GROUP, Key.SYNC_GROUP)  # for the other members of a group
+METADATA = {"topics": [{"name": "served"}], "allow_auto_topic_creation": False}
 
 
 class Attacked:
@@ -34,17 +37,18 @@ class Attacked:
         self.broker = broker
         path = str(broker.root / "tokens")
         self.token = tokens.new(path, "client", ["produce", "consume"])
+        self.admin = tokens.new(path, "admin")
         broker.env |= {"KMQ_TOKENS": path, "KMQ_LINE_DEADLINE": f"{DEADLINE_S:.0f}s"}
-        assert broker.kmq("topics", "create", "orders", "--partitions", "1000").returncode == 0
+        assert broker.kmq("topics", "create", "served", "--partitions", "1000").returncode == 0
         broker.up()
         self.port = int((broker.pipes / "kafka.port").read_text())
         self.pid = broker.pids()["gateway"]
 
-    def known(self) -> KafkaClient:
-        """A connection that has shown its token."""
+    def known(self, token: str = "") -> KafkaClient:
+        """A connection that has shown a token."""
         client = KafkaClient(self.port)
         client.ask(Key.SASL_HANDSHAKE, 1, mechanism="PLAIN")
-        shown = client.ask(Key.SASL_AUTHENTICATE, 2, auth_bytes=b"\0x\0" + self.token.encode())
+        shown = client.ask(Key.SASL_AUTHENTICATE, 2, auth_bytes=b"\0x\0" + (token or self.token).encode())
         assert shown.error_code == ErrorCode.none
         return client
 
@@ -123,6 +127,24 @@ def test_requests_of_any_bytes_end_their_connection_alone(attacked):
                         pass
             if number % 50 == 0:
                 assert_served(honest)
+    attacked.check()
+
+
+@pytest.mark.parametrize("key", [key for key in wire.VERSIONS if key not in (Key.PRODUCE, Key.FETCH, *BEFORE)])
+def test_requests_that_make_no_sense_are_answered(attacked, key):
+    """Whole requests with fields of any kind: the gateway answers, or waits as a group does, and nothing breaks."""
+    rng = random.Random(key)
+    with attacked.known() as client:
+        served = {each.api_key for each in client.ask(Key.API_VERSIONS, 2).api_keys}
+    for version in range(wire.VERSIONS[key].low, wire.VERSIONS[key].high + 1) if key in served else ():
+        for _ in range(20):
+            with attacked.known(attacked.admin) as client:
+                client.sock.settimeout(0.3 if key in WAITS else PATIENCE_S)
+                client.say(request(key, version, **made_up(rng, load_request_schema(key, version))))
+                try:
+                    client.response(key, version)
+                except TimeoutError:
+                    assert key in WAITS
     attacked.check()
 
 

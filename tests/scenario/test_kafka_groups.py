@@ -1,6 +1,7 @@
 """Groups through the Kafka door, with real clients: who reads what, whatever is killed, and where they go on."""
 
 import itertools
+import json
 import os
 import signal
 import struct
@@ -10,14 +11,19 @@ from datetime import timedelta
 import kafka_members
 import pytest
 from brokers import PATIENCE_S, Broker
-from confluent_kafka import Producer
+from confluent_kafka import ConsumerGroupState, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 from consuls import free_ports
 from kafka_members import Member, await_shared, wait
 from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
 
+import kmq
+from kmq.access import tokens
+
 PARTITIONS = 4
 COMMIT, FETCH, JOIN, BEAT, LEAVE, SYNC = 8, 9, 11, 12, 13, 14
+DESCRIBE, LIST, DELETE, DELETE_OFFSETS = 15, 16, 42, 47
 numbers = itertools.count()
 
 # How each client says: sessions as short as may be, quick heartbeats, commits only when told, from the start.
@@ -99,8 +105,15 @@ def start(broker, group, topic):
         member.kill()
 
 
-def port(broker):
-    return int((broker.pipes / "kafka.port").read_text())
+def port(broker, name="kafka"):
+    return int((broker.pipes / f"{name}.port").read_text())
+
+
+def described(broker, group):
+    """What HTTP says of a group."""
+    status, body = broker.get(f"/api/groups/{group}")
+    assert status == 200, body
+    return json.loads(body)
 
 
 def produce(broker, topic, count, begin=0):
@@ -163,6 +176,40 @@ def test_members_of_different_clients_are_one_group(broker, topic, start):
     await_shared(members, PARTITIONS)
 
 
+@pytest.mark.java
+def test_one_group_has_members_by_http_by_lines_and_by_two_clients_of_kafka(broker, topic, group, start):
+    cooperative = {"partition.assignment.strategy": "cooperative-sticky"}
+    found = {"http": set(), "lines": set()}
+    with kmq.Consumer(topic, port=lambda: port(broker, "egress"), group_id=group, session_s=6) as lines:
+        members = [start("java"), start("confluent", cooperative)]
+
+        def shared() -> list[int]:
+            """Let the two that are here ask for messages. Returns how many partitions each member has."""
+            path = f"/api/topics/{topic}/consume?group={group}&member=h&timeoutMs=50&autoCommit=true"
+            status, body = broker.get(path)
+            assert status == 200, body
+            found["http"] |= {(message["partition"], message["offset"]) for message in json.loads(body)["messages"]}
+            found["lines"] |= {(message.partition, message.offset) for message in lines.poll(timeout=0.05)}
+            return sorted(len(row["assignment"]) for row in described(broker, group)["members"])
+
+        wait(lambda: shared() == [1, 1, 1, 1] and all(map(has_one, members)), lambda: str(described(broker, group)))
+        produce(broker, topic, 10)
+        wait(
+            lambda: bool(shared()) and places(0, 10) <= read(members) | found["http"] | found["lines"],
+            lambda: str(found),
+        )
+        parts = [read([member]) for member in members] + [*found.values()]
+        assert [len({partition for partition, _ in part}) for part in parts] == [1, 1, 1, 1]
+        members.pop(0).close()
+        wait(lambda: shared() == [1, 1, 2], lambda: str(described(broker, group)))
+        lines.commit()
+        assert described(broker, group)["protocol"] == "cooperative-sticky"
+
+
+def has_one(member):
+    return member.assigned is not None and len(member.assigned) == 1
+
+
 @pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
 def test_a_member_that_is_killed_or_stopped_loses_its_partitions_to_the_others(broker, topic, start, assignor):
     members = [start("confluent", {"partition.assignment.strategy": assignor}) for _ in range(3)]
@@ -181,6 +228,42 @@ def test_a_member_that_is_killed_or_stopped_loses_its_partitions_to_the_others(b
     produce(broker, topic, 5, begin=10)
     await_read([left, stopped], places(10, 15))
     assert all(stopped.ask(f"committed {partition}") == "10" for partition in range(PARTITIONS))
+
+
+@pytest.mark.java
+def test_members_move_from_an_eager_assignor_to_the_cooperative_one_by_two_restarts_each(broker, topic, start):
+    name = "partition.assignment.strategy"
+    both = ",".join(
+        f"org.apache.kafka.clients.consumer.{each}" for each in ("CooperativeStickyAssignor", "RangeAssignor")
+    )
+    members = [start("confluent") for _ in range(2)]
+    await_shared(members, PARTITIONS)
+    for library, assignors in [("java", both)] * 2 + [("confluent", "cooperative-sticky")] * 2:
+        members.pop(0).close()
+        members.append(start(library, {name: assignors}))
+        await_shared(members, PARTITIONS)
+    assert described(broker, members[0].group)["protocol"] == "cooperative-sticky"
+    produce(broker, topic, 5)
+    await_read(members, places(0, 5))
+
+
+@pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
+def test_a_static_member_that_starts_again_has_its_partitions_and_disturbs_nobody(broker, topic, start, assignor):
+    def one(name):
+        return start("confluent", {"partition.assignment.strategy": assignor, "group.instance.id": name})
+
+    first, second = one("w1"), one("w2")
+    await_shared([first, second], PARTITIONS)
+    had = first.assigned
+    first.kill()
+    second.assignments.clear()
+    again = one("w1")
+    again.await_assigned(*had)
+    produce(broker, topic, 5)
+    await_read([again, second], places(0, 5))
+    assert not second.assignments and not second.lost
+    again.close()  # which does not leave the group
+    assert len(described(broker, again.group)["members"]) == 2
 
 
 def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker, topic, start):
@@ -304,10 +387,10 @@ def test_every_version_of_a_members_requests_is_served(peer, topic, group):
         leave(peer, group, joined.member_id, version % 5)
 
 
-def leave(peer, group, member, version=2):
+def leave(peer, group, member, version=2, name=None):
     if version < 3:
         return peer.ask(LEAVE, version, group_id=group, member_id=member).error_code
-    found = peer.ask(LEAVE, version, group_id=group, members=[{"member_id": member, "group_instance_id": None}])
+    found = peer.ask(LEAVE, version, group_id=group, members=[{"member_id": member, "group_instance_id": name}])
     assert found.error_code == ErrorCode.none
     return found.members[0].error_code
 
@@ -325,11 +408,12 @@ def test_who_joins_again_without_need_moves_nothing(broker, peer, topic, group):
         first = join(peer, group, topic, first.member_id)
         second = other.read()
         assert first.generation_id == second.generation_id
-        assert assigned(sync(peer, group, first)) + assigned(sync(other, group, second)) == [*range(PARTITIONS)]
+        mine = assigned(sync(peer, group, first))
+        assert sorted(mine + assigned(sync(other, group, second))) == [*range(PARTITIONS)]
         again = join(peer, group, topic, first.member_id)
         assert again.generation_id == first.generation_id
         assert beat(other, group, second.member_id, second.generation_id) == ErrorCode.none
-        assert assigned(sync(peer, group, again)) == [0, 1]
+        assert assigned(sync(peer, group, again)) == mine
 
 
 def test_what_a_member_still_reads_is_given_to_nobody_until_it_joins_again_without_it(broker, peer, topic, group):
@@ -395,6 +479,49 @@ def test_who_is_no_member_or_of_an_old_generation_commits_nothing(broker, peer, 
     assert leave(peer, group, who[0], 4) == ErrorCode.unknown_member_id
 
 
+def test_a_newer_member_of_the_same_static_name_takes_the_place_and_the_older_is_fenced(broker, peer, topic, group):
+    static = {"version": 5, "group_instance_id": "w1"}
+    old = join(peer, group, topic, **static)
+    assert old.error_code == ErrorCode.none, "no id is asked for first"
+    sync(peer, group, old, group_instance_id="w1")
+    with Peer.of(broker.pipes) as other:
+        send_join(other, group, topic)
+        wait(
+            lambda: beat(peer, group, old.member_id, old.generation_id) == ErrorCode.rebalance_in_progress,
+            lambda: "a rebalance",
+        )
+        old = join(peer, group, topic, old.member_id, **static)
+        mine = assigned(sync(peer, group, old, group_instance_id="w1"))
+        second = other.read()
+        place = topic, assigned(sync(other, group, second))[0]
+        new = join(peer, group, topic, **static)
+        assert new.member_id != old.member_id
+        assert assigned(sync(peer, group, new, group_instance_id="w1")) == mine
+        assert beat(other, group, second.member_id, second.generation_id) == ErrorCode.none, "nobody else hears of it"
+        assert commit(other, group, {place: 0}, second.member_id, second.generation_id) == [ErrorCode.none]
+    who = old.member_id, old.generation_id
+    fenced = ErrorCode.fenced_instance_id
+    assert join(peer, group, topic, old.member_id, **static).error_code == fenced
+    assert sync(peer, group, old, group_instance_id="w1").error_code == fenced
+    assert beat(peer, group, *who, group_instance_id="w1") == fenced
+    assert beat(peer, group, *who, group_instance_id="w2") == ErrorCode.unknown_member_id
+    assert commit(peer, group, {(topic, mine[0]): 0}, *who, version=7, group_instance_id="w1") == [fenced]
+    assert leave(peer, group, old.member_id, 3, "w1") == fenced
+    assert leave(peer, group, "", 3, "w2") == ErrorCode.unknown_member_id
+    assert leave(peer, group, "", 3, "w1") == ErrorCode.none, "by its name alone, as an operator says it"
+    assert beat(peer, group, new.member_id, new.generation_id) == ErrorCode.unknown_member_id
+
+
+def test_a_static_name_that_is_taken_over_ends_a_joingroup_that_waits(broker, peer, topic, group):
+    first = join(peer, group, topic)
+    with Peer.of(broker.pipes) as other, Peer.of(broker.pipes) as third:
+        send_join(other, group, topic, version=5, group_instance_id="w1")
+        wait(lambda: len(described(broker, group)["members"]) == 2, lambda: "the member")
+        send_join(third, group, topic, version=5, group_instance_id="w1")
+        assert other.read().error_code == ErrorCode.fenced_instance_id
+        assert join(peer, group, topic, first.member_id).generation_id == third.read().generation_id
+
+
 def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker, peer, topic, group):
     produce(broker, topic, 3)
     rows = {
@@ -422,8 +549,9 @@ def test_what_cannot_be_joined_is_refused_with_the_error_that_says_so(peer, topi
         return join(peer, group, topic, **more).error_code
 
     assert refused(assignors=("own",)) == ErrorCode.inconsistent_group_protocol
-    assert refused(session=5.9) == ErrorCode.invalid_session_timeout
+    assert refused(session=5.9) == refused(session=1800.1) == ErrorCode.invalid_session_timeout
     assert refused("a b") == refused("") == refused("g" * 201) == ErrorCode.invalid_group_id
+    assert refused(session=1800) == ErrorCode.none, "half an hour"
     broken = [{"name": "range", "metadata": b"\0"}]
     fields = {"group_id": group, "session_timeout": timedelta(seconds=6), "member_id": "", "protocol_type": "consumer"}
     assert peer.ask(JOIN, 0, **fields, protocols=broken).error_code == ErrorCode.inconsistent_group_protocol
@@ -442,6 +570,112 @@ def test_a_client_that_calls_roundrobin_by_another_name_is_answered_by_that(brok
         )
         kafkajs = join(peer, group, topic, kafkajs.member_id, assignors=("RoundRobinAssigner",))
         assert (kafkajs.protocol_name, other.read().protocol_name) == ("RoundRobinAssigner", "roundrobin")
+
+
+# --- groups as people look after them ---------------------------------------------------------------------------------
+
+
+def delete_offsets(peer, group, topic, *partitions):
+    """Returns the error of the group, and what became of each partition."""
+    rows = [{"partition_index": number} for number in partitions]
+    found = peer.ask(DELETE_OFFSETS, 0, group_id=group, topics=[{"name": topic, "partitions": rows}])
+    return found.error_code, [part.error_code for row in found.topics for part in row.partitions]
+
+
+def test_an_operator_sees_groups_of_all_doors_and_moves_and_deletes_them(broker, topic, group, start):
+    admin = AdminClient({"bootstrap.servers": f"localhost:{port(broker)}"})
+    member = start("confluent", {"group.instance.id": "w1"})
+    member.await_assigned(*range(PARTITIONS))
+    by_http = f"{group}-http"
+    assert broker.get(f"/api/topics/{topic}/consume?group={by_http}&member=h")[0] == 200
+    listed = {row.group_id: row.state for row in admin.list_consumer_groups().result().valid}
+    assert listed[group] == ConsumerGroupState.STABLE and by_http in listed
+    filtered = admin.list_consumer_groups(states={ConsumerGroupState.EMPTY}).result().valid
+    assert group not in {row.group_id for row in filtered}
+    shown = {name: row.result() for name, row in admin.describe_consumer_groups([group, by_http]).items()}
+    [one] = shown[group].members
+    assert (one.group_instance_id, one.client_id, shown[group].partition_assignor) == ("w1", "rdkafka", "range")
+    assert sorted(place.partition for place in one.assignment.topic_partitions) == [*range(PARTITIONS)]
+    [other] = shown[by_http].members
+    assert other.member_id == "h" and {place.topic for place in other.assignment.topic_partitions} == {topic}
+    with pytest.raises(KafkaException, match="NON_EMPTY_GROUP"):
+        admin.delete_consumer_groups([group])[group].result()
+    member.close()
+    with Peer.of(broker.pipes) as peer:
+        assert leave(peer, group, "", 4, "w1") == ErrorCode.none
+    moved = [TopicPartition(topic, number, 0) for number in range(PARTITIONS)]
+    admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, moved)])[group].result()
+    found = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result()
+    assert [(row.partition, row.offset) for row in found.topic_partitions] == [
+        (number, 0) for number in range(PARTITIONS)
+    ]
+    admin.delete_consumer_groups([group])[group].result()
+    assert group not in {row.group_id for row in admin.list_consumer_groups().result().valid}
+    assert broker.get(f"/api/groups/{group}")[0] == 404
+
+
+def test_offsets_are_deleted_only_where_no_member_subscribes(broker, peer, topic, group):
+    assert delete_offsets(peer, group, topic, 0) == (ErrorCode.group_id_not_found, [])
+    other = f"{topic}-other"
+    peer.make_topic(other)
+    assert commit(peer, group, {(topic, 0): 0, (topic, 1): 0, (other, 0): 0}) == [ErrorCode.none] * 3
+    member = join(peer, group, topic)
+    subscribed = ErrorCode.group_subscribed_to_topic
+    assert delete_offsets(peer, group, topic, 0, 3) == (ErrorCode.none, [subscribed, subscribed])
+    assert delete_offsets(peer, group, other, 0) == (ErrorCode.none, [ErrorCode.none])
+    assert fetch(peer, group)[1].keys() == {0, 1}
+    leave(peer, group, member.member_id)
+    assert delete_offsets(peer, group, topic, 0) == (ErrorCode.none, [ErrorCode.none])
+    assert fetch(peer, group)[1].keys() == {1}
+    assert delete_offsets(peer, group, topic, 1) == (ErrorCode.none, [ErrorCode.none])
+    assert broker.get(f"/api/groups/{group}")[0] == 404, "nothing is left of it"
+
+
+def test_every_version_of_an_operators_requests_is_served(peer, topic, group):
+    member = join(peer, group, topic)
+    sync(peer, group, member)
+    for version in range(6):
+        more = {"include_authorized_operations": False} if version >= 3 else {}
+        gone, there = peer.ask(DESCRIBE, version, groups=["nobody", group], **more).groups
+        assert (gone.error_code, gone.group_state, there.group_state) == (ErrorCode.none, "Dead", "Stable")
+        assert (there.protocol_type, there.protocol_data) == ("consumer", "range")
+        assert [row.member_id for row in there.members] == [member.member_id]
+    for version in range(5):
+        more = {"states_filter": []} if version >= 4 else {}
+        listed = peer.ask(LIST, version, **more)
+        assert listed.error_code == ErrorCode.none and group in {row.group_id for row in listed.groups}
+    for version in range(3):
+        found = peer.ask(DELETE, version, groups_names=[group, "nobody"])
+        assert [row.error_code for row in found.results] == [ErrorCode.non_empty_group, ErrorCode.group_id_not_found]
+
+
+def test_roles_are_asked_for(new_broker):
+    made = new_broker()
+    made.gateway = True
+    path = str(made.root / "tokens")
+    roles = {role: tokens.new(path, role, [role]) for role in ("produce", "consume", "admin")}
+    made.up(KMQ_TOKENS=path)
+    forbidden = ErrorCode.group_authorization_failed
+
+    def opened(role):
+        peer = Peer.of(made.pipes)
+        assert peer.ask(17, 1, mechanism="PLAIN").error_code == ErrorCode.none
+        assert peer.ask(36, 1, auth_bytes=b"\0me\0" + roles[role].encode()).error_code == ErrorCode.none
+        return peer
+
+    with opened("admin") as admin, opened("consume") as reader, opened("produce") as writer:
+        admin.make_topic("t")
+        assert join(writer, "g", "t").error_code == beat(writer, "g", "m", 1) == leave(writer, "g", "m") == forbidden
+        assert commit(writer, "g", {("t", 0): 0}) == [forbidden]
+        assert fetch(writer, "g", "t", version=2) == (forbidden, {})
+        assert fetch(writer, "g", "t", version=1)[1][0].error_code == forbidden
+        assert writer.ask(DESCRIBE, 0, groups=["g"]).groups[0].error_code == forbidden
+        assert commit(reader, "g", {("t", 0): 0}) == [ErrorCode.none]
+        assert not writer.ask(LIST, 0).groups and reader.ask(LIST, 0).groups
+        assert reader.ask(DELETE, 0, groups_names=["g"]).results[0].error_code == forbidden
+        assert delete_offsets(reader, "g", "t", 0) == (forbidden, [])
+        assert delete_offsets(admin, "g", "t", 1) == (ErrorCode.none, [ErrorCode.none])
+        assert admin.ask(DELETE, 0, groups_names=["g"]).results[0].error_code == ErrorCode.none
 
 
 def test_nothing_is_said_of_a_group_before_its_offsets_are_loaded(broker, topic, group):
@@ -464,6 +698,10 @@ def test_nothing_is_said_of_a_group_before_its_offsets_are_loaded(broker, topic,
             code, rows = fetch(peer, group, topic, (0, 1), 1)
             assert code is None and [row.error_code for row in rows.values()] == [loading, loading]
             assert {fetch(peer, group, topic, (0,), version)[0] for version in range(2, 9)} == {loading}
+            assert peer.ask(DESCRIBE, 0, groups=[group]).groups[0].error_code == loading
+            assert peer.ask(LIST, 0).error_code == loading
+            assert peer.ask(DELETE, 0, groups_names=[group]).results[0].error_code == loading
+            assert delete_offsets(peer, group, topic, 0) == (loading, [])
     finally:
         os.kill(router, signal.SIGCONT)
     broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the offsets")

@@ -1,9 +1,8 @@
-"""Spark as the tests have it: one local session for all of them.
+"""Brokers for the tests of Spark.
 
 Data directories without a broker: made_data.py. A broker that is up: the fixtures `broker` and `new_broker`.
 """
 
-import warnings
 from pathlib import Path
 
 import fixed_port
@@ -16,19 +15,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker("java")
-
-
-@pytest.fixture(scope="session")
-def spark():
-    """The session, as `kmq pipeline` makes it."""
-    from kmq.spark.sessions import session
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # Small data for half a minute: a JVM that optimises its code takes more time than it gives back.
-        made = session("local[2]", "tests", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
-    yield made
-    made.stop()
 
 
 @pytest.fixture

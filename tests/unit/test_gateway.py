@@ -33,6 +33,7 @@ from kmq.files import replace_file
 from kmq.gateway import ports as listeners
 from kmq.gateway.core import feed, metrics
 from kmq.gateway.core.broker import Broker, RequestRefused
+from kmq.gateway.core.connection import ClientConnection
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.grpc import podbus
@@ -413,6 +414,24 @@ def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
             asyncio.run(listen(settings))
     opened = asyncio.run(listen(load(environ, "/nonexistent.toml")))
     assert opened == {name: int((tmp_path / f"{name}.port").read_text()) for name in names}
+
+
+def test_a_connection_whose_service_breaks_is_ended(caplog):
+    async def serve(connection):
+        raise LookupError("a defect")
+
+    async def ask():
+        server = await asyncio.get_running_loop().create_server(lambda: ClientConnection(serve, set()), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        async with asyncio.timeout(PATIENCE_S):
+            assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(ask())
+    assert "a defect" in caplog.text
 
 
 # --- health ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import random
 import struct
 import threading
+import time
 from contextlib import contextmanager
 
 import cramjam
@@ -18,9 +19,10 @@ from made_data import FIRST_TS, append, write_data
 from kmq.broker.stats import STATES, Incidents, Strangers
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.kafka import fetching
 from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
 from kmq.gateway.kafka.door import Kafka
-from kmq.gateway.kafka.fetching import Fetching
+from kmq.gateway.kafka.fetching import FetchChapter
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.log import topics
 
@@ -31,7 +33,8 @@ class Door:
     """The Kafka door on a data directory, without the stages. `page`: their state, as it is believed."""
 
     def __init__(self, found, cache):
-        self.page, self.cache, self.incidents = found.page, cache, []
+        self.page, self.cache, self.said = found.page, cache, []
+        self.incidents = Incidents(lambda event, **fields: self.said.append((event, fields["count"], fields["reason"])))
         self._settings, self._port, self._is_up = found.settings, 0, threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -39,11 +42,10 @@ class Door:
 
     async def _serve(self):
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        note = Incidents(lambda *event, **fields: None).note
-        strangers = Strangers(self.page.rows["gateway"], type("Notes", (), {"note": staticmethod(note)}))
+        strangers = Strangers(self.page.rows["gateway"], self.incidents)
         self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
-        fetching = Fetching(self.core, self.cache, counts, lambda *event: self.incidents.append(event))
-        kafka = Kafka(self._settings, self.core, None, strangers, counts, FakeLogger(), (fetching,))
+        self._fetching = FetchChapter(self.core, self.cache, counts, self.incidents)
+        kafka = Kafka(self._settings, self.core, None, strangers, counts, FakeLogger(), (self._fetching,))
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()
@@ -52,6 +54,16 @@ class Door:
         kafka.stop()
         await kafka.drain()
         await self.core.close()
+
+    def hear_no_events(self):
+        """From now on those of the kernel come later than any request."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (self._loop.remove_reader(self.core.waking._fd), done.set()))
+        assert done.wait(60)
+
+    def remembered(self):
+        """The partitions that are remembered."""
+        return [known for consumer in self._fetching._consumers.values() for known in consumer.known]
 
     def close(self):
         self._loop.call_soon_threadsafe(self._over.set)
@@ -231,6 +243,13 @@ def test_a_compacted_topic_is_read_from_its_lines(tail):
         assert sources(peer.fetch("t", 0, 0)) == [(0, -1)]
 
 
+def test_a_batch_whose_end_the_files_do_not_have_is_not_served(tail):
+    data, kept = tail
+    with opened(data) as (door, peer):
+        keep(door, [(7, kept[1][1])])  # 7 to 11
+        assert [offset for offset, _ in values(peer.fetch("t", 0, 7))] == [7, 8, 9]
+
+
 def test_a_client_that_does_not_know_zstd_gets_lines(tail):
     data, _ = tail
     rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(5)]
@@ -304,6 +323,53 @@ def test_an_answer_with_too_little_waits_for_more_and_comes_at_the_latest_when_i
         peer.send_fetch({("t", 0): 400}, wait_ms=60_000)
         append(made, lines_of(1, start=400))
         assert values(peer.read_fetched()["t", 0]) == [(400, b"400")]
+
+
+def test_what_came_in_a_wait_for_more_is_given_when_the_time_is_up(tmp_path):
+    made = write_data(tmp_path, lines_of(10), {"t": 1}, closed=False)
+    with opened(str(tmp_path)) as (door, peer):
+        peer.send_fetch({("t", 0): 10}, min_bytes=100_000, wait_ms=2000)
+        while not door.core.waking.watches:
+            time.sleep(0.001)
+        append(made, lines_of(1, start=10))
+        assert values(peer.read_fetched()["t", 0]) == [(10, b"10")]
+    for each in made[:2]:
+        each.close()
+
+
+def test_a_record_that_a_client_knows_of_is_read_before_its_event_has_come(tmp_path):
+    """The partition is quiet, as far as events have been read: without a look the offset would be out of range."""
+    made = write_data(tmp_path, lines_of(3), {"t": 1}, closed=False)
+    with opened(str(tmp_path)) as (door, peer):
+        assert bytes(peer.fetch("t", 0, 3, wait_ms=1).records) == b""
+        door.hear_no_events()
+        append(made, lines_of(2, start=3))
+        row = peer.fetch("t", 0, 5)
+        assert (row.error_code, row.high_watermark) == (ErrorCode.none, 5)
+    for each in made[:2]:
+        each.close()
+
+
+def test_partitions_of_those_who_were_served_longest_ago_are_forgotten_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "_MOST_KNOWN", 25)
+    monkeypatch.setattr(fetching, "_SPARE_WATCHES", 2)
+    made = write_data(tmp_path, [b"t.@%d|0||%d" % (n, n) for n in range(40)], {"t": 40}, closed=False)
+    with opened(str(tmp_path)) as (door, peer), Peer(door.port) as second, Peer(door.port) as third:
+        for turn in range(9):
+            for number, each in enumerate((peer, second, third)):
+                first = (number * 7 + turn * 11) % 30
+                each.send_fetch({("t", place): 0 for place in range(first, first + 10)}, wait_ms=10)
+                rows = each.read_fetched()
+                assert all(values(row) == [(0, b"%d" % place)] for (_, place), row in rows.items())
+                each.send_fetch({("t", place): 1 for place in range(first, first + 10)}, wait_ms=1)
+                assert not any(values(row) for row in each.read_fetched().values())
+                assert len(door.remembered()) <= 25 and door.core.waking.watches <= 36
+        peer.send_fetch({("t", place): 1 for place in range(10)}, wait_ms=60_000)
+        began = time.monotonic()
+        append(made, [b"t.@5|0||again"])
+        assert values(peer.read_fetched()["t", 5]) == [(1, b"again")]
+        assert time.monotonic() - began < 20  # it was woken
+    assert door.core.waking.watches == 0 and not door.remembered()
     for each in made[:2]:
         each.close()
 
@@ -317,6 +383,7 @@ def test_an_offset_that_is_not_there_is_told_with_start_and_end(tmp_path):
     first = int(logs[1].stem)
     with opened(data) as (_, peer):
         assert values(peer.fetch("t", 0, 5, max_bytes=1))[0][0] == 5
+        assert bytes(peer.fetch("t", 0, 2000, wait_ms=1).records) == b""  # from now on only an event is looked for
         logs[0].unlink()
         logs[0].with_suffix(".idx").unlink()
         for offset in (5, -1, 2001, 2**62):
@@ -324,6 +391,20 @@ def test_an_offset_that_is_not_there_is_told_with_start_and_end(tmp_path):
             found = row.error_code, row.log_start_offset, row.high_watermark
             assert found == (ErrorCode.offset_out_of_range, first, 2000)
         assert values(peer.fetch("t", 0, first, max_bytes=1))[0][0] == first
+
+
+def test_an_error_is_told_at_once_and_then_with_what_there_is(tmp_path):
+    data = write_data(tmp_path, lines_of(3), {"t": 1})
+    with opened(data) as (_, peer):
+        for offsets in ({("none", 0): 0, ("t", 0): 3}, {("t", 0): 4}):
+            began = time.monotonic()
+            peer.send_fetch(offsets, wait_ms=60_000)
+            peer.read_fetched()
+            assert time.monotonic() - began < 20
+            began = time.monotonic()
+            peer.send_fetch(offsets, wait_ms=300)
+            assert {row.error_code for row in peer.read_fetched().values()} - {ErrorCode.none}
+            assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.parametrize(("stage", "state"), [("router", "recovering"), ("gateway", "recovering")])
@@ -346,11 +427,14 @@ def test_leader_epochs_that_are_not_ours_are_refused(tmp_path):
             assert codes == [none, none, later, older]
 
 
-def test_a_damaged_partition_is_an_error_and_the_others_are_served(tmp_path):
+def test_a_damaged_partition_is_an_error_and_the_others_are_served(tmp_path, monkeypatch):
     lines = [b"%b.@0|||%d %b" % (topic, n, b"x" * 100) for n in range(3000) for topic in (b"t", b"u")]
     data = write_data(tmp_path, lines, {"t": 1, "u": 1})
     (log,) = (tmp_path / "topics" / "t" / "0").glob("*.log")
+    monkeypatch.setattr(fetching, "_REST_S", 3600)
     with open(log, "r+b") as file:
+        file.seek(200_000)
+        whole = file.read(2)
         file.seek(200_000)
         file.write(b"\xff\xff")
     with opened(data) as (door, peer):
@@ -363,11 +447,14 @@ def test_a_damaged_partition_is_an_error_and_the_others_are_served(tmp_path):
                 break
             offset = values(rows["t", 0])[-1][0] + 1
         assert rows["t", 0].error_code == ErrorCode.kafka_storage_error and 500 < offset < 2000
-        assert [event[0] for event in door.incidents] == ["kafka_not_read"] and "t/0" in door.incidents[0][2]
-        peer.send_fetch({("t", 0): offset, ("u", 0): 3000}, wait_ms=10)  # what was told ends no wait
-        assert peer.read_fetched()["t", 0].error_code == ErrorCode.kafka_storage_error
-        assert values(peer.fetch("t", 0, 2990))[-1][0] == 2999  # behind the damage
-        assert len(door.incidents) == 1
+        door.incidents.say()
+        assert [said[:2] for said in door.said] == [("kafka_not_read", 1)] and "t/0: " in door.said[0][2]
+        with open(log, "r+b") as file:  # it is mended, which is found out after a while, or elsewhere
+            file.seek(200_000)
+            file.write(whole)
+        assert peer.fetch("t", 0, offset).error_code == ErrorCode.kafka_storage_error
+        assert values(peer.fetch("t", 0, offset - 1))[-1][0] > offset
+        assert peer.fetch("t", 0, offset).error_code == ErrorCode.none
 
 
 def test_a_session_that_another_broker_has_begun_is_refused_and_a_new_one_is_not_begun(tmp_path):
@@ -420,11 +507,13 @@ def test_a_time_is_found_by_when_records_came_and_then_by_what_they_show(tmp_pat
         assert asked(peer, -3).error_code == ErrorCode.invalid_request
 
 
-def test_if_no_record_shows_such_a_time_the_first_that_came_since_is_meant(tmp_path):
-    data = write_data(tmp_path, [b"t.@0|5||%d" % n for n in range(100)], {"t": 1})
+@pytest.mark.parametrize(("nbytes", "found"), [(100, (3000, 6000)), (900, (0, 5000))])
+def test_a_time_is_looked_for_in_a_mebibyte_and_else_the_first_that_came_since_is_meant(tmp_path, nbytes, found):
+    lines = [b"t.@0|5||%b" % (b"x" * nbytes)] * 3000 + [b"t.@0|6||x"]
+    data = write_data(tmp_path, lines, {"t": 1})
     with opened(data) as (_, peer):
         row = asked(peer, 6000)
-        assert (row.offset, row.timestamp) == (0, 5000)
+        assert (row.offset, row.timestamp) == found
 
 
 def test_the_end_of_an_epoch_up_to_ours_is_the_end_of_the_partition(tmp_path):

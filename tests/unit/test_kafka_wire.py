@@ -1,6 +1,5 @@
 """Requests of the Kafka protocol as strangers send them: every key and version, whole, cut, and full of lies."""
 
-import datetime
 import random
 import struct
 import time
@@ -9,7 +8,7 @@ import types
 from typing import Any
 
 import pytest
-from kafka_client import request
+from kafka_client import made_up, request
 from kio.index import load_request_schema
 
 from kmq.access import roles
@@ -26,7 +25,6 @@ EVERY = [
     if key not in BY_HAND
 ]
 LONGEST_S = 5.0  # of CPU: what is not bounded takes minutes
-NUMBERS = {"int8": 7, "int16": 15, "int32": 31, "int64": 63}
 LIES = [
     b"\xff\xff\xff\xff",
     b"\x7f\xff\xff\xff",
@@ -35,33 +33,6 @@ LIES = [
     b"\xff\xfe",
     b"\x80\0",
 ]
-
-
-def made_up(rng: random.Random, cls: Any) -> dict[str, Any]:
-    """Fields of a request, as an honest client might send them."""
-    return {field.name: field_value(rng, field) for field in wire._fields(cls)}
-
-
-def field_value(rng: random.Random, field: Any) -> Any:
-    if field.is_nullable and rng.random() < 0.2:
-        return None
-    if not field.is_array:
-        return value(rng, field)
-    return tuple(value(rng, field) for _ in range(rng.choice([0, 1, 3])))
-
-
-def value(rng: random.Random, field: Any) -> Any:
-    if field.entry is not None:
-        return made_up(rng, field.entry)
-    if field.kind in NUMBERS:
-        return rng.randrange(-(1 << NUMBERS[field.kind]), 1 << NUMBERS[field.kind])
-    if field.kind.startswith("timedelta"):
-        return datetime.timedelta(milliseconds=rng.randrange(-1, 1 << 31))
-    return {
-        "string": rng.choice(["", "orders", "schlüssel", "x" * 300]),
-        "bytes": rng.randbytes(rng.choice([0, 3, 300])),
-        "bool": rng.random() < 0.5,
-    }[field.kind]
 
 
 def plain(found: Any) -> Any:

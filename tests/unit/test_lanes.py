@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TEST = Path(__file__).parents[2] / "scripts" / "test"
-LANES = ("chaos", "contract", "model", "unit", "pod", "scenario", "spark")
+LANES = ("chaos", "contract", "model", "unit", "pod", "scenario", "spark", "kafka")
 ONCE = """
 from pathlib import Path
 def test_once():

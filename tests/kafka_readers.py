@@ -1,0 +1,94 @@
+"""Consumers of three Kafka libraries, without groups: each reads a partition from an offset on."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import aiokafka
+import confluent_kafka
+import kafka
+
+PATIENCE_S = 120.0
+
+
+class Received(NamedTuple):
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+    timestamp: int
+
+
+def _until() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def by_confluent(port: int, topic: str, partition: int, offset: int, end: int, **settings: Any) -> list[Received]:
+    """What librdkafka reads of a partition, up to the offset before `end`: its position says when that is."""
+    options = {"bootstrap.servers": f"localhost:{port}", "group.id": "none", "enable.auto.commit": False}
+    consumer = confluent_kafka.Consumer(
+        options | {"auto.offset.reset": "error", "enable.partition.eof": True, "check.crcs": True} | settings
+    )
+    place, until = confluent_kafka.TopicPartition(topic, partition, offset), _until()
+    found: list[Received] = []
+    consumer.assign([place])
+    try:
+        while time.monotonic() < until:
+            for each in consumer.consume(1000, 0.2):
+                message: Any = each
+                error = message.error()
+                if error is None:
+                    stamp, headers = message.timestamp()[1], tuple(message.headers() or ())
+                    found.append(Received(message.offset(), message.key(), message.value(), headers, stamp))
+                elif error.code() != confluent_kafka.KafkaError._PARTITION_EOF:
+                    raise confluent_kafka.KafkaException(error)
+                elif message.offset() >= end:
+                    return found
+        raise AssertionError(f"{len(found)} records, but not the end")
+    finally:
+        consumer.close()
+
+
+def by_kafka_python(port: int, topic: str, partition: int, offset: int, end: int, **settings: Any) -> list[Received]:
+    options = {"bootstrap_servers": f"localhost:{port}", "enable_auto_commit": False, "auto_offset_reset": "none"}
+    consumer = kafka.KafkaConsumer(**options | settings)
+    place, until = kafka.TopicPartition(topic, partition), _until()
+    found: list[Received] = []
+    try:
+        consumer.assign([place])
+        consumer.seek(place, offset)
+        while consumer.position(place) < end:
+            assert time.monotonic() < until, f"{len(found)} records, but not the end"
+            for messages in consumer.poll(200).values():
+                found += [Received(m.offset, m.key, m.value, tuple(m.headers), m.timestamp) for m in messages]
+        return found
+    finally:
+        consumer.close()
+
+
+def by_aiokafka(port: int, topic: str, partition: int, offset: int, end: int, **settings: Any) -> list[Received]:
+    async def read() -> list[Received]:
+        options = {"bootstrap_servers": f"localhost:{port}", "enable_auto_commit": False, "auto_offset_reset": "none"}
+        consumer = aiokafka.AIOKafkaConsumer(**options | settings)
+        place, found = aiokafka.TopicPartition(topic, partition), []
+        await consumer.start()
+        try:
+            consumer.assign([place])
+            consumer.seek(place, offset)
+            async with asyncio.timeout(PATIENCE_S):
+                while await consumer.position(place) < end:
+                    for messages in (await consumer.getmany(timeout_ms=200)).values():
+                        found += [Received(m.offset, m.key, m.value, tuple(m.headers), m.timestamp) for m in messages]
+            return found
+        finally:
+            await consumer.stop()
+
+    return asyncio.run(read())
+
+
+READERS: dict[str, Callable[..., list[Received]]] = {
+    "confluent": by_confluent,
+    "kafka-python": by_kafka_python,
+    "aiokafka": by_aiokafka,
+}
