@@ -124,6 +124,9 @@ _ROWS = (
     Refusal(REQUEST, "bad_timeout", _BAD, "a timeout of a group's member is out of its limits"),
     Refusal(REQUEST, "unknown_assignor", _BAD, "no assignor has this name"),
     Refusal(REQUEST, "assignor_differs", _STALE, "the group's members have agreed on another assignor"),
+    Refusal(
+        REQUEST, "group_kind", _STALE, "one of the group's members assigns (kind kafka), or the broker does (kind kmq)"
+    ),
     Refusal(REQUEST, "unknown_member", _STALE, "the group has no such member now; join again"),
     Refusal(REQUEST, "unknown_group", _UNKNOWN, "no group of this name is known"),
     Refusal(REQUEST, "group_not_empty", _STALE, "the group has members"),

@@ -44,12 +44,12 @@ MUTANTS = [
     Mutant(
         "an eager assignor asks only for what moves",
         stories.an_eager_assignor_gives_only_when_everything_was_given_up,
-        ("group", "self.assignor != COOPERATIVE and bool(ownership.owners)", "False"),
+        ("group", "not self._is_cooperative() and bool(ownership.owners)", "False"),
     ),
     Mutant(
         "an eager assignor gives before all have answered",
         stories.an_eager_assignor_gives_only_when_everything_was_given_up,
-        ("group", "self.assignor == COOPERATIVE or not self._ownership.revoking", "True"),
+        ("group", "self._is_cooperative() or not self._ownership.revoking", "True"),
     ),
     Mutant(
         "the first member decides on the assignor",

@@ -34,6 +34,7 @@ ROWS = [
     CommittedOffset(5, 1.5, "m", 2**31 - 1, ""),
     NackRow(1, 1700000000.0, ODD),
     NackRow(9, 0.5),
+    CommittedOffset(5, 1.5, "m", 3, "a b", leader_epoch=2**31 - 1),
 ]
 
 
@@ -62,9 +63,18 @@ def test_a_commit_can_be_read_by_a_person():
     assert encode_key(RowKey("billing.eu", "orders", 2)) == b"billing%2Eeu.orders.2"
 
 
+def test_a_field_that_only_looks_like_a_leaders_epoch_is_left_out():
+    payload = encode_payload(CommittedOffset(5, 1.5, "m", 3, "a"))
+    assert decode_payload(payload + b" epoch=").leader_epoch is None
+    assert decode_payload(payload + b" epoch=7x").leader_epoch is None
+    assert decode_payload(payload + b" epoch=2147483648").leader_epoch is None
+    assert decode_payload(payload + b" later=1 epoch=7").leader_epoch is None, "fields are added at the end"
+    assert decode_payload(payload + b" epoch=7 later=1").leader_epoch == 7
+
+
 def test_records_are_found_among_stored_lines_with_and_without_a_mark():
     keys = [encode_key(place) for place in PLACES]
-    rows = [ROWS[0], ROWS[3], ROWS[1], ROWS[4], ROWS[2]]
+    rows = [ROWS[5], ROWS[3], ROWS[1], ROWS[4], ROWS[2]]
     lines = [stored(key, encode_payload(row), seq) for seq, (key, row) in enumerate(zip(keys, rows, strict=True), 1)]
     lines += [
         b"\n",

@@ -194,6 +194,8 @@ class GroupAdmin:
         Returns the partitions of those topics; the others are forgotten on disk when this returns.
         """
         view = self._known(group)
+        if view.protocol_type:
+            self._groups.coordinator.check_empty(group)  # nobody knows what its members read
         subscribed = {topic for member in view.members for topic in member.topics}
         gone = {place for place in places if place[0] not in subscribed}
         await self._groups.store.delete(group, gone)

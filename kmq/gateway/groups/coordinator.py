@@ -86,7 +86,8 @@ class Registry:
         self.partitions_of: dict[str, int] = {}
         self._watchers: dict[str, set[str]] = {}  # topic → groups that subscribe to it, or own a partition of it
         self._unused: dict[str, None] = {}  # groups without members and commits, the longest unused first
-        self._members = self._topics = 0  # of all groups: members, topics in their subscriptions
+        # Of all groups: members, topics in their subscriptions, opaque bytes.
+        self._members = self._topics = self._opaque = 0
         self._least_generation = least_generation
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -118,6 +119,12 @@ class Registry:
             text = (
                 f"topics: all members together subscribe to {self._topics} already; {self.limits.own_topics} are free"
             )
+            raise RequestRefused("subscription_too_large", text)
+
+    def check_opaque(self, nbytes: int, nbytes_before: int) -> None:
+        """Raise RequestRefused (subscription_too_large) if members that had so many opaque bytes may not have `nbytes`."""
+        if self._opaque - nbytes_before + nbytes > self.limits.all_opaque:
+            text = f"metadata: all members together have {self._opaque} bytes already"
             raise RequestRefused("subscription_too_large", text)
 
     def check_partitions(self, group: Group | None, topics: Iterable[str]) -> None:
@@ -175,7 +182,8 @@ class Registry:
         self._members += members
         topics = group.topics.total()
         self._topics += topics - group.counted
-        group.counted = topics
+        self._opaque += group.size - group.counted_size
+        group.counted, group.counted_size = topics, group.size
         if group.members or group.has_commits:
             self._unused.pop(group.name, None)
         else:
@@ -281,7 +289,7 @@ class Coordinator:
 
         `member`: None for a new one; an id that the caller was given, also by a former life of the gateway; SHARED; or
         a name that it chose. A member that asks for what it has already causes no rebalance.
-        Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs,
+        Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs, group_kind,
         fenced (a newer member has its static name), subscription_too_large, too_many_groups, too_many_members.
         """
         found = self._registry.groups.get(group)
@@ -293,6 +301,7 @@ class Coordinator:
         if known is None and holder is None:
             self._registry.check_member(found)
         self._registry.check_topics(options.topics, len(known.topics) if known else 0)
+        self._registry.check_opaque(options.opaque.size if options.opaque else 0, known.size if known else 0)
         self._registry.check_partitions(found, options.topics)
         found = self._registry.make(group, now)
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
@@ -348,6 +357,24 @@ class Coordinator:
         known.answer(found.fence(known, generation), now)
         known.beaten = now
         self._registry.watch(found, known)
+
+    def hand_out(self, group: str, member: str, generation: int, assignments: Mapping[str, bytes]) -> None:
+        """Take over what a member of kind `kafka` says to all of them, if it leads in the newest generation.
+
+        Raises RequestRefused: unknown_member, fenced, subscription_too_large.
+        """
+        found, known = self._registry.known(group, member)
+        found.fence(known, generation)
+        if member != found.leader or generation != found.generation or found.waits():
+            return  # another one assigns, or assigns later
+        given = {id: assignments.get(id, b"") for id in found.members}
+        if max(map(len, given.values())) > self._limits.opaque:
+            text = f"assignments: at most {self._limits.opaque} bytes for a member"
+            raise RequestRefused("subscription_too_large", text)
+        before = sum(len(each.handed_out) for each in found.members.values())
+        self._registry.check_opaque(sum(map(len, given.values())), before)
+        found.hand_out(given)
+        self._registry.changed(found)
 
     def revoked(self, group: str, member: str, generation: int | None, now: float) -> None:
         """Note that the member reads nothing that was revoked up to `generation`. Counts as `sync`, and raises as it."""
@@ -453,6 +480,11 @@ class Coordinator:
         found = self._registry.groups.get(group)
         return found.generation if found and member in found.members else None
 
+    def protocol_type(self, group: str) -> str:
+        """Return what the members of a group of kind `kafka` are; "" if the broker assigns, or there are none."""
+        found = self._registry.groups.get(group)
+        return found.protocol_type if found and found.members else ""
+
     def static_member(self, group: str, static_name: str) -> str | None:
         """Return the id of the member that has a static name."""
         found = self._registry.groups.get(group)
@@ -468,6 +500,8 @@ class Coordinator:
             revoking=known.asked(),
             is_due=found.waits(),
             protocol=found.assignor,
+            leader=found.leader,
+            handed_out=known.handed_out if found.has_handed_out() else None,
         )
 
     def groups(self) -> list[str]:
@@ -512,14 +546,19 @@ class Coordinator:
 def _holder(group: Group | None, member: str | None, options: MemberOptions) -> str | None:
     """Return the member that a newcomer replaces under its static name, if there is one.
 
-    Raises RequestRefused: fenced if a newer member has the name already, assignor_differs if the others offer others.
+    Raises RequestRefused: fenced if a newer member has the name already, group_kind and assignor_differs if the others
+    are of another kind, or offer others.
     """
     if group is None:
         return None
     holder = group.statics.get(options.static_name) if options.static_name is not None else None
     if holder is not None and member is not None and holder != member:
         raise RequestRefused("fenced", f"member {options.static_name} of group {group.name}: a newer one has this name")
-    if not group.can_agree(options.assignors, group.members.get(holder or member or "")):
+    replaced = group.members.get(holder or member or "")
+    if not group.has_kind(options, replaced):
+        text = f"group {group.name}: its members are of kind {'kafka' if group.protocol_type else 'kmq'}"
+        raise RequestRefused("group_kind", text)
+    if not group.can_agree(options.assignors, replaced):
         text = f"assignor: the members of group {group.name} have agreed on {group.assignor}"
         raise RequestRefused("assignor_differs", text)
     return None if holder == member else holder

@@ -10,6 +10,10 @@ Invariants  1. A partition has at most one owner in a generation: only `Ownershi
             4. What a step leaves to be done is waited for under a deadline of some member. So a group whose members
             all answer or end becomes stable.
             5. An alarm never rings later than it was set for, and at most once for each `set`.
+Kinds       The broker assigns partitions to members of kind `kmq`. Of members of kind `kafka` (protocol.Opaque) one leads,
+            and assigns by bytes that only they understand. A group is of one kind while it has members. Its steps are
+            the same: each member of kind `kafka` owns one seat, which it is asked for like a partition by an eager
+            assignor. Who has given it up has joined again, and who has got it back is of the new generation.
 Assignor    Of those that all members offer the one that most of them prefer, found anew by each step that makes a target.
             So members can move from one to another one after the other, as long as each offers both for a while.
 Steps       A change of members or topics makes the target stale. `step` raises the generation, makes the target, asks
@@ -33,6 +37,7 @@ from kmq.gateway.groups.protocol import (
     Ended,
     Event,
     GroupView,
+    HandedOut,
     MemberOptions,
     MemberView,
     Partitions,
@@ -101,6 +106,7 @@ class Member:
         "changed",
         "client",
         "generation",
+        "handed_out",
         "has_news",
         "id",
         "options",
@@ -120,6 +126,13 @@ class Member:
         self.owned: dict[TopicPartition, int] = {}  # → the generation in which it was given
         self.revoking: dict[TopicPartition, int] = {}  # → the generation in which it was asked for
         self.sync_by = self.revoke_by = NEVER
+        self.handed_out = b""  # by the leader
+
+    @property
+    def size(self) -> int:
+        """Return how many opaque bytes are kept for the member."""
+        opaque = self.options.opaque
+        return opaque.size + len(self.handed_out) if opaque else 0
 
     @property
     def order(self) -> tuple[str, str]:
@@ -176,7 +189,9 @@ class Member:
         return not self.has_news and self.generation >= self.changed and not self.revoking
 
     def assignment(self) -> Partitions:
-        """Return what the member may read: what it owns and need not give up."""
+        """Return what the member may read: what it owns and need not give up. A seat is nothing to read."""
+        if self.options.opaque is not None:
+            return ()
         return tuple(sorted(self.owned.keys() - self.revoking.keys()))
 
     def asked(self) -> Partitions:
@@ -192,7 +207,9 @@ class Member:
             static_name=self.options.static_name,
             topics=tuple(sorted(self.topics)),
             partitions=self.assignment(),
-            revoking=self.asked(),
+            revoking=() if self.options.opaque else self.asked(),
+            opaque=self.options.opaque,
+            handed_out=self.handed_out,
         )
 
 
@@ -286,7 +303,9 @@ class Group:
         "active",
         "assignor",
         "counted",
+        "counted_size",
         "generation",
+        "handed_out_in",
         "has_commits",
         "least",
         "left",
@@ -294,6 +313,8 @@ class Group:
         "name",
         "not_before",
         "offers",
+        "protocol_type",
+        "size",
         "statics",
         "topics",
         "watched",
@@ -306,8 +327,13 @@ class Group:
         self.members: dict[str, Member] = {}
         self.statics: dict[str, str] = {}  # static name → member
         self.offers: Counter[str] = Counter()  # assignor → how many members offer it
+        self.protocol_type = ""  # of kind `kafka`; "" if it is of kind `kmq`
+        self.size, self.handed_out_in = (
+            0,
+            -1,
+        )  # opaque bytes of all members; the generation in which the leader assigned
         self.topics: Counter[str] = Counter()  # → how many members subscribe to it
-        self.counted = 0  # what the registry has counted of `topics`
+        self.counted = self.counted_size = 0  # what the registry has counted of `topics` and `size`
         self.watched: set[str] = set()  # topics of whose changes the group is told
         self.active = self.not_before = now  # last leave or commit; the next step comes no earlier
         self.left = float("-inf")  # when the last member left
@@ -329,7 +355,11 @@ class Group:
         former = self.members[old]
         self._remove(former)
         self._events.append(Ended(self.name, old, "fenced"))
-        self._is_stale |= (former.topics, former.options.assignors) != (member.topics, member.options.assignors)
+        before, now = former.options, member.options
+        self._is_stale |= (former.topics, before.assignors, before.opaque) != (member.topics, now.assignors, now.opaque)
+        if self.protocol_type:
+            self._is_stale |= not self.has_handed_out()  # the leader is about to say something to `old`
+            member.handed_out = former.handed_out
         self._enter(member)
         self._ownership.rename(old, member.id)
 
@@ -337,6 +367,10 @@ class Group:
         """Let a member that joins again ask for what `new` asks for. `owned`: all that it has not given up, if said."""
         if (member.topics, member.options.assignors, member.order) != (new.topics, new.options.assignors, new.order):
             self._is_stale = True
+        if new.options.opaque is not None:
+            # A leader that joins again wants to assign again, unless it is about to.
+            wants_to_assign = member.id == self.leader and self.state is State.STABLE
+            self._is_stale |= wants_to_assign or member.options.opaque != new.options.opaque
         self._leave_lists(member)
         member.client, member.options, member.topics = new.client, new.options, new.topics
         member.beaten, member.polled = new.beaten, new.polled
@@ -357,8 +391,10 @@ class Group:
     def _enter(self, member: Member) -> None:
         self.members[member.id] = member
         self.offers.update({*member.options.assignors})
+        self.size += member.size
         if len(self.members) == 1:
             self.assignor = member.options.assignors[0]
+            self._be_of_kind(member)
         self.topics.update(member.topics)
         if member.options.static_name is not None:
             self.statics[member.options.static_name] = member.id
@@ -366,6 +402,7 @@ class Group:
     def _leave_lists(self, member: Member) -> None:
         self.topics -= Counter(member.topics)
         self.offers -= Counter({*member.options.assignors})
+        self.size -= member.size
         if member.options.static_name is not None:
             self.statics.pop(member.options.static_name, None)
 
@@ -373,6 +410,25 @@ class Group:
         self._ownership.release(member, list(member.owned))
         self._leave_lists(member)
         del self.members[member.id]
+
+    def _be_of_kind(self, member: Member) -> None:
+        """Take over the kind of the only member. What was owned in the other kind is owned no more."""
+        protocol_type = member.options.opaque.protocol_type if member.options.opaque else ""
+        if protocol_type != self.protocol_type:
+            self.protocol_type = protocol_type
+            self._ownership.release(member, list(member.owned))
+            self._ownership.clear()
+            self._is_stale = True
+
+    def has_kind(self, options: MemberOptions, instead_of: Member | None) -> bool:
+        """Return True if all members, without one that is to be replaced, are of the kind that `options` ask for."""
+        others = len(self.members) - (instead_of is not None)
+        return not others or self.protocol_type == (options.opaque.protocol_type if options.opaque else "")
+
+    @property
+    def leader(self) -> str | None:
+        """The member of a group of kind `kafka` that has been there longest."""
+        return next(iter(self.members), None) if self.protocol_type else None
 
     def can_agree(self, assignors: Iterable[str], instead_of: Member | None) -> bool:
         """Return True if all members, without one that is to be replaced, offer one of `assignors`."""
@@ -423,6 +479,8 @@ class Group:
         generation = self.fence(member, generation)
         for partition in partitions:
             check_exists(partition, exists)
+            if self.protocol_type:
+                continue  # only its leader knows whose it is
             name = f"{partition.topic}/{partition.partition}"
             since = member.owned.get(partition)
             if since is None:
@@ -443,8 +501,10 @@ class Group:
 
     def is_due(self) -> bool:
         """Return True if `step` would change anything."""
-        can_step = self.assignor == COOPERATIVE or not self._ownership.revoking
-        return can_step and self.waits()
+        return self.waits() and (self._is_cooperative() or not self._ownership.revoking)
+
+    def _is_cooperative(self) -> bool:
+        return self.assignor == COOPERATIVE and not self.protocol_type
 
     def waits(self) -> bool:
         """Return True if a step will come: now, or when others have given up what they were asked for."""
@@ -453,15 +513,15 @@ class Group:
     def step(self, partitions_of: Mapping[str, int], now: float) -> None:
         """Begin a generation: ask for what has to be given up, give what is free, tell all members."""
         ownership = self._ownership
+        keeps_handed_out = self.has_handed_out() and not self._is_stale
         self.generation = max(self.generation, self.least) + 1
+        if keeps_handed_out:
+            self.handed_out_in = self.generation
         if self._is_stale:
             self.assignor = self._vote()
-        asks_all = self._is_stale and self.assignor != COOPERATIVE and bool(ownership.owners)
+        asks_all = self._is_stale and not self._is_cooperative() and bool(ownership.owners)
         if self._is_stale and not asks_all:
-            preferred = sorted(self.members.values(), key=lambda member: member.order)
-            subscribers = {member.id: member.topics for member in preferred}
-            wanted = assign(self.assignor, subscribers, partitions_of, ownership.prior())
-            ownership.target = {partition: member for member, partitions in wanted.items() for partition in partitions}
+            ownership.target = self._target(partitions_of)
             self._is_stale = False
         for name, asked in sorted(ownership.ask(asks_all, self.generation, now).items()):
             self._events.append(Revoke(self.name, name, self.generation, tuple(sorted(asked))))
@@ -470,6 +530,24 @@ class Group:
         for member in self.members.values():
             member.tell(self.generation, now)
             self._events.append(Assigned(self.name, member.id, self.generation, member.assignment()))
+
+    def _target(self, partitions_of: Mapping[str, int]) -> dict[TopicPartition, str]:
+        """Return who is to own what: a partition, or in kind `kafka` its seat."""
+        if self.protocol_type:
+            return {TopicPartition(member, 0): member for member in self.members}
+        preferred = sorted(self.members.values(), key=lambda member: member.order)
+        subscribers = {member.id: member.topics for member in preferred}
+        wanted = assign(self.assignor, subscribers, partitions_of, self._ownership.prior())
+        return {partition: member for member, partitions in wanted.items() for partition in partitions}
+
+    def hand_out(self, assignments: Mapping[str, bytes]) -> None:
+        """Take over what the leader says to each member in the newest generation."""
+        self.handed_out_in = self.generation
+        for member in self.members.values():
+            self.size -= member.size
+            member.handed_out = assignments.get(member.id, b"")
+            self.size += member.size
+            self._events.append(HandedOut(self.name, member.id, self.generation))
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -481,16 +559,23 @@ class Group:
         if self._is_stale:
             return State.PREPARING
         has_answers = all(member.has_answered() for member in self.members.values())
-        return State.STABLE if has_answers and not self._ownership.has_free else State.COMPLETING
+        is_complete = not self._ownership.has_free and (not self.protocol_type or self.has_handed_out())
+        return State.STABLE if has_answers and is_complete else State.COMPLETING
+
+    def has_handed_out(self) -> bool:
+        """Return True if the leader has assigned in the newest generation."""
+        return self.handed_out_in == self.generation
 
     def owned(self) -> Collection[TopicPartition]:
         """Return the partitions that have an owner. Not to be kept."""
-        return self._ownership.owners.keys()
+        return () if self.protocol_type else self._ownership.owners.keys()
 
     def view(self) -> GroupView:
         """Return the group as doors show it, its members in the order in which assignors prefer them."""
         members = tuple(member.view() for member in sorted(self.members.values(), key=lambda member: member.order))
-        return GroupView(self.name, self.state, self.generation, self.assignor, members, self.left)
+        return GroupView(
+            self.name, self.state, self.generation, self.assignor, members, self.protocol_type, self.leader, self.left
+        )
 
 
 def check_exists(partition: TopicPartition, exists: Exists) -> None:

@@ -369,9 +369,6 @@ class Groups:
         id = self.coordinator.join(group, member, client, options, now, resume or Resume())
         if is_anew:
             self.deliveries.died(group, id)
-        former = self._listeners.pop((group, id), None)
-        if former is not None:
-            former(Ended(group, id, "fenced"))
         has_heard = False
 
         def first(event: Event) -> None:
@@ -379,13 +376,20 @@ class Groups:
             has_heard |= isinstance(event, Assigned)
             listener(event)
 
-        self._listeners[group, id] = first
+        self.listen(group, id, first)
         self._turn()
         if self._listeners.get((group, id)) is first:
             self._listeners[group, id] = listener
             if is_back and not has_heard:
                 _tell_again(self.coordinator, group, id, listener)
         return id
+
+    def listen(self, group: str, member: str, listener: Listener) -> None:
+        """Let `listener` hear what becomes of a member. Who heard it before is told that it does no more."""
+        former = self._listeners.get((group, member))
+        if former is not None:
+            former(Ended(group, member, "fenced"))
+        self._listeners[group, member] = listener
 
     def stop_listening(self, group: str, member: str, listener: Listener) -> None:
         """Note that a connection has ended. The member stays until its session timeout, and may come back."""
@@ -399,6 +403,10 @@ class Groups:
         self._coordinator().sync(group, member, generation, time.monotonic())
         self._arm()
 
+    def hand_out(self, group: str, member: str, generation: int, assignments: Mapping[str, bytes]) -> None:
+        self._coordinator().hand_out(group, member, generation, assignments)
+        self._arm()
+
     def revoked(self, group: str, member: str, generation: int | None = None) -> None:
         coordinator = self._coordinator()
         coordinator.revoked(group, member, generation, time.monotonic())
@@ -408,7 +416,9 @@ class Groups:
     def leave(self, group: str, member: str) -> None:
         self._coordinator().leave(group, member, time.monotonic())
         self.deliveries.release(group, member)
-        self._listeners.pop((group, member), None)
+        listener = self._listeners.pop((group, member), None)
+        if listener is not None:  # which another door may have said on its behalf
+            listener(Ended(group, member, "unknown_member"))
         self._arm()
 
     # --- offsets -----------------------------------------------------------------------------------------------------
@@ -597,8 +607,8 @@ class Groups:
         begin = known.offset if known else start
         offset = self._after_letters(group, place, begin)
         if offset > begin and not self.store.is_writing(group):
-            metadata, generation = (known.metadata, known.generation) if known else ("", 0)
-            await self.store.commit(group, {place: OffsetCommit(offset, metadata)}, generation=generation)
+            moved = OffsetCommit(offset, known.metadata, known.leader_epoch) if known else OffsetCommit(offset)
+            await self.store.commit(group, {place: moved}, generation=known.generation if known else 0)
             self.coordinator.committed(group, time.monotonic())
 
     def _after_letters(self, group: str, place: Partition, offset: int) -> int:
@@ -612,11 +622,6 @@ class Groups:
 
     def describe(self, group: str) -> GroupView | None:
         return self._coordinator().describe(group)
-
-    def states(self) -> list[tuple[str, State]]:
-        """Return all groups by name, and what each waits for."""
-        coordinator = self._coordinator()
-        return [(name, coordinator.state(name)) for name in coordinator.groups()]
 
     def is_alive(self, group: str) -> bool:
         """Return True if the group has members, may have some, or had some within KMQ_GROUP_RETENTION."""

@@ -25,6 +25,7 @@ from kmq.message import routing
 # --- records of topic `__consumer_offsets` ---------------------------------------------------------------------------
 #     key      <group>.<topic>.<partition>             each part percent-encoded, its dots too
 #     payload  offset=<n> ts=<unix> member=<m> generation=<g> metadata=<…>
+#              epoch=<n>                               by a client of Kafka: of the leader whose record it read last
 #              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
 #
 #     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
@@ -37,6 +38,7 @@ from kmq.message import routing
 
 TOPIC = "__consumer_offsets"
 MAX_OFFSET = (1 << 63) - 1
+MAX_EPOCH = (1 << 31) - 1
 _TEXT = rb"[A-Za-z0-9_~%-]*"
 _FIELD = rb"[^ |\n]*"
 _COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} metadata=%b(?: [^\n]*)?" % (
@@ -45,7 +47,7 @@ _COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} 
 )
 _NACK = rb"deliveries=\d{1,9} due=\d{1,11}\.\d{3} reason=%b(?: [^\n]*)?" % _FIELD
 _PAYLOAD = re.compile(
-    r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)"
+    r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)(?: epoch=(\d{1,10})(?= |\Z))?"
     r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?(?: letter=(\S+))?"
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
@@ -67,7 +69,10 @@ class RowKey(NamedTuple):
 
 
 class CommittedOffset(NamedTuple):
-    """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none."""
+    """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none.
+
+    `leader_epoch`: in which a client of Kafka says that it has read up to there; None: it says none.
+    """
 
     offset: int
     ts: float
@@ -75,6 +80,7 @@ class CommittedOffset(NamedTuple):
     generation: int = 0
     metadata: str = ""
     seq: int = 0
+    leader_epoch: int | None = None
 
 
 DONE = "done"  # in place of a letter
@@ -131,6 +137,7 @@ def encode_payload(row: OffsetRow) -> bytes:
             f"offset={row.offset} ts={row.ts:.3f} member={_encode(row.member)}"
             f" generation={row.generation} metadata={_encode(row.metadata)}"
         )
+        text += "" if row.leader_epoch is None else f" epoch={row.leader_epoch}"
     return text.encode()
 
 
@@ -139,12 +146,15 @@ def decode_payload(payload: bytes, seq: int = 0) -> OffsetRow:
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
-    offset, ts, member, generation, metadata, deliveries, due, reason, first, letter = match.groups()
+    offset, ts, member, generation, metadata, epoch, deliveries, due, reason, first, letter = match.groups()
     if deliveries is not None:
         return NackRow(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
-    return CommittedOffset(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)
+    leader_epoch = int(epoch) if epoch and int(epoch) <= MAX_EPOCH else None
+    return CommittedOffset(
+        int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq, leader_epoch
+    )
 
 
 def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:

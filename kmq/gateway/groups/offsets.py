@@ -193,10 +193,11 @@ _AT_ONCE = 200  # groups whose rows are written again at once
 
 
 class OffsetCommit(NamedTuple):
-    """What a member commits for one partition: the next offset to read, and a text of its own."""
+    """What a member commits for one partition: the next offset to read, a text of its own, a leader's epoch (None: none)."""
 
     offset: int
     metadata: str = ""
+    leader_epoch: int | None = None
 
 
 class _DeletedTopics:
@@ -315,7 +316,7 @@ class OffsetStore:
         for (topic, partition), asked in rows.items():
             _check_row(partition, asked.offset, asked.metadata)
             new[RowKey(group, topic, partition)] = CommittedOffset(
-                asked.offset, now, member, generation, asked.metadata
+                asked.offset, now, member, generation, asked.metadata, leader_epoch=asked.leader_epoch
             )
         await self._write(group, new)
 

@@ -3,7 +3,7 @@
 for event in coordinator.take_events(): …      Revoke | Assigned | Ended | Forgotten, in the order to send them
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from kmq.wire.requests import TopicPartition
 SESSION_S = (6.0, 1800.0)
 REBALANCE_S = (1.0, 86400.0)
 MAX_POLL_S = (1.0, 86400.0)
+MAX_PROTOCOLS = 16  # that a member of kind `kafka` offers
 SHARED = "-"  # the one member that all HTTP callers of a group are that name no member
 MAX_GENERATION = (1 << 31) - (1 << 20)  # above it a generation might no longer fit the 32 bits of other protocols
 
@@ -26,6 +27,21 @@ class Client(NamedTuple):
 
     name: str
     host: str
+
+
+class Opaque(NamedTuple):
+    """What members of a group of kind `kafka` say, which only they understand. They have no topics.
+
+    protocol_type   what they are, the same for all members of a group: `consumer`, `connect`, `sr`
+    metadata        bytes for each of the protocols that a member offers
+    """
+
+    protocol_type: str
+    metadata: Mapping[str, bytes]
+
+    @property
+    def size(self) -> int:
+        return len(self.protocol_type) + sum(len(name) + len(data) for name, data in self.metadata.items())
 
 
 class MemberOptions(NamedTuple):
@@ -38,6 +54,7 @@ class MemberOptions(NamedTuple):
     max_poll_s   after so long without asking for records the member is ended, although it beats
     keeps_topics the topics that the member subscribes to already stay (each request of HTTP names only its own one)
     static_name  a newer member of this name takes the place, and the partitions, of the older one
+    opaque       makes it a member of kind `kafka`: one of the members assigns, and `assignors` are names of their own
     """
 
     topics: tuple[str, ...]
@@ -47,6 +64,7 @@ class MemberOptions(NamedTuple):
     max_poll_s: float = 300.0
     static_name: str | None = None
     keeps_topics: bool = False
+    opaque: Opaque | None = None
 
 
 class Resume(NamedTuple):
@@ -66,6 +84,8 @@ class GroupLimits(NamedTuple):
     topic_bytes  names in one member's subscription
     all_topics   in the subscriptions of all members together; `own_topics` of each member are admitted beyond it
     partitions   that the subscriptions of one group may reach when a member joins
+    opaque       bytes that a member of kind `kafka` says, and bytes that it is given by the one that assigns
+    all_opaque   of all such members together
     name_bytes   of a group, a member, a client, each
     retention_s  a group without members and commits is forgotten after so long
     """
@@ -79,6 +99,8 @@ class GroupLimits(NamedTuple):
     all_topics: int = 200_000
     own_topics: int = 10
     partitions: int = 10_000
+    opaque: int = 256 << 10
+    all_opaque: int = 32 << 20
     name_bytes: int = 200
     retention_s: float = 7 * 86400.0
 
@@ -93,8 +115,10 @@ def check_name(what: str, name: str, limits: GroupLimits) -> None:
 
 def check_options(options: MemberOptions, limits: GroupLimits) -> None:
     """Raise RequestRefused unless a member may join with these options."""
-    if not options.assignors or not ASSIGNORS.keys() >= {*options.assignors}:
+    if not options.assignors or not (options.opaque or ASSIGNORS.keys() >= {*options.assignors}):
         raise RequestRefused("unknown_assignor", f"unknown assignor; expected one of {', '.join(ASSIGNORS)}")
+    if options.opaque is not None:
+        _check_opaque(options.opaque, limits)
     for what, value, (low, high) in (
         ("session", options.session_s, SESSION_S),
         ("rebalance timeout", options.rebalance_s, REBALANCE_S),
@@ -111,6 +135,14 @@ def check_options(options: MemberOptions, limits: GroupLimits) -> None:
     for topic in options.topics:
         if not record.is_topic_name(topic):
             raise RequestRefused("bad_topic")
+
+
+def _check_opaque(opaque: Opaque, limits: GroupLimits) -> None:
+    for name in (opaque.protocol_type, *opaque.metadata):
+        check_name("protocol", name, limits)
+    if len(opaque.metadata) > MAX_PROTOCOLS or opaque.size > limits.opaque:
+        text = f"metadata: at most {MAX_PROTOCOLS} protocols and {limits.opaque} bytes for a member"
+        raise RequestRefused("subscription_too_large", text)
 
 
 def check_resume(resume: Resume, limits: GroupLimits) -> None:
@@ -165,8 +197,18 @@ class Assigned(NamedTuple):
     partitions: Partitions
 
 
+class HandedOut(NamedTuple):
+    """The leader of a group of kind `kafka` has said what the member is to do in this generation."""
+
+    group: str
+    member: str
+    generation: int
+
+
 class Ended(NamedTuple):
-    """The member is none any more. `code`: fenced | session_timeout | poll_timeout | rebalance_timeout."""
+    """The member is none any more. `code`: fenced | session_timeout | poll_timeout | rebalance_timeout, or
+    unknown_member: it has left, or somebody has said so.
+    """
 
     group: str
     member: str
@@ -179,14 +221,15 @@ class Forgotten(NamedTuple):
     group: str
 
 
-Event = Revoke | Assigned | Ended | Forgotten
+Event = Revoke | Assigned | HandedOut | Ended | Forgotten
 
 
 class Assignment(NamedTuple):
     """What a member may read now, of which generation that is, and by which assignor.
 
     `changed`: the generation in which it was last given or asked for something. `revoking`: what it owns besides, and is
-    asked to give up. `is_due`: the next generation is only a matter of time.
+    asked to give up. `is_due`: the next generation is only a matter of time. In a group of kind `kafka` `leader` assigns,
+    and `handed_out` is what it has said to the member in this generation, if it has.
     """
 
     generation: int
@@ -195,6 +238,8 @@ class Assignment(NamedTuple):
     revoking: Partitions
     is_due: bool
     protocol: str
+    leader: str | None
+    handed_out: bytes | None
 
 
 class MemberView(NamedTuple):
@@ -207,12 +252,16 @@ class MemberView(NamedTuple):
     topics: tuple[str, ...]
     partitions: Partitions
     revoking: Partitions
+    opaque: Opaque | None
+    handed_out: bytes
 
 
 class GroupView(NamedTuple):
     """What a door shows of a group.
 
     protocol    the assignor in force, "" as long as there was no member
+    protocol_type  of a group of kind `kafka`; "" if the broker assigns
+    leader      the member that assigns, in a group of kind `kafka`
     left        when the last of its members left, by the coordinator's clock; -inf if it had none in this life
     """
 
@@ -221,4 +270,6 @@ class GroupView(NamedTuple):
     generation: int
     protocol: str
     members: tuple[MemberView, ...]
+    protocol_type: str = ""
+    leader: str | None = None
     left: float = float("-inf")

@@ -129,6 +129,8 @@ class Subscription:
         await self._say(request.request_id, joined={"member": self._reader.member})
 
     def _hear(self, event: Event) -> None:
+        if self._rebalances.has_left:
+            return
         if isinstance(event, Ended):
             self.end(RequestRefused(event.code, f"{known(event.code).text}; join again"))
         else:

@@ -87,7 +87,7 @@ class GroupCalls:
                 try:
                     return await self._poll(call, poller, topic, limit)
                 except RequestRefused:
-                    if poller.ended in ("", "fenced"):
+                    if poller.ended in ("", "fenced", "unknown_member"):
                         raise  # else the session of this member has ended, and it joins again
 
     async def _poll(self, call: Call, poller: Poller, topic: str, limit: Limit) -> web.Response:

@@ -207,8 +207,8 @@ ADMIN = (
     ),
 )
 _JOINING = (  # what a call of a member, or of a group, may be refused for
-    "bad_request bad_name bad_topic bad_timeout unknown_assignor assignor_differs unknown_member fenced session_timeout"
-    " poll_timeout rebalance_timeout too_many_groups too_many_members subscription_too_large unknown_topic"
+    "bad_request bad_name bad_topic bad_timeout unknown_assignor assignor_differs group_kind unknown_member fenced"
+    " session_timeout poll_timeout rebalance_timeout too_many_groups too_many_members subscription_too_large unknown_topic"
     " unknown_partition stopping offsets_full"
 )
 _WRITING = (  # what a commit may be refused for besides

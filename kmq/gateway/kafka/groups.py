@@ -1,8 +1,12 @@
-"""Consumer groups by Kafka's protocol, in the groups that all doors share (kmq/gateway/groups): the broker assigns.
+"""Consumer groups by Kafka's protocol, in the groups that all doors share (kmq/gateway/groups).
 
-JoinGroup   names no leader and no members, so every client is a follower. It is answered when no step of the group is
-            due that its member would have to join again for.
-SyncGroup   gives the member what it reads in the generation that JoinGroup named.
+Kinds       A client that offers one of the broker's assignors is a member of kind `kmq`: the broker assigns, as to members
+            of all doors. Others are of kind `kafka`: Connect, schema registries, assignors of their own. One of them leads,
+            and the broker keeps bytes that it does not understand. A group is of one kind while it has members.
+JoinGroup   is answered when no step of the group is due that its member would have to join again for. In kind `kmq` it
+            names no leader and no members, so every client is a follower.
+SyncGroup   gives the member what it reads in the generation that JoinGroup named; in kind `kafka` what the leader says,
+            for which it waits.
 Heartbeat   REBALANCE_IN_PROGRESS when the member was given or asked for something since the generation that it knows.
             Then it joins again, and says what it still reads: with an eager assignor nothing. What it was asked for and
             does not name is given up. What it was not asked for stays its own, so joining again moves nothing by itself.
@@ -12,7 +16,7 @@ Loading     Until the offsets are loaded: COORDINATOR_LOAD_IN_PROGRESS, at the p
             SyncGroup is told to join again, and a heartbeat nothing, as by Apache's broker: clients die of it there.
 Invariant   No answer comes from offsets that are not loaded. No client is sent an error that Apache's broker does not
             send to that request.
-Silence     A connection that ends does not end a member; its session does. A member that waits for JoinGroup beats.
+Silence     A connection that ends does not end a member; its session does. A member that waits for an answer beats.
 Not covered A message that was given back (nack) comes to members at other doors alone.
 """
 
@@ -34,7 +38,10 @@ from kmq.gateway.groups.protocol import (
     Client,
     Ended,
     Event,
+    GroupLimits,
     MemberOptions,
+    MemberView,
+    Opaque,
     Resume,
     State,
 )
@@ -48,18 +55,20 @@ from kmq.wire.requests import TopicPartition
 # The metadata of an assignor of protocol type `consumer`: a version, the topics, bytes of the assignor's own; from
 # version 1 on what the member still reads; then what later versions add.
 
+_CONSUMER = "consumer"
+_MAX_METADATA = GroupLimits().opaque
 _ALIASES = {"RoundRobinAssigner": "roundrobin"}  # kafkajs' only one
 _SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
 
 
-class Subscription(NamedTuple):
+class MemberMetadata(NamedTuple):
     """Which topics a member wants, and what it says it still reads."""
 
     topics: tuple[str, ...]
     owned: frozenset[Partition]
 
 
-def read_subscription(metadata: bytes) -> Subscription:
+def read_metadata(metadata: bytes) -> MemberMetadata:
     """Return what a member's metadata says. Raises BadRequest if not even the topics can be read.
 
     What comes after the topics is read as far as it can be: there are clients that say version 1 and end before it.
@@ -77,11 +86,11 @@ def read_subscription(metadata: bytes) -> Subscription:
     except BadRequest:
         owned.clear()
     names = sorted({topic for topic in topics if topic and record.is_topic_name(topic)})
-    return Subscription(tuple(names), frozenset(owned))
+    return MemberMetadata(tuple(names), frozenset(owned))
 
 
-def subscription_bytes(topics: Iterable[str]) -> bytes:
-    """Return a subscription as other clients read it, of whatever door the member is."""
+def metadata_bytes(topics: Iterable[str]) -> bytes:
+    """Return metadata as other clients read it, of whatever door the member is."""
     names = [*topics]
     writer = wire.Writer(is_flexible=False)
     writer.pack(">hi", 0, len(names))
@@ -121,6 +130,7 @@ _CODES = {
     "bad_timeout": ErrorCode.invalid_session_timeout,
     "unknown_assignor": ErrorCode.inconsistent_group_protocol,
     "assignor_differs": ErrorCode.inconsistent_group_protocol,
+    "group_kind": ErrorCode.inconsistent_group_protocol,
     "too_many_groups": ErrorCode.group_max_size_reached,
     "too_many_members": ErrorCode.group_max_size_reached,
     "subscription_too_large": ErrorCode.group_max_size_reached,
@@ -135,6 +145,16 @@ _CODES = {
     "bad_request": ErrorCode.invalid_commit_offset_size,
     "offsets_full": ErrorCode.invalid_commit_offset_size,
 }
+# What differs in JoinGroup, which names no generation and commits nothing, and in SyncGroup, where clients expect less.
+_JOIN_CODES = {
+    "bad_request": ErrorCode.inconsistent_group_protocol,
+    "fenced": ErrorCode.unknown_member_id,
+}
+_SYNC_CODES = {
+    "not_ready": ErrorCode.rebalance_in_progress,
+    "rebalance_timeout": ErrorCode.rebalance_in_progress,
+    "subscription_too_large": ErrorCode.unknown_server_error,
+}
 _OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_instance_id)  # of several that leave
 _OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
 
@@ -143,10 +163,14 @@ class _FencedInstance(RequestRefused):
     """A newer member has the static name of this one."""
 
 
-def _code(refused: RequestRefused) -> ErrorCode:
+def _code(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
+    """Return the error that says why something is refused, and count it. `instead`: what differs from the usual."""
     if isinstance(refused, _FencedInstance):
-        return ErrorCode.fenced_instance_id
-    return _CODES.get(refused.code, ErrorCode.unknown_server_error)
+        code = ErrorCode.fenced_instance_id
+    else:
+        code = (_CODES | dict(instead or {})).get(refused.code, ErrorCode.unknown_server_error)
+    call.errors.append(code)
+    return code
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -155,7 +179,7 @@ _NOT_JOINED: dict[str, Any] = {"generation_id": -1, "protocol_name": "", "leader
 
 
 class _Waiting:
-    """A JoinGroup that waits for its answer."""
+    """A member that waits for an answer."""
 
     def __init__(self) -> None:
         self.heard = asyncio.Event()
@@ -208,46 +232,43 @@ class KafkaGroups:
                 return _NOT_JOINED | {"error_code": ErrorCode.member_id_required, "member_id": id}
             return await self._join(call)
         except RequestRefused as err:
-            code = _code(err)
-            if err.code == "fenced":  # not by a generation, of which who joins says none
-                code = ErrorCode.unknown_member_id if _instance(body) is None else ErrorCode.fenced_instance_id
-            return _NOT_JOINED | {"error_code": code, "member_id": body.member_id}
+            is_static = err.code == "fenced" and _instance(body) is not None
+            refused = _FencedInstance("fenced", str(err)) if is_static else err
+            return _NOT_JOINED | {"error_code": _code(call, refused, _JOIN_CODES), "member_id": body.member_id}
 
     async def _join(self, call: Call) -> Fields:
         body, groups = call.body, self._groups
         group, member = body.group_id, body.member_id or None
-        offered = _offered(body)
-        owned = offered[COOPERATIVE].subscription.owned if COOPERATIVE in offered else frozenset[Partition]()
-        session_s = wire.milliseconds(body.session_timeout) / 1000
-        rebalance_s = max(0, wire.milliseconds(getattr(body, "rebalance_timeout", None))) / 1000 or session_s
-        options = MemberOptions(
-            next(iter(offered.values())).subscription.topics,
-            tuple(offered),
-            session_s,
-            min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]),
-            max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
-            static_name=_instance(body),
-        )
+        asked = _asked(body, bool(groups.coordinator.protocol_type(group)))
         client = Client(call.header.client, call.connection.peer)
         is_known = groups.coordinator.generation(group, member) is not None
         waiting = _Waiting()
         # A member that is known says in `_assigned` what it gives up.
-        resume = Resume(owned=None if is_known else owned)
-        id = await groups.join(group, member, client, options, waiting.hear, resume)
+        resume = Resume(owned=None if is_known else asked.owned)
+        id = await groups.join(group, member, client, asked.options, waiting.hear, resume)
         try:
             with groups.attending(group, id):
-                found = await self._assigned(group, id, owned, waiting)
+                found = await self._assigned(group, id, asked.owned, waiting)
         finally:
             groups.stop_listening(group, id, waiting.hear)
         return {
             "error_code": ErrorCode.none,
             "generation_id": found.generation,
             "protocol_type": body.protocol_type,
-            "protocol_name": offered[found.protocol].name,
-            "leader": "",
+            "protocol_name": asked.names[found.protocol],
+            "leader": found.leader or "",
             "member_id": id,
-            "members": (),
+            "members": self._led(group) if found.leader == id else (),
         }
+
+    def _led(self, group: str) -> list[Fields]:
+        """Return the members of a group of kind `kafka`, with what each says to the one that assigns."""
+        view = self._groups.describe(group)
+        rows = [(member, _shown(member, view.protocol)) for member in view.members] if view else []
+        return [
+            {"member_id": member.id, "group_instance_id": member.static_name, "metadata": shown["member_metadata"]}
+            for member, shown in rows
+        ]
 
     async def _assigned(self, group: str, member: str, owned: frozenset[Partition], waiting: _Waiting) -> Assignment:
         """Return what a member that has joined reads, when nothing is due that would change it.
@@ -276,21 +297,46 @@ class KafkaGroups:
             if generation < found.changed:
                 return {"error_code": ErrorCode.rebalance_in_progress, "assignment": b""}
             self._groups.sync(group, member, generation)
+            assignment = await self._handed_out(call, found) if found.leader else assignment_bytes(found.partitions)
         except RequestRefused as err:
-            code = ErrorCode.rebalance_in_progress if err.code == "not_ready" else _code(err)
-            return {"error_code": code, "assignment": b""}
+            return {"error_code": _code(call, err, _SYNC_CODES), "assignment": b""}
         return {
             "error_code": ErrorCode.none,
             "protocol_type": getattr(body, "protocol_type", None),
             "protocol_name": getattr(body, "protocol_name", None),
-            "assignment": assignment_bytes(found.partitions),
+            "assignment": assignment,
         }
+
+    async def _handed_out(self, call: Call, found: Assignment) -> bytes:
+        """Return what the leader of a group of kind `kafka` says to a member in its generation, when it has said it.
+
+        Raises RequestRefused: rebalance_timeout if another generation comes before, unknown_member if the member ends.
+        """
+        body, groups, waiting = call.body, self._groups, _Waiting()
+        group, member, generation = body.group_id, body.member_id, body.generation_id
+        groups.listen(group, member, waiting.hear)
+        try:
+            if found.leader == member:
+                given = {each.member_id: bytes(each.assignment) for each in body.assignments}
+                groups.hand_out(group, member, generation, given)
+            with groups.attending(group, member):
+                while not waiting.ended:
+                    waiting.heard.clear()
+                    found = groups.coordinator.assignment(group, member)
+                    if found.changed > generation:
+                        raise RequestRefused("rebalance_timeout", "another generation has begun")
+                    if found.handed_out is not None:
+                        return found.handed_out
+                    await waiting.heard.wait()
+        finally:
+            groups.stop_listening(group, member, waiting.hear)
+        raise RequestRefused("unknown_member", f"group {group}: member {member} has ended")
 
     async def _heartbeat(self, call: Call) -> Fields:
         try:
             found = self._beat(call)
         except RequestRefused as err:
-            return {"error_code": ErrorCode.none if err.code == "not_ready" else _code(err)}
+            return {"error_code": ErrorCode.none if err.code == "not_ready" else _code(call, err)}
         is_over = call.body.generation_id < found.changed or bool(found.revoking)
         return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
 
@@ -324,7 +370,7 @@ class KafkaGroups:
                 self._check_instance(body.group_id, member, name)
                 self._groups.leave(body.group_id, member)
             except RequestRefused as err:
-                code = _code(err)
+                code = _code(call, err)
             rows.append({"member_id": each.member_id, "group_instance_id": name, "error_code": code})
         codes = [row["error_code"] for row in rows]
         of_all = next((code for code in codes if call.version < 3 or code not in _OF_A_MEMBER), ErrorCode.none)
@@ -341,8 +387,11 @@ class KafkaGroups:
                 metadata = each.committed_metadata or ""
                 if len(metadata.encode()) > MAX_METADATA:
                     codes[name, each.partition_index] = ErrorCode.offset_metadata_too_large
+                    call.errors.append(ErrorCode.offset_metadata_too_large)
                 else:
-                    rows[name, each.partition_index] = OffsetCommit(each.committed_offset, metadata)
+                    epoch = getattr(each, "committed_leader_epoch", -1)
+                    leader_epoch = epoch if epoch >= 0 else None
+                    rows[name, each.partition_index] = OffsetCommit(each.committed_offset, metadata, leader_epoch)
         codes |= await self._commit(call, rows)
 
         def row(name: str, number: int) -> Fields:
@@ -363,7 +412,7 @@ class KafkaGroups:
             try:
                 await groups.commit(group, by[0], {place: rows[place]}, by[1])
             except RequestRefused as err:
-                return _code(err)
+                return _code(call, err)
             return ErrorCode.none
 
         try:
@@ -378,13 +427,14 @@ class KafkaGroups:
                     raise
                 return dict(zip(rows, await asyncio.gather(*map(one, rows)), strict=True))
         except RequestRefused as err:
-            return dict.fromkeys(rows, _code(err))
+            return dict.fromkeys(rows, _code(call, err))
         return {}
 
     async def _offset_fetch(self, call: Call) -> Fields:
         if call.version < 8:
             return self._offsets(call, call.body.group_id, call.body.topics)
-        return {"groups": [self._offsets(call, each.group_id, each.topics) for each in call.body.groups]}
+        asked = {each.group_id: each.topics for each in call.body.groups}
+        return {"groups": [self._offsets(call, group, topics) for group, topics in asked.items()]}
 
     def _offsets(self, call: Call, group: str, asked: Iterable[Any] | None) -> Fields:
         """Return what a group has committed, in some topics or in all of them."""
@@ -394,7 +444,7 @@ class KafkaGroups:
             self._admit()
             committed = self._groups.committed(group)
         except RequestRefused as err:
-            code = _code(err)
+            code = _code(call, err)
         wanted: dict[str, list[int]] = {}
         if asked is None:
             for topic, number in sorted(committed):
@@ -407,7 +457,7 @@ class KafkaGroups:
             return {
                 "partition_index": number,
                 "committed_offset": found.offset if found else -1,
-                "committed_leader_epoch": -1,
+                "committed_leader_epoch": -1 if found is None or found.leader_epoch is None else found.leader_epoch,
                 "metadata": found.metadata if found else "",
                 "error_code": code,
             }
@@ -419,13 +469,13 @@ class KafkaGroups:
 
     async def _describe_groups(self, call: Call) -> Fields:
         rows = []
-        for group in call.body.groups:
+        for group in dict.fromkeys(call.body.groups):  # each once, however often a stranger asks for it
             row = {"group_id": group, "group_state": "", "protocol_type": "", "protocol_data": "", "members": ()}
             try:
                 self._admit()
                 rows.append(row | self._described(group))
             except RequestRefused as err:
-                rows.append(row | {"error_code": _code(err)})
+                rows.append(row | {"error_code": _code(call, err)})
         return {"groups": rows}
 
     def _described(self, group: str) -> dict[str, Any]:
@@ -438,28 +488,29 @@ class KafkaGroups:
                 "group_instance_id": member.static_name,
                 "client_id": member.name,
                 "client_host": member.host,
-                "member_metadata": subscription_bytes(member.topics),
-                "member_assignment": assignment_bytes(member.partitions),
+                **_shown(member, view.protocol),
             }
             for member in view.members
         ]
         return {
             "error_code": ErrorCode.none,
             "group_state": _STATES[view.state],
-            "protocol_type": _CONSUMER,
+            "protocol_type": view.protocol_type or _CONSUMER,
             "protocol_data": view.protocol,
             "members": members,
         }
 
     async def _list_groups(self, call: Call) -> Fields:
         rows, code, wanted = [], ErrorCode.none, getattr(call.body, "states_filter", ())
+        coordinator = self._groups.coordinator
         try:
             self._admit()
-            for group, state in self._groups.states():
-                if not wanted or _STATES[state] in wanted:
-                    rows.append({"group_id": group, "protocol_type": _CONSUMER, "group_state": _STATES[state]})
+            for group in coordinator.groups():
+                state, protocol_type = _STATES[coordinator.state(group)], coordinator.protocol_type(group) or _CONSUMER
+                if not wanted or state in wanted:
+                    rows.append({"group_id": group, "protocol_type": protocol_type, "group_state": state})
         except RequestRefused as err:
-            code = ErrorCode.none if err.code == "forbidden" else _code(err)  # who may see none is shown none
+            code = ErrorCode.none if err.code == "forbidden" else _code(call, err)  # who may see none is shown none
         return {"error_code": code, "groups": rows}
 
     async def _delete_groups(self, call: Call) -> Fields:
@@ -470,7 +521,7 @@ class KafkaGroups:
                 self._admit()
                 await self._admin.delete(group)
             except RequestRefused as err:
-                code = _code(err)
+                code = _code(call, err)
             rows.append({"group_id": group, "error_code": code})
         return {"results": rows}
 
@@ -481,7 +532,7 @@ class KafkaGroups:
             places = {(name, number) for name, numbers in asked for number in numbers}
             kept = await self._admin.forget(call.body.group_id, places)
         except RequestRefused as err:
-            return {"error_code": _code(err), "topics": ()}
+            return {"error_code": _code(call, err), "topics": ()}
 
         def row(name: str, number: int) -> Fields:
             code = ErrorCode.group_subscribed_to_topic if (name, number) in kept else ErrorCode.none
@@ -506,29 +557,55 @@ def _instance(body: Any) -> str | None:
     return name
 
 
-class _Offer(NamedTuple):
-    """An assignor that a client offers. `name`: by which the client knows it."""
+class _Asked(NamedTuple):
+    """What a JoinGroup asks for. `names`: assignor → by which the client knows it. `owned`: what it says it still reads."""
 
-    name: str
-    subscription: Subscription
+    options: MemberOptions
+    names: Mapping[str, str]
+    owned: frozenset[Partition]
 
 
-def _offered(body: Any) -> dict[str, _Offer]:
-    """Return which of the broker's assignors a client offers, the one that it prefers first.
+def _asked(body: Any, is_opaque: bool) -> _Asked:
+    """Return what a client asks for. `is_opaque`: the group is of kind `kafka`.
 
-    Raises RequestRefused if that is none, or cannot be read.
+    It becomes a member of kind `kmq` if it offers one of the broker's assignors. Raises RequestRefused if it offers
+    nothing, or metadata that cannot be read.
     """
-    offered: dict[str, _Offer] = {}
-    for each in body.protocols if body.protocol_type == _CONSUMER else ():
+    if not body.protocols or not body.protocol_type:
+        raise RequestRefused("unknown_assignor", "no protocol is offered")
+    if max(len(each.metadata) for each in body.protocols) > _MAX_METADATA:
+        raise RequestRefused("subscription_too_large", f"metadata: at most {_MAX_METADATA} bytes")
+    metadata: dict[str, bytes] = {}
+    names: dict[str, str] = {}
+    for each in body.protocols:
+        metadata.setdefault(each.name, bytes(each.metadata))
         assignor = _ALIASES.get(each.name, each.name)
-        if assignor in ASSIGNORS and assignor not in offered:
-            try:
-                offered[assignor] = _Offer(each.name, read_subscription(each.metadata))
-            except BadRequest as err:
-                raise RequestRefused("unknown_assignor", f"{each.name}: {err}") from None
-    if not offered:
-        raise RequestRefused("unknown_assignor", f"none of {', '.join(ASSIGNORS)} is offered")
-    return offered
+        if body.protocol_type == _CONSUMER and assignor in ASSIGNORS:
+            names.setdefault(assignor, each.name)
+    session_s = wire.milliseconds(body.session_timeout) / 1000
+    rebalance_s = max(0, wire.milliseconds(getattr(body, "rebalance_timeout", None))) / 1000 or session_s
+    options = MemberOptions(
+        (),
+        session_s=session_s,
+        rebalance_s=min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]),
+        max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+        static_name=_instance(body),
+    )
+    if is_opaque or not names:
+        options = options._replace(assignors=tuple(metadata), opaque=Opaque(body.protocol_type, metadata))
+        return _Asked(options, {name: name for name in metadata}, frozenset())
+    try:
+        topics, _ = read_metadata(metadata[next(iter(names.values()))])
+        _, owned = read_metadata(metadata[names[COOPERATIVE]]) if COOPERATIVE in names else ((), frozenset[Partition]())
+    except BadRequest as err:
+        raise RequestRefused("unknown_assignor", f"metadata: {err}") from None
+    return _Asked(options._replace(topics=topics, assignors=tuple(names)), names, owned)
 
 
-_CONSUMER = "consumer"
+def _shown(member: MemberView, protocol: str) -> dict[str, bytes]:
+    """Return what a member says and is told, as other clients read it."""
+    if member.opaque is not None:
+        said, told = member.opaque.metadata.get(protocol, b""), member.handed_out
+    else:
+        said, told = metadata_bytes(member.topics), assignment_bytes(member.partitions)
+    return {"member_metadata": said, "member_assignment": told}
