@@ -49,7 +49,9 @@ class Pod:
         self.count = 0
         self._instance = f"cluster-demo-{os.getpid()}-{number}"
         settings = {"INSTANCE": self._instance, "DATA": self.data, "PIPES": self.pipes}
-        ports = dict.fromkeys(("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT"), 0)
+        ports = dict.fromkeys(
+            ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "KAFKA_PORT"), 0
+        )
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
         self._env = kept | {f"KMQ_{name}": str(value) for name, value in (settings | ports).items()}
 

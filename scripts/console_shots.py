@@ -56,7 +56,8 @@ def broker(root: Path) -> Iterator[dict[str, str]]:
     """A broker of its own, up; its environment."""
     instance = f"shots-{os.getpid()}"
     ports = {
-        f"KMQ_{name}": "0" for name in ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT")
+        f"KMQ_{name}": "0"
+        for name in ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "KAFKA_PORT")
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     settings = {"KMQ_INSTANCE": instance, "KMQ_DATA": str(root / "data"), "KMQ_PIPES": str(root / "pipes")}

@@ -47,7 +47,7 @@ CUT_S = 5.0  # longer than KMQ_REPLICA_LAG
 WAIT_S = 120.0
 BAR = 40
 MOST_DRAWN = 2 * PRODUCERS * RATE  # a full bar; more comes when what has waited is answered
-PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "METRICS_PORT")
+PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "METRICS_PORT", "KAFKA_PORT")
 OWN_PORTS = range(10_000, 32_768)  # from there on the kernel chooses ports for connections (ip_local_port_range)
 SHM = Path("/dev/shm")
 

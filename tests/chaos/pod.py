@@ -42,6 +42,8 @@ class Pod:
             "KMQ_PIPES": self.pipes,
             "KMQ_PORT": 0,
             "KMQ_ACK_PORT": 0,
+            "KMQ_KAFKA_PORT": 0,
+            "KMQ_KAFKA_TLS_PORT": 0,
         } | settings
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.wrapped: set[str] = set()

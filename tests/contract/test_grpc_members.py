@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"
 Request = KMQ.request_of("Subscribe")
 RECORDS = 4000  # of 1 KB, in two partitions
-FREE_PORTS = {f"KMQ_{name}_PORT": "0" for name in ("GRPC", "HTTP", "EGRESS", "STATUS")}
+FREE_PORTS = {f"KMQ_{name}_PORT": "0" for name in ("GRPC", "HTTP", "EGRESS", "STATUS", "KAFKA")}
 
 
 class Gateway:

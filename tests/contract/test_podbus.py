@@ -27,7 +27,7 @@ class Bus:
         self.instance = f"podbus-{os.getpid()}-{root.name}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
         self.env = kept | {"KMQ_INSTANCE": self.instance, "KMQ_DATA": str(self.data), "KMQ_PIPES": str(self.pipes)}
-        ports = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT")
+        ports = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "KAFKA_PORT")
         self.env |= {f"KMQ_{name}": "0" for name in ports} | settings
         self.stubs = stubs
         self.kmq("up")

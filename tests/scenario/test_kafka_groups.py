@@ -1,11 +1,14 @@
 """Groups through the Kafka door, with real clients: who reads what, whatever is killed, and where they go on."""
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import struct
 import time
+import urllib.error
+import urllib.request
 from datetime import timedelta
 
 import kafka_members
@@ -17,6 +20,7 @@ from consuls import free_ports
 from kafka_members import Member, await_shared, wait
 from kafka_peer import Peer
 from kio.schema.errors import ErrorCode
+from line_client import ask
 
 import kmq
 from kmq.access import tokens
@@ -58,6 +62,12 @@ CLIENTS = [
         marks=pytest.mark.java,
     ),
 ]
+
+
+def answers(broker):
+    """Whether a gateway answers: one that was killed may still have its port, and its state, for a moment."""
+    with contextlib.suppress(OSError, AssertionError), Peer.of(broker.pipes) as peer:
+        return peer.ask(18, 0).error_code == ErrorCode.none
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +286,7 @@ def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker
             member.ask(f"commit {partition} 10")
         member.messages.clear()
     broker.kill("gateway")
-    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the next gateway")
+    broker.wait(lambda: answers(broker), "the next gateway")
     produce(broker, topic, 5, begin=10)
     await_read(members, places(10, 15))
     await_shared(members, PARTITIONS)
@@ -289,7 +299,8 @@ def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker
 def subscription(*topics, owned=()):
     """A member's metadata, version 1, with what it reads still: (topic, partition)."""
     text = lambda word: struct.pack(f">h{len(word)}s", len(word), word.encode())  # noqa: E731
-    rows = [text(name) + struct.pack(">ii", 1, number) for name, number in owned]
+    numbers = {name: [number for other, number in owned if other == name] for name in dict(owned)}
+    rows = [text(name) + struct.pack(f">i{len(of)}i", len(of), *of) for name, of in numbers.items()]
     return b"".join(
         (struct.pack(">hi", 1, len(topics)), *map(text, topics), b"\xff" * 4, struct.pack(">i", len(rows)), *rows)
     )
@@ -317,12 +328,14 @@ def beat(peer, group, member, generation, version=3, **more):
     return peer.ask(BEAT, version, group_id=group, generation_id=generation, member_id=member, **more).error_code
 
 
-def commit(peer, group, rows, member="", generation=-1, version=6, **more):
+def commit(peer, group, rows, member="", generation=-1, version=6, epoch=-1, **more):
     """Commit (topic, partition) → offset or (offset, metadata). Returns what became of each."""
     topics = []
     for (topic, partition), row in rows.items():
         offset, metadata = row if isinstance(row, tuple) else (row, "")
         part = {"partition_index": partition, "committed_offset": offset, "committed_metadata": metadata}
+        if version >= 6:
+            part["committed_leader_epoch"] = epoch
         topics.append({"name": topic, "partitions": [part]})
     if version <= 4:
         more["retention_time"] = timedelta(milliseconds=-1)
@@ -522,6 +535,23 @@ def test_a_static_name_that_is_taken_over_ends_a_joingroup_that_waits(broker, pe
         assert join(peer, group, topic, first.member_id).generation_id == third.read().generation_id
 
 
+def test_a_leaders_epoch_is_committed_with_the_offset_and_stands_in_the_record(broker, peer, topic, group):
+    produce(broker, topic, 4)
+    for version in (5, 6, 8):  # 5 knows of no epochs
+        assert commit(peer, group, {(topic, 0): (version - 4, "m")}, version=version, epoch=7) == [ErrorCode.none]
+        found = {number: fetch(peer, group, topic, (0, 1), number)[1] for number in (4, 5, 8)}
+        assert {rows[0].committed_offset for rows in found.values()} == {version - 4}
+        assert [found[number][0].committed_leader_epoch for number in (5, 8)] == [7 if version > 5 else -1] * 2
+        assert found[5][1].committed_leader_epoch == -1
+    last = broker.lines("__consumer_offsets")[-1]
+    assert f".{group}.{topic}.0|".encode() in last and last.endswith(b" metadata=m epoch=7")
+    broker.kill("gateway")
+    broker.wait(lambda: answers(broker), "the next gateway")
+    with Peer.of(broker.pipes) as after:
+        wait(lambda: fetch(after, group, topic)[0] == ErrorCode.none, lambda: "the groups")
+        assert fetch(after, group, topic)[1][0].committed_leader_epoch == 7
+
+
 def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker, peer, topic, group):
     produce(broker, topic, 3)
     rows = {
@@ -544,11 +574,22 @@ def test_a_partition_that_is_refused_for_itself_does_not_stop_the_others(broker,
     assert [row.committed_offset for row in found.values()] == [3, -1, -1, -1]
 
 
+def test_a_joingroup_that_waits_hears_that_its_member_was_taken_out(broker, peer, topic, group):
+    first = join(peer, group, topic)
+    with Peer.of(broker.pipes) as other:
+        send_join(other, group, topic, "second")
+        wait(lambda: len(described(broker, group)["members"]) == 2, lambda: "the member")
+        url = f"http://127.0.0.1:{port(broker, 'http')}/api/groups/{group}/members/second"
+        with urllib.request.urlopen(urllib.request.Request(url, method="DELETE")) as answer:
+            assert answer.status == 204
+        assert other.read().error_code == ErrorCode.unknown_member_id
+    assert [row["id"] for row in described(broker, group)["members"]] == [first.member_id]
+
+
 def test_what_cannot_be_joined_is_refused_with_the_error_that_says_so(peer, topic, group):
     def refused(group=group, **more):
         return join(peer, group, topic, **more).error_code
 
-    assert refused(assignors=("own",)) == ErrorCode.inconsistent_group_protocol
     assert refused(session=5.9) == refused(session=1800.1) == ErrorCode.invalid_session_timeout
     assert refused("a b") == refused("") == refused("g" * 201) == ErrorCode.invalid_group_id
     assert refused(session=1800) == ErrorCode.none, "half an hour"
@@ -556,6 +597,12 @@ def test_what_cannot_be_joined_is_refused_with_the_error_that_says_so(peer, topi
     fields = {"group_id": group, "session_timeout": timedelta(seconds=6), "member_id": "", "protocol_type": "consumer"}
     assert peer.ask(JOIN, 0, **fields, protocols=broken).error_code == ErrorCode.inconsistent_group_protocol
     assert peer.ask(JOIN, 0, **fields, protocols=[]).error_code == ErrorCode.inconsistent_group_protocol
+    long = [{"name": "range", "metadata": subscription(topic) + b"x" * (256 << 10)}]
+    assert peer.ask(JOIN, 0, **fields, protocols=long).error_code == ErrorCode.group_max_size_reached
+    claims = [(topic, number) for number in range(10_001)]
+    assert refused("claims", assignors=("cooperative-sticky",), owned=claims) == ErrorCode.inconsistent_group_protocol
+    unnamed = fields | {"protocol_type": ""}
+    assert peer.ask(JOIN, 0, **unnamed, protocols=broken).error_code == ErrorCode.inconsistent_group_protocol
 
 
 def test_a_client_that_calls_roundrobin_by_another_name_is_answered_by_that(broker, peer, topic, group):
@@ -570,6 +617,125 @@ def test_a_client_that_calls_roundrobin_by_another_name_is_answered_by_that(brok
         )
         kafkajs = join(peer, group, topic, kafkajs.member_id, assignors=("RoundRobinAssigner",))
         assert (kafkajs.protocol_name, other.read().protocol_name) == ("RoundRobinAssigner", "roundrobin")
+
+
+# --- groups of which a member assigns ---------------------------------------------------------------------------------
+
+
+@pytest.mark.java
+def test_members_with_an_assignor_of_their_own_share_a_topic(broker, topic, group, start):
+    members = [start("kafka-python", assignors="own") for _ in range(2)]
+    members.append(start("java", {"partition.assignment.strategy": "own"}))
+    await_shared(members, PARTITIONS)
+    assert described(broker, group)["protocol"] == "own"
+    produce(broker, topic, 10)
+    await_read(members, places(0, 10))
+    for member in members:
+        for partition in member.assigned:
+            assert member.ask(f"commit {partition} 10") == "10"
+    for left in (2, 1):  # the leader is killed
+        members.pop(0).kill()
+        await_shared(members, PARTITIONS)
+        assert len(members) == left
+    produce(broker, topic, 5, begin=10)
+    await_read(members, places(10, 15))
+    members[0].messages.clear()
+    broker.kill("gateway")
+    broker.wait(lambda: answers(broker), "the next gateway")
+    produce(broker, topic, 5, begin=15)
+    await_read(members, places(15, 20))
+
+
+def led(peer, group, member="", *, version=5, send=False, metadata=b"meta", session=6.0, **more):
+    """Join a group of Connect's workers, by two protocols."""
+    protocols = [{"name": name, "metadata": name.encode() + metadata} for name in ("sessioned", "eager")]
+    fields = {"group_id": group, "session_timeout": timedelta(seconds=session), "protocol_type": "connect"}
+    peer.send(JOIN, version, **fields, **REBALANCE, member_id=member, protocols=protocols, **more)
+    return None if send else peer.read()
+
+
+REBALANCE = {"rebalance_timeout": timedelta(seconds=20)}
+
+
+def say_assignments(peer, group, joined, version=3, **assignments):
+    rows = [{"member_id": member, "assignment": data} for member, data in assignments.items()]
+    fields = {"group_id": group, "generation_id": joined.generation_id, "member_id": joined.member_id}
+    peer.send(SYNC, version, **fields, assignments=rows)
+
+
+def test_a_leader_is_told_of_all_members_and_its_bytes_reach_each_of_them(broker, peer, group):
+    asked = led(peer, group)
+    assert asked.error_code == ErrorCode.member_id_required
+    first = led(peer, group, asked.member_id)
+    assert first.leader == first.member_id and [row.metadata for row in first.members] == [b"sessionedmeta"]
+    say_assignments(peer, group, first, **{first.member_id: b"all"})
+    assert peer.read().assignment == b"all"
+    with Peer.of(broker.pipes) as other:
+        led(other, group, "second", send=True, metadata=b"other", group_instance_id="w2")
+        who = first.member_id, first.generation_id
+        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        first = led(peer, group, first.member_id)
+        second = other.read()
+        assert second.leader == first.leader == first.member_id and not second.members
+        assert {(row.member_id, row.metadata) for row in first.members} == {
+            (first.member_id, b"sessionedmeta"),
+            ("second", b"sessionedother"),
+        }
+        say_assignments(other, group, second)
+        assert described(broker, group)["state"] == "completing", "the second waits"
+        say_assignments(peer, group, first, first=b"", second=b"two", **{first.member_id: b"one"})
+        assert (peer.read().assignment, other.read().assignment) == (b"one", b"two")
+        [shown] = other.ask(DESCRIBE, 4, groups=[group], include_authorized_operations=False).groups
+        assert (shown.protocol_type, shown.protocol_data, shown.group_state) == ("connect", "sessioned", "Stable")
+        rows = {
+            row.member_id: (row.group_instance_id, row.member_metadata, row.member_assignment) for row in shown.members
+        }
+        assert rows["second"] == ("w2", b"sessionedother", b"two")
+        listed = {row.group_id: row.protocol_type for row in other.ask(LIST, 3).groups}
+        assert listed[group] == "connect"
+        led(other, group, "second", metadata=b"other", group_instance_id="w2")
+        say_assignments(other, group, second)
+        assert other.read().assignment == b"two", "who joins again without need is told the same"
+        assert beat(peer, group, first.member_id, first.generation_id) == ErrorCode.none
+        led(peer, group, first.member_id, send=True)
+        who = "second", second.generation_id
+        wait(lambda: beat(other, group, *who) == ErrorCode.rebalance_in_progress, lambda: "what the leader wants")
+
+
+def test_who_waits_for_the_leader_hears_of_the_next_generation_and_of_its_end(broker, peer, group):
+    with Peer.of(broker.pipes) as other, Peer.of(broker.pipes) as third:
+        first = led(peer, group, "first")
+        led(other, group, "second", send=True)
+        who = "first", first.generation_id
+        wait(lambda: beat(peer, group, *who) == ErrorCode.rebalance_in_progress, lambda: "a rebalance")
+        first, second = led(peer, group, "first"), other.read()
+        say_assignments(other, group, second)
+        led(third, group, "third", send=True)
+        assert other.read().error_code == ErrorCode.rebalance_in_progress, "the leader has not said anything"
+        led(other, group, "second", send=True)
+        first, second = led(peer, group, "first"), other.read()
+        third.read()
+        say_assignments(other, group, second)
+        wait(lambda: leave(third, group, "second") == ErrorCode.none, lambda: "another client says so")
+        assert other.read().error_code in (ErrorCode.unknown_member_id, ErrorCode.rebalance_in_progress)
+
+
+def test_a_group_is_of_one_kind_while_it_has_members(broker, peer, topic, group):
+    led(peer, group, "worker")
+    assert join(peer, group, topic).error_code == ErrorCode.inconsistent_group_protocol
+    body = json.dumps({"topics": [topic], "member": "h"}).encode()
+    url = f"http://127.0.0.1:{port(broker, 'http')}/api/groups/{group}/members"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}))
+    with refused.value as answer:
+        assert (answer.code, json.load(answer)["code"]) == (409, "group_kind")
+    by_lines = ask(port(broker, "egress"), f"GROUP {group} member=l topics={topic}")
+    assert by_lines.startswith(b"!err group_kind ")
+    assert delete_offsets(peer, group, topic, 0) == (ErrorCode.non_empty_group, [])
+    assert leave(peer, group, "worker") == ErrorCode.none
+    member = join(peer, group, topic)
+    assert member.error_code == ErrorCode.none
+    assert led(peer, group, "worker").error_code == ErrorCode.inconsistent_group_protocol
 
 
 # --- groups as people look after them ---------------------------------------------------------------------------------
@@ -704,7 +870,7 @@ def test_nothing_is_said_of_a_group_before_its_offsets_are_loaded(broker, topic,
             assert delete_offsets(peer, group, topic, 0) == (loading, [])
     finally:
         os.kill(router, signal.SIGCONT)
-    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the offsets")
+    broker.wait(lambda: answers(broker) and broker.status()["gateway"]["state"] == "ready", "the offsets")
     with Peer.of(broker.pipes) as peer:
         wait(lambda: fetch(peer, group, topic)[0] == ErrorCode.none, lambda: "the groups")
         assert fetch(peer, group, topic)[1][0].committed_offset == 0
