@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,20 @@ def settings_of(words: list[str]) -> dict[str, Any]:
     return {name: plain.get(value, int(value) if value.isdigit() else value) for name, value in named}
 
 
+def say_messages(messages: Iterable[Any]) -> None:
+    for each in messages:
+        say("message", each.partition, each.offset, (each.value or b"").decode())
+
+
+def say_assigned(assignment: Iterable[Any], before: list[int] | None) -> list[int] | None:
+    """Say which partitions there are now, if they are others than before; return them. None: there were none yet."""
+    now = sorted(each.partition for each in assignment)
+    if now == before or not (now or before is not None):
+        return before
+    say("assigned", *now)
+    return now
+
+
 def commands(put: Callable[[list[str]], object]) -> None:
     """Read commands until stdin ends, which is the end of the test."""
     for line in sys.stdin:
@@ -217,12 +231,8 @@ def run_kafka_python(port: str, group: str, topic: str, settings: dict[str, Any]
     before: list[int] | None = None
     while True:
         for messages in consumer.poll(timeout_ms=50).values():
-            for each in messages:
-                say("message", each.partition, each.offset, (each.value or b"").decode())
-        now = sorted(each.partition for each in consumer.assignment())
-        if now != before and (now or before is not None):
-            before = now
-            say("assigned", *now)
+            say_messages(messages)
+        before = say_assigned(consumer.assignment(), before)
         if waiting.empty():
             continue
         word, *rest = waiting.get()
@@ -260,12 +270,8 @@ async def _aiokafka(port: str, group: str, topic: str, settings: dict[str, Any])
     before: list[int] | None = None
     while True:
         for messages in (await consumer.getmany(timeout_ms=50)).values():
-            for each in messages:
-                say("message", each.partition, each.offset, (each.value or b"").decode())
-        now = sorted(each.partition for each in consumer.assignment())
-        if now != before and (now or before is not None):
-            before = now
-            say("assigned", *now)
+            say_messages(messages)
+        before = say_assigned(consumer.assignment(), before)
         if waiting.empty():
             continue
         word, *rest = waiting.get_nowait()

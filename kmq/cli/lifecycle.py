@@ -4,7 +4,6 @@ Not covered What the supervisor does when a process ends: kmq/broker/supervisor.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -162,9 +161,6 @@ def _started_elsewhere(found: supervisor.Supervision) -> str:
     )
 
 
-_HAS_KAFKA = importlib.util.find_spec("kio") is not None  # of the extra kmq[kafka]
-
-
 def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus) -> None:
     """Print what is up. Raises typer.Exit if not all of it is: with the code of a process that has ended for good."""
     lines_in = ""  # in a shard only its leader takes lines
@@ -174,7 +170,9 @@ def _print_started(settings: Settings, startup: "Startup", status: BrokerStatus)
     if status.gateway and status.gateway.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
         kafka = (
-            f", Kafka on {settings.host}:{read_port(settings, 'kafka', settings.kafka_number)}" if _HAS_KAFKA else ""
+            f", Kafka on {settings.host}:{read_port(settings, 'kafka', settings.kafka_number)}"
+            if settings.has_kafka()
+            else ""
         )
         print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}{kafka}")
     if status.replica and status.role:

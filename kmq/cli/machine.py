@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from kmq.broker import health
@@ -282,7 +281,7 @@ def _listeners(settings: Settings) -> Iterator[tuple[str, str, str, int]]:
     yield "gateway", "KMQ_STATUS_PORT", plain, settings.status_port
     yield "gateway", "KMQ_HTTP_PORT", plain, settings.http_port
     yield "gateway", "KMQ_GRPC_PORT", plain, settings.grpc_port
-    has_kafka = find_spec("kio") is not None  # of the extra kmq[kafka]
+    has_kafka = settings.has_kafka()
     if has_kafka:
         yield "gateway", "KMQ_KAFKA_PORT", plain, settings.kafka_number
     if settings.own_host:

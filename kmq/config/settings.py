@@ -363,6 +363,13 @@ class Settings:
         """Return True if this broker subscribes to a Broadcast Queue."""
         return bool(self.cluster and self.consul)
 
+    @staticmethod
+    def has_kafka() -> bool:
+        """Return True if the extra kmq[kafka] is installed, with which the gateway has a door for Kafka's clients."""
+        from importlib.util import find_spec  # stages do not ask
+
+        return find_spec("kio") is not None
+
     @property
     def kafka_number(self) -> int:
         """Return the port for Kafka's clients, where that door is installed."""

@@ -114,6 +114,25 @@ def test_a_refused_hello_refuses_what_waits_and_the_next_unit_tries_again(link):
     run(work)
 
 
+def test_a_second_full_disk_is_a_log_line_of_its_own(link, monkeypatch):
+    async def work():
+        refusal = b"!err 0 disk_full full\n"
+        async with Ingress([refusal], [refusal], [OK, b"!ack 1 5\n"], [refusal]) as ingress:
+            made, logged = link(ingress), []
+            monkeypatch.setattr(made, "_log", SimpleNamespace(warn=lambda event, **_: logged.append(event)))
+            for expected in ("disk_full", "disk_full", [(1, 5, False)], "disk_full"):
+                ingress.release()
+                assert await outcome(made.send(b"k1", b"a|1|1|x\n", 1, lambda: None)) == expected
+                if expected == [(1, 5, False)]:
+                    made._link.transport.abort()
+                    while made._link is not None:
+                        await asyncio.sleep(0)
+            assert logged == ["kafka_produce_refused"] * 2
+            await made.close()
+
+    run(work)
+
+
 def test_what_has_no_reply_when_the_connection_breaks_is_sent_again_in_order(link):
     async def work():
         async with Ingress([OK, None], [OK, b"!dup 1 4\n", b"!ack 2 5\n"]) as ingress:

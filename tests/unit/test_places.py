@@ -11,6 +11,7 @@ from made_data import write_data
 
 from kmq.gateway.core import finding
 from kmq.gateway.core.finding import PlaceFinder
+from kmq.log import compaction
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 PARTITIONS = 3
@@ -101,3 +102,26 @@ def test_a_record_in_another_partition_than_its_key_says_is_found_too(data):
             return await finder.find("t", [(b"t.@.other%d" % seq, seq) for seq in (17, 18, 19)])
 
         assert {seq: tuple(place) for seq, place in asyncio.run(run()).items()} == {n: there[n] for n in (17, 18, 19)}
+
+
+def compacted(data, next_segment, gone):
+    """Compact the first segment of a partition: the records `gone` leave blank lines."""
+    which = compaction.Sealed("t", 0, 0, next_segment)
+    with compaction.compactor(data) as where:
+        compaction.lay_out(data, which, gone, where)
+    compaction.install(data, which)
+
+
+@pytest.mark.parametrize("nbytes", [50, 300_000], ids=["short lines", "lines longer than a read"])
+def test_the_search_goes_on_in_a_segment_that_compaction_has_replaced_by_a_shorter_one(tmp_path, nbytes):
+    count, segment = (600, 20_000) if nbytes == 50 else (12, 1_500_000)
+    lines = [b"t.@.k%d|%d|%d|%b" % (n % 5, n, n, b"x" * nbytes) for n in range(count)]
+    data = str(write_data(tmp_path, lines, {"t": 1}, segment_bytes=segment))
+    second = int(sorted(Path(f"{data}/topics/t/0").glob("*.log"))[1].stem)
+    with closing(PlaceFinder(data)) as finder:
+        (before,) = ask(finder, [second])  # the last record of the first segment
+        compacted(data, second, range(1, second - 1))
+        found = [ask(finder, [seq])[0][seq] for seq in (second, second + 1, count)]
+    assert [place.offset for place in found] == [second - 1, second, count - 1]
+    assert [tuple(place) for place in found] == [lines_of(data)[seq] for seq in (second, second + 1, count)]
+    assert before[second].offset == second - 1

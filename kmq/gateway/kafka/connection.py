@@ -5,7 +5,8 @@ Order       Responses leave in the order of their requests. Produce requests are
 Invariant   No memory is taken by a length that a client says. A request that is too long, or is none, ends the connection.
 Memory      At most MAX_FRAME bytes of a request that carries records, MAX_CONTROL of another one, and MAX_UNKNOWN before
             the client has shown who it is. All requests together: _PARTIAL_BYTES that are not whole, over which the
-            longest one's connection ends; and _WHOLE_BYTES that are, over which nobody is read until some are answered.
+            longest one's connection ends; and _WHOLE_BYTES that are. Over these the connection ends that has most behind a
+            request that may wait for minutes; where there is none, nobody is read until some are answered.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class Requests:
         self.strangers = strangers
         self.connections: set[Connection] = set()
         self._partial = self._whole = 0
-        self._is_paused = False
+        self.is_paused = False
 
     def grow(self, partial: int, whole: int) -> None:
         """Note how much more, or less, there is. Ends and pauses connections if it is too much."""
@@ -51,18 +52,14 @@ class Requests:
             largest = next(connection for connection in self.connections if connection.behind == most)
             self.strangers.cut_off(largest.peer, f"{most} bytes of requests behind one that may wait for minutes")
             largest.force_close()
-        elif self._whole > _WHOLE_BYTES and not self._is_paused:
-            self._is_paused = True
+        elif self._whole > _WHOLE_BYTES and not self.is_paused:
+            self.is_paused = True
             for connection in self.connections:
                 connection.transport.pause_reading()
-        elif self._is_paused and self._whole <= _WHOLE_BYTES // 2:
-            self._is_paused = False
+        elif self.is_paused and self._whole <= _WHOLE_BYTES // 2:
+            self.is_paused = False
             for connection in self.connections:
                 connection.read_on()
-
-    @property
-    def is_paused(self) -> bool:
-        return self._is_paused
 
 
 class Connection(ClientConnection):

@@ -222,7 +222,7 @@ class Cluster:
 
     def __init__(self, settings: Settings, core: Core) -> None:
         self._settings, self._core = settings, core
-        self._advertised = advertised(settings)
+        self._advertised = dict(settings.kafka_advertise or ())  # by whether they are for TLS
         self.handlers: dict[Key, Handler] = {
             Key.METADATA: self._metadata,
             Key.DESCRIBE_CLUSTER: self._describe,
@@ -321,8 +321,3 @@ NAMES = (
     "a topic's name must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __,"
     " which are KMQ's own"
 )
-
-
-def advertised(settings: Settings) -> dict[bool, tuple[str, int]]:
-    """Return the addresses of KMQ_KAFKA_ADVERTISE, by whether they are for TLS."""
-    return dict(settings.kafka_advertise or ())

@@ -299,7 +299,7 @@ class ProduceChapter:
         on_refused = (lambda: None) if name is None else partial(name.refuse, first_id)
         units = [link.send(label, *unit, on_refused) for unit in split(lines.text, batch.record_count, most)]
         kept = from_seq if lines.is_exact else None
-        task = asyncio.create_task(self._finish(part, batch, kept, units, name, first_id))
+        task = asyncio.create_task(self._finish(part, batch, kept, units, name))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
         return task
@@ -311,7 +311,6 @@ class ProduceChapter:
         from_seq: int | None,
         units: "list[asyncio.Future[list[SeqRun]]]",
         name: _Name | None,
-        first_id: int,
     ) -> _Produced:
         """Wait until the lines are durable and routed, and find where they are. `from_seq` None: the batch is not kept."""
         try:

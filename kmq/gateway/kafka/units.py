@@ -86,7 +86,7 @@ class _Question:
     """A question for the last id of a name."""
 
     __slots__ = ("future", "name")
-    text, count = b"", 0
+    text = b""
 
     def __init__(self, name: bytes, future: "asyncio.Future[int]") -> None:
         self.name, self.future = name, future
@@ -114,7 +114,7 @@ class Units:
         self._connecting: asyncio.Task[None] | None = None
         self._freed = asyncio.Event()
         self._refusal: RequestRefused | None = None  # why ingress takes nothing more on this connection
-        self._told = ""  # of these refusals, in the log
+        self._told = ""  # the code of these refusals that the log has had, until a line is stored again
         self._closed = ""  # why nothing is taken any more
 
     # --- what callers do ---------------------------------------------------------------------------------------------
@@ -247,6 +247,7 @@ class Units:
         return unit
 
     def _acked(self, count: int, seq: int, is_duplicate: bool = False) -> None:
+        self._told = ""
         while count > 0:
             unit = self._head()
             some = min(count, unit.left)
@@ -273,7 +274,7 @@ class Units:
             return self._next()
         unit = self._head()
         if unit.refused is None:
-            unit.refused = RequestRefused(code, reason, index=unit.count - unit.left)
+            unit.refused = RequestRefused(code, reason)
         self._pass(unit, 1)
 
     def _pass(self, unit: _Unit, lines: int) -> None:
