@@ -22,6 +22,8 @@ from kmq.links import layout
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
+_PORTS = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "KAFKA_PORT", "KAFKA_TLS_PORT", "EGRESS_PORT", "STATUS_PORT")
+FREE_PORTS = {f"KMQ_{port}": "0" for port in _PORTS}  # each broker its own: other tests run beside it
 _number = count()
 
 
@@ -47,21 +49,17 @@ class Broker:
         root.mkdir(parents=True, exist_ok=True)
         self.instance = f"sc{os.getpid()}-{next(_number)}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-        self.env = kept | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "COLUMNS": "80",
-            "KMQ_INSTANCE": self.instance,
-            "KMQ_DATA": str(self.data),
-            "KMQ_PIPES": str(self.pipes),
-            "KMQ_PORT": "0",
-            "KMQ_ACK_PORT": "0",
-            "KMQ_HTTP_PORT": "0",
-            "KMQ_GRPC_PORT": "0",
-            "KMQ_KAFKA_PORT": "0",
-            "KMQ_KAFKA_TLS_PORT": "0",
-            "KMQ_EGRESS_PORT": "0",
-            "KMQ_STATUS_PORT": "0",
-        }
+        self.env = (
+            kept
+            | {
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "COLUMNS": "80",
+                "KMQ_INSTANCE": self.instance,
+                "KMQ_DATA": str(self.data),
+                "KMQ_PIPES": str(self.pipes),
+            }
+            | FREE_PORTS
+        )
 
     # --- commands ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from termios import FIONREAD
 
 import sysv_ipc
+from brokers import FREE_PORTS
 
 from chaos.checker import Report, Stream, check
 from kmq.broker import stats
@@ -36,14 +37,11 @@ class Pod:
         self.instance = f"chaos-{os.getpid()}-{next(_number)}"
         self.log_path = root / "log"
         root.mkdir(parents=True, exist_ok=True)
-        self.settings = {
+        self.settings: dict[str, object] = {
+            **FREE_PORTS,
             "KMQ_INSTANCE": self.instance,
             "KMQ_DATA": self.data,
             "KMQ_PIPES": self.pipes,
-            "KMQ_PORT": 0,
-            "KMQ_ACK_PORT": 0,
-            "KMQ_KAFKA_PORT": 0,
-            "KMQ_KAFKA_TLS_PORT": 0,
         } | settings
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.wrapped: set[str] = set()

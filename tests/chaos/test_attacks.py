@@ -22,7 +22,6 @@ Make = Callable[..., Pod]
 COUNT = 60
 FEW_FILES = ["prlimit", "--nofile=200:200"]
 MAX_TOPICS = 300
-GATEWAY = dict.fromkeys(("KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT", "KMQ_KAFKA_PORT"), 0)
 MORE = 1000  # messages that must be acknowledged after each attack
 
 
@@ -179,7 +178,7 @@ ATTACKS = (
 def test_soak_attacks_in_random_order(
     make_pod: Make, loads: Callable[[Load], Load], rng: random.Random, tmp_path: Path
 ) -> None:
-    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h", KMQ_MAX_TOPICS=MAX_TOPICS, **GATEWAY)
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h", KMQ_MAX_TOPICS=MAX_TOPICS)
     load = AckedLoad(pod.pipes, "alice", seed=rng.randrange(1 << 30), window=50)  # a repair reads all there is
     loads(load)
     target = Target(pod, WallClock(tmp_path / "offset"), rng)

@@ -17,7 +17,6 @@ from chaos.load import Load, TcpLoad
 from chaos.pod import STAGES, Pod
 from kmq.message.message import Message
 
-PORTS = dict.fromkeys(("KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT", "KMQ_KAFKA_PORT"), 0)
 CODECS = ("none", "gzip", "lz4", "zstd")
 PARTITIONS = 2
 TOPIC = "orders"
@@ -90,7 +89,7 @@ def stored(data: Path, partition: int) -> list[bytes]:
 def test_each_record_is_stored_once_in_order_where_its_client_is_told_it_is(
     make_pod: Callable[..., Pod], rng: random.Random, loads: Callable[[Load], Load], cleanup: ExitStack
 ) -> None:
-    pod = make_pod(RB_SLOTS=256, KMQ_KAFKA_PARTITIONS=PARTITIONS, **PORTS)
+    pod = make_pod(RB_SLOTS=256, KMQ_KAFKA_PARTITIONS=PARTITIONS)
     pod.start()
     pod.wait_ready()
     proxy = CuttingProxy(lambda: int((pod.pipes / "kafka.port").read_text()), rng, odds=0.05)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from brokers import FREE_PORTS
 from chaos.attacks_ports import Http2
 from log_server import up
 from made_data import write_data
@@ -31,7 +32,6 @@ PATIENCE_S = 120.0
 SUBSCRIBE = f"/{KMQ.service}/Subscribe"
 Request = KMQ.request_of("Subscribe")
 RECORDS = 4000  # of 1 KB, in two partitions
-FREE_PORTS = {f"KMQ_{name}_PORT": "0" for name in ("GRPC", "HTTP", "EGRESS", "STATUS", "KAFKA")}
 
 
 class Gateway:

@@ -11,6 +11,7 @@ from base64 import b64decode, b64encode
 from pathlib import Path
 
 import pytest
+from brokers import FREE_PORTS
 from waiting import wait_until
 
 from kmq.broker import stats
@@ -27,8 +28,7 @@ class Bus:
         self.instance = f"podbus-{os.getpid()}-{root.name}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
         self.env = kept | {"KMQ_INSTANCE": self.instance, "KMQ_DATA": str(self.data), "KMQ_PIPES": str(self.pipes)}
-        ports = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT", "KAFKA_PORT")
-        self.env |= {f"KMQ_{name}": "0" for name in ports} | settings
+        self.env |= FREE_PORTS | settings
         self.stubs = stubs
         self.kmq("up")
         script = str(Path(__file__).with_name("podbus_client.py"))

@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from brokers import FREE_PORTS
 from test_shard import BROKERS, PATIENCE_S, Shard, wait_for
 
-PORTS = {f"KMQ_{name}PORT": "0" for name in ("", "ACK_", "HTTP_", "GRPC_", "EGRESS_", "STATUS_", "METRICS_")}
+PORTS = FREE_PORTS | {"KMQ_METRICS_PORT": "0"}
 
 
 class Brokers(Shard):

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from brokers import FREE_PORTS
 
 from kmq.links import layout
 
@@ -41,13 +42,7 @@ def env(tmp_path):
     yield {
         **{name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))},
         "KMQ_INSTANCE": instance,
-        "KMQ_PORT": "0",
-        "KMQ_ACK_PORT": "0",
-        "KMQ_HTTP_PORT": "0",
-        "KMQ_GRPC_PORT": "0",
-        "KMQ_KAFKA_PORT": "0",
-        "KMQ_EGRESS_PORT": "0",
-        "KMQ_STATUS_PORT": "0",
+        **FREE_PORTS,
         "KMQ_DATA": str(tmp_path / "data"),
         "KMQ_PIPES": str(tmp_path / "pipes"),
     }

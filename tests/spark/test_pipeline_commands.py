@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from brokers import FREE_PORTS
 from commands import PATIENCE_S, clean_env, wait
 from heard import Heard
 from made_data import write_data
@@ -397,16 +398,7 @@ def pasted_examples():
 @pytest.mark.soak
 def test_the_examples_of_help_work_when_pasted(broker):
     """One after the other at a broker on its usual ports, which must be free: a JVM for each."""
-    ports = (
-        "KMQ_PORT",
-        "KMQ_ACK_PORT",
-        "KMQ_HTTP_PORT",
-        "KMQ_GRPC_PORT",
-        "KMQ_EGRESS_PORT",
-        "KMQ_STATUS_PORT",
-        "KMQ_KAFKA_PORT",
-    )
-    for name in ports:
+    for name in FREE_PORTS:
         broker.env.pop(name)
     broker.up()
     broker.send_lines(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from brokers import PATIENCE_S, Broker, is_alive
+from brokers import FREE_PORTS, PATIENCE_S, Broker, is_alive
 
 from chaos.cluster.judge import Replica, load_replica
 from chaos.cluster.witness import Witness
@@ -52,8 +52,8 @@ class ShardBroker(Broker):
     ) -> None:
         super().__init__(root, data)
         self.name, self._inside = name, inside
-        for port in ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT"):
-            del self.env[f"KMQ_{port}"]
+        for port in FREE_PORTS:
+            del self.env[port]
         address = f"{NET}.{BROKERS[name]}"
         self.env |= {"KMQ_HOST": "0.0.0.0", "KMQ_ADVERTISE": address, "KMQ_BROKER": name} | settings
 
