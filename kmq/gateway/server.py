@@ -125,7 +125,7 @@ class Gateway:
             wanted = f"KMQ_KAFKA_PORT={self.settings.kafka_port}"
             raise ConfigError(f"{wanted}: {err}; the Kafka door needs: {pip_install('kafka')}") from err
         cache = TailCache(self.settings.kafka_cache)
-        producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache.put, self.log)
+        producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache, self.log)
         fetching = FetchChapter(self.core, cache, self.requests, self.incidents)
         admin = AdminChapter(self.settings, self.core, self.tokens)
         chapters = (producing, fetching, KafkaGroups(self.groups, self.admin), admin)

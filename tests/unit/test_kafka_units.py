@@ -8,6 +8,7 @@ import pytest
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.kafka import producing, units
+from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.producing import ProduceChapter
 from kmq.gateway.kafka.records import RecordBatch, RenderedLines
 from kmq.gateway.kafka.units import Units
@@ -182,7 +183,7 @@ def chapter(monkeypatch):
     def made(link):
         partitions = SimpleNamespace(is_compacted=lambda topic: False)
         settings, core = SimpleNamespace(max_line=1 << 20), SimpleNamespace(partitions=partitions)
-        found = ProduceChapter(settings, core, lambda: 3, lambda *kept: None, Logger("gateway"))
+        found = ProduceChapter(settings, core, lambda: 3, TailCache(0), Logger("gateway"))
         found._units = link
         return found
 

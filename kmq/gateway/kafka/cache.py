@@ -3,18 +3,24 @@
 Truth       The lines are the truth. A batch is put here once its lines were found in their partition, the first to the
             last, and only if it shows what they show. Whoever serves it has to know that they are still there: it is not
             served below the start of its partition, after its topic was deleted, or of a compacted topic.
+Coming      A batch is in its partition a moment before it is known where, so a consumer that has seen the partition grow
+            waits that moment for the batch: to read it from its lines costs ten times as much.
 Memory      At most `most` bytes, with what an entry takes besides. What was put first goes first.
 """
 
+import asyncio
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from threading import Lock
 from typing import NamedTuple
 
 from kmq.config.values import MIB
+from kmq.wire.requests import TopicPartition
 
 MAX_BATCH = MIB  # a larger one is served from its lines, in pieces
 _ENTRY_BYTES = 400  # of a batch, besides its data
+_COMING_S = 0.05  # that a consumer waits for a batch; one that takes longer may be held up for good
 _ATTRIBUTES_AT, _CODEC, _ZSTD = 22, 0x07, 4
 
 
@@ -32,13 +38,15 @@ class KeptBatch(NamedTuple):
 
 
 class TailCache:
-    """The batches of all partitions. Any thread may use it."""
+    """The batches of all partitions. Any thread may put and find; what is coming belongs to the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most, self._used = most, 0
         self._lock = Lock()
         self._batches: OrderedDict[tuple[str, int, int], KeptBatch] = OrderedDict()  # by topic, partition, first offset
         self._firsts: dict[tuple[str, int], list[int]] = {}  # by topic and partition, in order
+        self._coming: Counter[TopicPartition] = Counter()
+        self._waiters: set[asyncio.Future[None]] = set()
 
     def put(self, topic: str, partition: int, first: int, last: int, data: bytes, from_seq: int) -> None:
         """Keep a produced batch that lies in its partition as the records first…last."""
@@ -68,3 +76,42 @@ class TailCache:
             at = bisect_right(firsts, offset)
             batch = self._batches[topic, partition, firsts[at - 1]] if at else None
         return batch if batch is not None and offset <= batch.last and batch.from_seq == from_seq else None
+
+    # --- what is coming ----------------------------------------------------------------------------------------------
+
+    def expect(self, place: TopicPartition) -> None:
+        """Note that a batch is on its way to this partition."""
+        self._coming[place] += 1
+
+    def arrived(self, place: TopicPartition) -> None:
+        """Note that a batch that was expected has been put, or will not be."""
+        self._coming[place] -= 1
+        if not self._coming[place]:
+            del self._coming[place]
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, positions: Iterable[tuple[TopicPartition, int]], most_s: float) -> None:
+        """Wait a moment, at most `most_s` seconds, while batches are coming that may hold one of these offsets."""
+        if not self._coming:
+            return
+        try:
+            async with asyncio.timeout(min(most_s, _COMING_S)):
+                while any(self._may_come(place, offset) for place, offset in positions):
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._waiters.discard(waiter)
+        except TimeoutError:
+            pass
+
+    def _may_come(self, place: TopicPartition, offset: int) -> bool:
+        """Return True if the next batch may hold this offset: no batch that is here lies there or behind it."""
+        if place not in self._coming:
+            return False
+        with self._lock:
+            firsts = self._firsts.get(place)
+            return not firsts or offset > self._batches[(*place, firsts[-1])].last

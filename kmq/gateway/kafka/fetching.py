@@ -223,6 +223,8 @@ class FetchChapter:
         """Return what there is, once it is enough, or the time is up."""
         until = time.monotonic() + request.wait_s
         while True:
+            positions = ((place, asked.offset) for place, asked in request.partitions.items())
+            await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
             rows = await self._looked_at(call, consumer, request)
             nbytes = 0

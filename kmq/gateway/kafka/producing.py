@@ -26,6 +26,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import StoredPlace
 from kmq.gateway.core.producing import ANSWER_S
 from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import BatchRefused, RecordBatch, RenderedLines, read_batches, render
 from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units
@@ -33,6 +34,7 @@ from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.message.record import count_lines, parse_stored
+from kmq.wire.requests import TopicPartition
 
 UNKNOWN = -1
 _PER_LIFE = 10**6  # producer ids that one life of the gateway may give
@@ -106,16 +108,12 @@ class _Produced(NamedTuple):
     record: int | None = None  # the index of the one that is wrong
 
 
-# Gets a batch that lies in its partition as it came: topic, partition, first and last offset, batch, from_seq of the topic.
-Keep = Callable[[str, int, int, int, bytes, int], None]
-
-
 class ProduceChapter:
     """Produce requests of all connections."""
 
-    def __init__(self, settings: Settings, core: Core, life: Callable[[], int], keep: Keep, log: Logger) -> None:
-        """`life`: the number of this gateway among all; 0: it is not known yet. `keep` serves consumers from memory."""
-        self._settings, self._core, self._life, self._keep, self._log = settings, core, life, keep, log
+    def __init__(self, settings: Settings, core: Core, life: Callable[[], int], cache: TailCache, log: Logger) -> None:
+        """`life`: the number of this gateway among all; 0: it is not known yet. `cache` serves consumers."""
+        self._settings, self._core, self._life, self._cache, self._log = settings, core, life, cache, log
         self._units: Units | None = None
         self._turns: dict[Connection, _Turn] = {}
         self._names: OrderedDict[tuple[int, int, int], _Name] = OrderedDict()  # the one used last at the end
@@ -302,6 +300,9 @@ class ProduceChapter:
         task = asyncio.create_task(self._finish(part, batch, kept, units, name))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
+        place = TopicPartition(part.topic, part.partition)
+        self._cache.expect(place)
+        task.add_done_callback(lambda _: self._cache.arrived(place))
         return task
 
     async def _finish(
@@ -329,7 +330,7 @@ class ProduceChapter:
         except RequestRefused as err:
             return _Produced(wire.code_of(err), text=str(err))
         if offset >= 0 and from_seq is not None and not any(run.is_duplicate for run in runs):
-            self._keep(part.topic, part.partition, offset, offset + batch.record_count - 1, bytes(batch.data), from_seq)
+            self._cache.put(part.topic, part.partition, offset, offset + batch.record_count - 1, bytes(batch.data), from_seq)
         return _Produced(offset=offset, timestamp=self._timestamp(part.topic, place))
 
     def _timestamp(self, topic: str, place: StoredPlace | None) -> int:
