@@ -174,11 +174,10 @@ class _Tail:
             if is_unseen and not text.startswith(b"\n%d|" % self._seq):
                 break  # compaction has replaced the segment
             is_unseen, at = False, 0
-            while waiting:
-                hit = text.find(b"\n%d|" % waiting[0], at)
-                if hit < 0 and _last_seq(text) < waiting[0]:
-                    break
+            last, last_at = _last_seq(text)
+            while waiting and waiting[0] <= last:
                 seq = waiting.popleft()
+                hit = last_at if seq == last else text.find(b"\n%d|" % seq, at)
                 if hit >= 0:
                     offset, at = offset + text.count(b"\n", at, hit), hit
                     found[seq] = offset, text[hit + 1 : text.index(b"\n", hit + 1)]
@@ -198,10 +197,10 @@ class _Tail:
         return offset, is_unseen
 
 
-def _last_seq(text: bytes) -> int:
-    """Return the seq of the last of these lines; 0: compaction has removed all of them."""
-    line = text[text.rfind(b"\n", 0, len(text.rstrip(b"\n"))) + 1 :]
-    return record.seq_of(line) if b"|" in line else 0
+def _last_seq(text: bytes) -> tuple[int, int]:
+    """Return the seq of the last of these lines, and where the newline before it is; 0: compaction has removed all."""
+    at = text.rfind(b"\n", 0, len(text.rstrip(b"\n")))
+    return (record.seq_of(text[at + 1 :]), at) if at >= 0 else (0, 0)
 
 
 class PlaceFinder:
