@@ -70,6 +70,9 @@ PORTS = {"lines": "ingress", "acks": "ack", "lines_tls": "tls"} | {
     )
 }
 
+# Where clients of Kafka are told that a broker is, if that is not its port (KMQ_KAFKA_ADVERTISE): by whether it has TLS.
+KAFKA_ADVERTISED = {False: "kafka_advertised", True: "kafka_tls_advertised"}
+
 
 def known_shard(pipes: str) -> dict[str, Any]:
     """Return the shard as our replica has read it from Consul last (kmq/replica/shard.py).
@@ -420,8 +423,13 @@ def addresses(pipes: str, host: str) -> dict[str, str]:
     for name, file in PORTS.items():
         if f"{file}.port" in written:
             with contextlib.suppress(OSError, ValueError), open(f"{pipes}/{file}.port", "rb") as text:
-                found[name] = f"[{host}]:{int(text.read())}" if ":" in host else f"{host}:{int(text.read())}"
+                found[name] = host_port(host, int(text.read()))
     return found
+
+
+def host_port(host: str, port: int) -> str:
+    """Return an address as text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _accepted(listener: socket.socket, strangers: Strangers) -> Iterator[tuple[socket.socket, tuple[Any, ...]]]:

@@ -115,7 +115,7 @@ class Gateway:
         try:
             from kmq.gateway.kafka.admin import AdminChapter
             from kmq.gateway.kafka.cache import TailCache
-            from kmq.gateway.kafka.door import Kafka
+            from kmq.gateway.kafka.door import Cluster, Kafka
             from kmq.gateway.kafka.fetching import FetchChapter
             from kmq.gateway.kafka.groups import KafkaGroups
             from kmq.gateway.kafka.producing import ProduceChapter
@@ -126,10 +126,11 @@ class Gateway:
             raise ConfigError(f"{wanted}: {err}; the Kafka door needs: {pip_install('kafka')}") from err
         cache = TailCache(self.settings.kafka_cache)
         producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache, self.log)
-        fetching = FetchChapter(self.core, cache, self.requests, self.incidents)
-        admin = AdminChapter(self.settings, self.core, self.tokens)
-        chapters = (producing, fetching, KafkaGroups(self.groups, self.admin), admin)
-        return Kafka(self.settings, self.core, self.tokens, self.strangers, self.requests, self.log, chapters)
+        cluster = Cluster(self.settings, self.core, lambda: self.groups.epoch)
+        fetching = FetchChapter(self.core, cache, self.requests, self.incidents, cluster.epoch)
+        admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes)
+        chapters = (cluster, producing, fetching, KafkaGroups(self.groups, self.admin), admin)
+        return Kafka(self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property
     def has_left(self) -> bool:

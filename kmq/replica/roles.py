@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from kmq.broker.door import addresses
+from kmq.broker.door import KAFKA_ADVERTISED, addresses, host_port
 from kmq.broker.stats import REPLICA, Row, StatsPage
 from kmq.broker.tls import certificates, client_context
 from kmq.cluster.consul import Transport
@@ -218,7 +218,10 @@ class Roles:
         replace_file(f"{data}/lineage", f"{lineage}\n".encode())
 
     def doors(self) -> dict[str, str]:
-        return addresses(self.settings.pipes, advertised(self.settings))
+        found = addresses(self.settings.pipes, advertised(self.settings))
+        for is_tls, place in (self.settings.kafka_advertise or {}).items():
+            found[KAFKA_ADVERTISED[is_tls]] = host_port(*place)
+        return found
 
     def went_back(self) -> bool:
         went, self._went_back = self._went_back, False

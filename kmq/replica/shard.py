@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kmq.broker.door import PORTS
+from kmq.broker.door import KAFKA_ADVERTISED, PORTS
 from kmq.cluster import consul
 from kmq.cluster.consul import Conflict, KvEntry, KvOperation, Pause, Steps, cas
 from kmq.cluster.presence import NAME, Keys, decode_fields, encode_fields
@@ -61,7 +61,7 @@ class Note(NamedTuple):
     level: int = LEVEL
     lineage: str = ""
     replica: str = ""  # host:port by which other replicas reach it
-    doors: tuple[tuple[str, str], ...] = ()  # the ports for its clients (kmq/broker/door.py): name, host:port
+    doors: tuple[tuple[str, str], ...] = ()  # where its clients find it (kmq/broker/door.py): name, host:port
     opened: int = 0
 
 
@@ -81,7 +81,7 @@ def decode_note(value: bytes) -> Note:
     except (KeyError, ValueError):
         return Note("", "")
     version, text = Version.parse(fields.get("version", "")), fields.get
-    doors = tuple((name, fields[name]) for name in PORTS if name in fields)
+    doors = tuple((name, fields[name]) for name in (*PORTS, *KAFKA_ADVERTISED.values()) if name in fields)
     return Note(
         text("broker", ""),
         text("start", ""),

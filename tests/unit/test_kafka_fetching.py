@@ -44,8 +44,8 @@ class Door:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         strangers = Strangers(self.page.rows["gateway"], self.incidents)
         self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
-        self._fetching = FetchChapter(self.core, self.cache, counts, self.incidents)
-        kafka = Kafka(self._settings, self.core, None, strangers, counts, FakeLogger(), (self._fetching,))
+        self._fetching = FetchChapter(self.core, self.cache, counts, self.incidents, lambda: 0)
+        kafka = Kafka(None, strangers, counts, FakeLogger(), (self._fetching,))
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()

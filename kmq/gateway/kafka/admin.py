@@ -23,7 +23,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.topics import UNLIMITED, TopicState, Value, limits_of
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
-from kmq.gateway.kafka.door import NAMES, NODE
+from kmq.gateway.kafka.door import NAMES, BrokerNodes
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 from kmq.log import bounds
 from kmq.log.topics import MAX_PARTITIONS
@@ -77,7 +77,6 @@ _FIXED = {
     "message.timestamp.difference.max.ms": (_LONG, str(_FOREVER)),
     "min.cleanable.dirty.ratio": (_DOUBLE, "0.5"),
     "min.compaction.lag.ms": (_LONG, "0"),
-    "min.insync.replicas": (_INT, "1"),
     "preallocate": (_BOOLEAN, "false"),
     "segment.index.bytes": (_INT, "10485760"),
     "segment.jitter.ms": (_LONG, "0"),
@@ -181,9 +180,10 @@ _SHA_256, _SHA_512 = 1, 2  # mechanisms of SCRAM
 class AdminChapter:
     """Answers what consoles and administrators ask."""
 
-    def __init__(self, settings: Settings, core: Core, tokens: Tokens | None) -> None:
-        self._settings, self._topics, self._tokens = settings, core.topics, tokens
-        self._fixed = _FIXED | {_MOST_BYTES: (_INT, str(longest_message(settings)))}
+    def __init__(
+        self, settings: Settings, core: Core, tokens: Tokens | None, nodes: Callable[[Connection], BrokerNodes]
+    ) -> None:
+        self._settings, self._topics, self._tokens, self._nodes = settings, core.topics, tokens, nodes
         self.handlers: dict[Key, Handler] = {
             Key.CREATE_TOPICS: self._create_topics,
             Key.DELETE_TOPICS: self._delete_topics,
@@ -203,22 +203,28 @@ class AdminChapter:
     async def close(self) -> None:
         """End: nothing is held."""
 
+    def _fixed(self, nodes: BrokerNodes) -> dict[str, _Row]:
+        """Return what is the same in every topic."""
+        of_broker = {_MOST_BYTES: longest_message(self._settings), "min.insync.replicas": nodes.min_insync}
+        return _FIXED | {name: (_INT, str(value)) for name, value in of_broker.items()}
+
     # --- topics ------------------------------------------------------------------------------------------------------
 
     async def _create_topics(self, call: Call) -> Fields:
+        nodes = self._nodes(call.connection)
+
         async def create(topic: Any) -> None:
             partitions, replicas = topic.num_partitions, topic.replication_factor
             if topic.assignments:
                 if (partitions, replicas) != (_DEFAULT_COUNT, _DEFAULT_COUNT):
                     raise _Refused(ErrorCode.invalid_request, "give either an assignment, or how many partitions")
-                _check_assignment([row.broker_ids for row in topic.assignments])
+                _check_assignment([row.broker_ids for row in topic.assignments], nodes.replicas)
                 if sorted(row.partition_index for row in topic.assignments) != [*range(len(topic.assignments))]:
                     raise _Refused(ErrorCode.invalid_replica_assignment, "must be of partitions 0, 1, 2 and so on")
                 partitions = len(topic.assignments)
-            elif replicas not in (_DEFAULT_COUNT, 1):
-                raise _Refused(
-                    ErrorCode.invalid_replication_factor, "must be 1, because one broker keeps one copy, or -1"
-                )
+            elif replicas not in (_DEFAULT_COUNT, len(nodes.replicas)):
+                text = f"must be {len(nodes.replicas)}, because each broker keeps a copy of every topic, or -1"
+                raise _Refused(ErrorCode.invalid_replication_factor, text)
             if partitions == _DEFAULT_COUNT:
                 partitions = self._settings.kafka_partitions
             _check_count(partitions)
@@ -226,7 +232,7 @@ class AdminChapter:
                 raise _Refused(ErrorCode.invalid_topic_exception, NAMES)
             if self._topics.exists(topic.name):
                 raise _Refused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
-            options = options_of({row.name: row.value for row in topic.configs}, self._fixed)
+            options = options_of({row.name: row.value for row in topic.configs}, self._fixed(nodes))
             if call.body.validate_only:
                 return
             made, is_new = await self._topics.create(topic.name, partitions, options)
@@ -244,13 +250,15 @@ class AdminChapter:
         return {"responses": await _each(call, call.body.topic_names, lambda name: {"name": name}, delete)}
 
     async def _create_partitions(self, call: Call) -> Fields:
+        nodes = self._nodes(call.connection).replicas
+
         async def grow(topic: Any) -> None:
             before = await self._topics.describe(topic.name)
             _check_count(topic.count)
             if topic.count <= before.partitions:
                 raise _Refused(ErrorCode.invalid_partitions, f"must be more than {before.partitions}, which there are")
             if topic.assignments is not None:
-                _check_assignment([row.broker_ids for row in topic.assignments])
+                _check_assignment([row.broker_ids for row in topic.assignments], nodes)
                 if len(topic.assignments) != topic.count - before.partitions:
                     raise _Refused(ErrorCode.invalid_replica_assignment, "must be of each new partition")
             if not call.body.validate_only:
@@ -263,14 +271,14 @@ class AdminChapter:
 
     async def _describe_configs(self, call: Call) -> Fields:
         with_synonyms = call.body.include_synonyms
-        defaults, results = self._topics.defaults(), []
-        fixed = [_setting(name, kind, value) for name, (kind, value) in self._fixed.items()]
+        defaults, results, nodes = self._topics.defaults(), [], self._nodes(call.connection)
+        fixed = [_setting(name, kind, value) for name, (kind, value) in self._fixed(nodes).items()]
         named = {(resource.resource_type, resource.resource_name): resource for resource in call.body.resources}
         for resource in named.values():
             asked = resource.configuration_keys
             answer = _resource_of(resource) | {"error_code": ErrorCode.none, "error_message": None, "configs": ()}
             try:
-                rows = await self._settings_of(resource, defaults, fixed)
+                rows = await self._settings_of(resource, defaults, fixed, nodes)
             except (RequestRefused, _Refused) as err:
                 code = err.code if isinstance(err, _Refused) else wire.code_of(err)
                 call.errors.append(code)
@@ -282,7 +290,7 @@ class AdminChapter:
         return {"results": results}
 
     async def _settings_of(
-        self, resource: Any, defaults: Mapping[str, int | str], fixed: list[dict[str, Any]]
+        self, resource: Any, defaults: Mapping[str, int | str], fixed: list[dict[str, Any]], nodes: BrokerNodes
     ) -> list[dict[str, Any]]:
         """Return the settings of a topic, or of the broker. Raises RequestRefused and _Refused."""
         if resource.resource_type == _TOPIC:
@@ -293,13 +301,14 @@ class AdminChapter:
             raise _Refused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
         if resource.resource_name == "":
             return []  # what was set while it runs, for all brokers
-        if resource.resource_name != str(NODE):
-            raise _Refused(ErrorCode.invalid_request, f"there is no broker {resource.resource_name!r}, only {NODE}")
+        if resource.resource_name != str(nodes.me):
+            text = f"broker {resource.resource_name!r} does not lead; ask broker {nodes.me}"
+            raise _Refused(ErrorCode.invalid_request, text)
         rows = [
             _setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
             for name, option in _OPTIONS.items()
         ]
-        return rows + [_setting(name, kind, value) for name, (kind, value) in self._of_broker().items()]
+        return rows + [_setting(name, kind, value) for name, (kind, value) in self._of_broker(nodes).items()]
 
     def _option(self, name: str, state: TopicState, defaults: Mapping[str, int | str]) -> dict[str, Any]:
         """Return a setting of a topic with what it would be without a value of its own."""
@@ -316,13 +325,13 @@ class AdminChapter:
         is_set = option.attribute and getattr(self._settings, option.attribute) != _STANDARD[option.attribute]
         return _OF_BROKER if is_set else _DEFAULT
 
-    def _of_broker(self) -> dict[str, _Row]:
+    def _of_broker(self, nodes: BrokerNodes) -> dict[str, _Row]:
         settings = self._settings
         return {
             "auto.create.topics.enable": (_BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
-            "broker.id": (_INT, str(NODE)),
+            "broker.id": (_INT, str(nodes.me)),
             "compression.type": (_STRING, "producer"),
-            "default.replication.factor": (_INT, "1"),
+            "default.replication.factor": (_INT, str(len(nodes.replicas))),
             "delete.topic.enable": (_BOOLEAN, "true"),
             "group.max.session.timeout.ms": (_INT, "1800000"),
             "group.min.session.timeout.ms": (_INT, "6000"),
@@ -331,7 +340,6 @@ class AdminChapter:
             "log.dirs": (_STRING, settings.data),
             "log.message.format.version": (_STRING, "2.8-IV1"),
             "message.max.bytes": (_INT, str(longest_message(settings))),
-            "min.insync.replicas": (_INT, "1"),
             "num.partitions": (_INT, str(settings.kafka_partitions)),
             "offsets.retention.minutes": (_INT, str(int(min(settings.group_retention // 60, (1 << 31) - 1)))),
             "socket.request.max.bytes": (_INT, str(MAX_FRAME)),
@@ -374,7 +382,7 @@ class AdminChapter:
         return await self._topics.describe(resource.resource_name)
 
     async def _change(self, call: Call, state: TopicState, changes: Mapping[str, str | None]) -> None:
-        options = options_of(changes, self._fixed, state)
+        options = options_of(changes, self._fixed(self._nodes(call.connection)), state)
         if options and not call.body.validate_only:
             await self._topics.change(state.name, options)
 
@@ -480,9 +488,10 @@ def _check_count(partitions: int) -> None:
         raise _Refused(ErrorCode.invalid_partitions, f"there must be 1 to {MAX_PARTITIONS} partitions")
 
 
-def _check_assignment(replicas: Iterable[Sequence[int]]) -> None:
-    if any(tuple(each) != (NODE,) for each in replicas):
-        raise _Refused(ErrorCode.invalid_replica_assignment, f"each partition has one replica, which is broker {NODE}")
+def _check_assignment(replicas: Iterable[Sequence[int]], nodes: tuple[int, ...]) -> None:
+    if any(tuple(sorted(each)) != nodes for each in replicas):
+        text = f"each partition has a replica on each broker: {', '.join(map(str, nodes))}"
+        raise _Refused(ErrorCode.invalid_replica_assignment, text)
 
 
 def _setting(name: str, kind: int, value: str, source: int = _DEFAULT, is_fixed: bool = True) -> dict[str, Any]:

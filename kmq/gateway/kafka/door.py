@@ -1,9 +1,11 @@
 """The Kafka ports: who may ask, which request goes where, and what the broker says of itself and its topics.
 
 Cluster     To a client this broker is a cluster of one: node 0, leader of every partition, controller, coordinator of
-            every group. The cluster's id is the lineage of the data.
-Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE, else the one by which the
-            connection has reached us: right for one pod, wrong behind a port that is forwarded under another number.
+            every group. A shard is a cluster of its brokers, 1 to n, of which the leader is all that; a follower's port
+            passes clients on to it (kmq/broker/door.py), so it answers for all. The cluster's id is the lineage.
+Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE, else, of a broker that is
+            alone, the one by which the connection has reached us: right for one pod, wrong behind a port that is
+            forwarded under another number. In a shard it is where the others reach a broker (KMQ_ADVERTISE).
 Roles       As at the other doors (access.py).
 Invariant   A request that cannot be read ends its connection, and nobody else notices.
 """
@@ -11,10 +13,12 @@ Invariant   A request that cannot be read ends its connection, and nobody else n
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 from kmq.access.tokens import Tokens
+from kmq.broker.door import KAFKA_ADVERTISED, known_shard
 from kmq.broker.stats import Strangers
 from kmq.config.settings import Settings
 from kmq.config.values import KIB
@@ -29,7 +33,6 @@ from kmq.log import identity
 from kmq.logfmt import Logger
 from kmq.message import record
 
-NODE = 0  # this broker, among one
 _AUTHENTICATE_S = 10.0  # until a client has shown its token
 _REFUSED_S = 0.5  # for a client whose token is refused to end its connection
 _LARGE = 64 * KIB  # bytes of a request that is read in a thread: others must not wait for it
@@ -56,21 +59,17 @@ class Kafka:
 
     def __init__(
         self,
-        settings: Settings,
-        core: Core,
         tokens: Tokens | None,
         strangers: Strangers,
         counts: RequestCounts,
         log: Logger,
-        chapters: Sequence[Chapter] = (),
+        chapters: Sequence[Chapter],
     ) -> None:
-        """`chapters`: what is served beside what is here."""
         self._tokens, self._strangers, self._counts, self._log = tokens, strangers, counts, log
         self._requests = Requests(strangers)
         self._access = AccessChapter(tokens, strangers)
         self._unsupported: dict[str, float] = {}  # client → when it was logged
-        topics = Cluster(settings, core)
-        self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions, **topics.handlers}
+        self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions}
         self._chapters = (self._access, *chapters)
         for chapter in self._chapters:
             self._handlers |= chapter.handlers
@@ -212,34 +211,66 @@ class Kafka:
 _AUTO_CREATE = "on"
 
 
-def leader_epoch() -> int:
-    """Return the epoch of the leader of all partitions: this broker, which is alone."""
-    return 0
+class BrokerNodes(NamedTuple):
+    """The brokers by number. `me` leads every partition; `places`: (node, host, port) of those that say where they are."""
+
+    me: int
+    replicas: tuple[int, ...]
+    insync: tuple[int, ...]
+    min_insync: int
+    places: tuple[tuple[int, str, int], ...]
+
+    def rows(self) -> list[Fields]:
+        """Return the brokers as Metadata and DescribeCluster show them."""
+        return [
+            {"node_id": at, "broker_id": at, "host": host, "port": port, "rack": None} for at, host, port in self.places
+        ]
 
 
 class Cluster:
     """What Metadata and its like say: brokers, topics, partitions."""
 
-    def __init__(self, settings: Settings, core: Core) -> None:
-        self._settings, self._core = settings, core
-        self._advertised = dict(settings.kafka_advertise or ())  # by whether they are for TLS
+    def __init__(self, settings: Settings, core: Core, epoch: Callable[[], int]) -> None:
+        """`epoch`: in which this broker leads its shard; 0: it is alone."""
+        self._settings, self._core, self.epoch = settings, core, epoch
         self.handlers: dict[Key, Handler] = {
             Key.METADATA: self._metadata,
             Key.DESCRIBE_CLUSTER: self._describe,
             Key.FIND_COORDINATOR: self._coordinator,
         }
 
+    def forget(self, connection: Connection) -> None:
+        """Nothing is kept of a connection."""
+
+    async def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def nodes(self, connection: Connection) -> BrokerNodes:
+        """Return the brokers, and where this client shall find them. A shard is as the replica has read it last."""
+        shard = known_shard(self._settings.pipes) if self._settings.shard else {}
+        numbers = dict(zip(shard.get("brokers", ()), count(1)))
+        me = numbers.get(self._settings.broker)
+        if me is None:
+            return BrokerNodes(0, (0,), (0,), 1, ((0, *self._address(connection)),))
+        doors = {numbers[name]: found["doors"] for name, found in shard["brokers"].items() if found}
+        names = KAFKA_ADVERTISED[connection.is_tls], "kafka_tls" if connection.is_tls else "kafka"
+        texts = {node: found.get(names[0]) or found.get(names[1]) for node, found in doors.items()}
+        places = ((node, *text.rsplit(":", 1)) for node, text in texts.items() if text)
+        return BrokerNodes(
+            me,
+            tuple(numbers.values()),
+            tuple(numbers[name] for name in shard["isr"] if name in numbers),
+            int(shard["min_insync"]),
+            tuple((node, host.strip("[]"), int(port)) for node, host, port in places),
+        )
+
     def _address(self, connection: Connection) -> tuple[str, int]:
-        """Return host and port by which this client shall reach the broker."""
-        found = self._advertised.get(connection.is_tls)
+        """Return host and port by which this client shall reach a broker that is alone."""
+        found = (self._settings.kafka_advertise or {}).get(connection.is_tls)
         if found is not None:
             return found
         host, port = connection.transport.get_extra_info("sockname")[:2]
         return ("localhost" if host in ("127.0.0.1", "::1") else host), port
-
-    def _me(self, connection: Connection) -> dict[str, Any]:
-        host, port = self._address(connection)
-        return {"node_id": NODE, "broker_id": NODE, "host": host, "port": port, "rack": None}
 
     def _id(self) -> str:
         return identity.lineage(self._settings.data)
@@ -251,19 +282,19 @@ class Cluster:
         else:
             names = [*dict.fromkeys(topic.name for topic in asked)]
         may_create = asked is not None and getattr(call.body, "allow_auto_topic_creation", True)
-        rows = []
+        rows, nodes = [], self.nodes(call.connection)
         for name in names:
-            rows.append(await self._topic(call, name, may_create))
+            rows.append(await self._topic(call, name, may_create, nodes))
             if len(rows) % _MANY == 0:
                 await asyncio.sleep(0)
         return {
-            "brokers": [self._me(call.connection)],
+            "brokers": nodes.rows(),
             "cluster_id": self._id(),
-            "controller_id": NODE,
+            "controller_id": nodes.me,
             "topics": rows,
         }
 
-    async def _topic(self, call: Call, name: str, may_create: bool) -> Fields:
+    async def _topic(self, call: Call, name: str, may_create: bool, nodes: BrokerNodes) -> Fields:
         """Return what there is of a topic. Make it first if it is not there, and that is wanted and allowed."""
         code, partitions = ErrorCode.none, 0
         try:
@@ -275,10 +306,10 @@ class Cluster:
             {
                 "error_code": ErrorCode.none,
                 "partition_index": number,
-                "leader_id": NODE,
-                "leader_epoch": leader_epoch(),
-                "replica_nodes": (NODE,),
-                "isr_nodes": (NODE,),
+                "leader_id": nodes.me,
+                "leader_epoch": self.epoch(),
+                "replica_nodes": nodes.replicas,
+                "isr_nodes": nodes.insync,
                 "offline_replicas": (),
             }
             for number in range(partitions)
@@ -304,16 +335,22 @@ class Cluster:
         return made.partitions
 
     async def _describe(self, call: Call) -> Fields:
+        nodes = self.nodes(call.connection)
         return {
             "error_code": ErrorCode.none,
             "error_message": None,
             "cluster_id": self._id(),
-            "controller_id": NODE,
-            "brokers": [self._me(call.connection)],
+            "controller_id": nodes.me,
+            "brokers": nodes.rows(),
         }
 
     async def _coordinator(self, call: Call) -> Fields:
-        me = self._me(call.connection) | {"error_code": ErrorCode.none, "error_message": None}
+        nodes = self.nodes(call.connection)
+        me: dict[str, Any] = {"error_code": ErrorCode.none, "error_message": None}
+        found = [row for row in nodes.rows() if row["node_id"] == nodes.me]
+        # Without an address its own note has not come back from Consul yet.
+        none = {"node_id": -1, "host": "", "port": -1, "error_code": ErrorCode.coordinator_not_available}
+        me |= found[0] if found else none
         return me | {"coordinators": [me | {"key": key} for key in getattr(call.body, "coordinator_keys", ())]}
 
 

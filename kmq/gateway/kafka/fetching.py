@@ -33,7 +33,6 @@ from kmq.gateway.core.partitions import Partition, Signature
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.cache import KeptBatch, TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
-from kmq.gateway.kafka.door import leader_epoch
 from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError, MisplacedError
@@ -171,9 +170,11 @@ class _Consumer(BudgetHolder):
 class FetchChapter:
     """What consumers ask for."""
 
-    def __init__(self, core: Core, cache: TailCache, counts: RequestCounts, incidents: Incidents) -> None:
+    def __init__(
+        self, core: Core, cache: TailCache, counts: RequestCounts, incidents: Incidents, epoch: Callable[[], int]
+    ) -> None:
         self._core, self._cache, self._counts, self._incidents = core, cache, counts, incidents
-        self._partitions = core.partitions
+        self._partitions, self._epoch = core.partitions, epoch
         self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # the one served last at the end
         self._known = 0  # of all consumers
         self.handlers: dict[Key, Handler] = {
@@ -302,8 +303,8 @@ class FetchChapter:
         """Return the result of work on a partition, or why it has none. `epoch`: that the client takes for the leader's."""
         if not call.may(Key(call.header.key)):
             return ErrorCode.topic_authorization_failed, None
-        if epoch not in (_UNKNOWN, leader_epoch()):
-            is_old = epoch < leader_epoch()
+        if epoch not in (_UNKNOWN, self._epoch()):
+            is_old = epoch < self._epoch()
             return (ErrorCode.fenced_leader_epoch if is_old else ErrorCode.unknown_leader_epoch), None
         try:
             return ErrorCode.none, work(*arguments)
@@ -390,7 +391,7 @@ class FetchChapter:
         kept = self._kept(known, offset, version)
         if kept is not None:
             self._counts.count_batches("cache", 1)
-            return patched(kept.data, kept.first, leader_epoch()), kept.last + 1
+            return patched(kept.data, kept.first, self._epoch()), kept.last + 1
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
         if first != offset:  # retention has removed it, which is no event
             known.first, known.seen = first, None
@@ -399,7 +400,7 @@ class FetchChapter:
         batch = encode(
             *(topic, number, first, lines),
             marks_from=marks_from,
-            leader_epoch=leader_epoch(),
+            leader_epoch=self._epoch(),
             log_append_time=is_receipt,
         )
         self._counts.count_batches("lines", 1)
@@ -431,7 +432,7 @@ class FetchChapter:
                 code, found = await self._core.fetching.run(*work)
                 timestamp, offset = found or (_UNKNOWN, _UNKNOWN)
                 row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
-                rows.append(row | {"leader_epoch": leader_epoch() if offset >= 0 else _UNKNOWN})
+                rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else _UNKNOWN})
             topics.append({"name": topic.name, "partitions": rows})
         return {"topics": topics}
 
@@ -479,7 +480,7 @@ class FetchChapter:
     def _end_of(self, place: TopicPartition, epoch: int) -> tuple[int, int]:
         """Return (ours, end) for an epoch up to ours: what was shown is never cut. (-1, -1) for one that we do not know."""
         _, end = self._partitions.bounds(*place)
-        return (leader_epoch(), end) if 0 <= epoch <= leader_epoch() else (_UNKNOWN, _UNKNOWN)
+        return (self._epoch(), end) if 0 <= epoch <= self._epoch() else (_UNKNOWN, _UNKNOWN)
 
 
 # --- the request and the response of Fetch ---------------------------------------------------------------------------

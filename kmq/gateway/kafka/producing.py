@@ -330,7 +330,8 @@ class ProduceChapter:
         except RequestRefused as err:
             return _Produced(wire.code_of(err), text=str(err))
         if offset >= 0 and from_seq is not None and not any(run.is_duplicate for run in runs):
-            self._cache.put(part.topic, part.partition, offset, offset + batch.record_count - 1, bytes(batch.data), from_seq)
+            last = offset + batch.record_count - 1
+            self._cache.put(part.topic, part.partition, offset, last, bytes(batch.data), from_seq)
         return _Produced(offset=offset, timestamp=self._timestamp(part.topic, place))
 
     def _timestamp(self, topic: str, place: StoredPlace | None) -> int:

@@ -1,0 +1,150 @@
+"""Clients of Kafka at a shard of three brokers: what they are told, and what a killed leader costs. With a real Consul."""
+
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+from consuls import free_ports
+from test_shard import BROKERS, PATIENCE_S, wait_for
+from test_shard_clients import HOST, Whole
+
+
+class KafkaShard(Whole):
+    """Brokers whose Kafka ports are the same in every role, as users have them."""
+
+    def __init__(self, address, root):
+        super().__init__(address, root)
+        self.ports = dict(zip(BROKERS, map(str, free_ports(len(BROKERS))), strict=True))
+
+    def kmq(self, name, *arguments, **more):
+        return super().kmq(name, *arguments, **{"KMQ_KAFKA_PORT": self.ports[name]} | more)
+
+    def bootstrap(self, *names):
+        return {
+            "log_level": 0,
+            "bootstrap.servers": ",".join(f"{HOST}:{self.ports[name]}" for name in names or BROKERS),
+        }
+
+
+@pytest.fixture
+def shard(consul, tmp_path):
+    made = KafkaShard(consul.address, tmp_path)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.close()
+
+
+def delivered(producer, topic, values):
+    """Produce these values one by one to partition 0; value → offset of those that were delivered."""
+    offsets = {}
+
+    def hear(error, message):
+        if error is None:
+            offsets[int(message.value())] = message.offset()
+
+    for value in values:
+        producer.produce(topic, b"%d" % value, partition=0, on_delivery=hear)
+        producer.poll(0.001)
+    producer.flush(PATIENCE_S)
+    return offsets
+
+
+def test_clients_are_told_all_brokers_and_who_leads(shard):
+    leader = shard.leader()
+    follower = next(name for name in BROKERS if name != leader)
+    admin = AdminClient(shard.bootstrap(follower))
+    made = admin.create_topics([NewTopic("t", 2, replication_factor=3)])
+    made["t"].result(PATIENCE_S)
+    with pytest.raises(Exception, match="must be 3"):
+        admin.create_topics([NewTopic("u", 1, replication_factor=2)])["u"].result(PATIENCE_S)
+
+    def whole():
+        found = admin.list_topics(timeout=PATIENCE_S)
+        return found if all(len(each.isrs) == 3 for each in found.topics["t"].partitions.values()) else None
+
+    found = wait_for("an ISR of three", whole)
+    ports = {node: str(each.port) for node, each in found.brokers.items()}
+    assert ports == dict(enumerate(shard.ports.values(), 1))
+    nodes = dict(zip(BROKERS, ports, strict=True))
+    assert found.controller_id == nodes[leader]
+    for each in found.topics["t"].partitions.values():
+        assert each.leader == nodes[leader] and sorted(each.replicas) == sorted(each.isrs) == [1, 2, 3]
+    resource = ConfigResource("topic", "t")
+    settings = admin.describe_configs([resource])[resource].result(PATIENCE_S)
+    assert settings["min.insync.replicas"].value == "2"
+    assert shard.kmq("c", "down").returncode == 0
+    assert shard.kmq("c", "up", KMQ_KAFKA_ADVERTISE="kafka.example:19092").returncode == 0
+
+    def place():
+        found = admin.list_topics(timeout=PATIENCE_S).brokers.get(nodes["c"])
+        return found and (found.host, found.port) == ("kafka.example", 19092)
+
+    wait_for("the address that c advertises", place)
+
+
+def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard):
+    """Each record is stored once, in order, at the offset that its producer was told.
+
+    The group goes on from what it has committed: the next leader does not know its members.
+    """
+    options = shard.bootstrap()
+    producer = Producer(options | {"enable.idempotence": True, "linger.ms": 1, "acks": "all"})
+    first = delivered(producer, "t", range(200))
+    assert sorted(first) == list(range(200))
+    group = options | {"group.id": "g", "auto.offset.reset": "earliest", "session.timeout.ms": 6000}
+    consumer = Consumer(group | {"enable.auto.commit": False})
+    consumer.subscribe(["t"])
+    read, is_over = [], threading.Event()
+
+    def consume():
+        while not is_over.is_set():
+            message = consumer.poll(0.2)
+            if message is not None and message.error() is None:
+                read.append((message.offset(), int(message.value())))
+            if read and (message is None or len(read) % 50 == 0):
+                with suppress(KafkaException):  # there is nothing new
+                    consumer.commit(asynchronous=True)
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    try:
+        wait_for("the first records", lambda: len(read) >= 200)
+        leader, offsets = shard.leader(), {}
+        producing = threading.Thread(target=lambda: offsets.update(delivered(producer, "t", range(200, 2000))))
+        producing.start()
+        wait_for("records on their way", lambda: len(read) > 300)
+        shard.kill(leader)
+        producing.join(PATIENCE_S)
+        assert not producing.is_alive() and sorted(offsets) == list(range(200, 2000)), "the rest was not delivered"
+        assert shard.leader() != leader
+        wait_for("all records", lambda: (1999, 1999) in read)
+        looking, where = Consumer(group), [TopicPartition("t", 0)]
+        wait_for("the last commit", lambda: looking.committed(where, PATIENCE_S)[0].offset == 2000)
+        looking.close()
+    finally:
+        is_over.set()
+        thread.join(PATIENCE_S)
+    assert all(offset == value for offset, value in read), "each is stored once, in order"
+    steps = [(before, after) for (before, _), (after, _) in pairwise(read) if after != before + 1]
+    assert {offset for offset, _ in read} == set(range(2000)) and len(steps) <= 2
+    assert all(after <= before for before, after in steps), "the group has missed records"
+    told = {value: offset for value, offset in (first | offsets).items() if offset >= 0}
+    assert told == {value: value for value in told} and len(told) > 1000
+    consumer.close()
+    epochs = [shard.view(name) for name in BROKERS if name != leader]
+    assert {each["epoch"] for each in epochs} == {epochs[0]["epoch"]} and epochs[0]["epoch"] >= 2
+    after = Consumer(group)
+    after.subscribe(["t"])
+    delivered(producer, "t", [2000])
+    deadline, found = time.monotonic() + PATIENCE_S, None
+    while found is None and time.monotonic() < deadline:
+        message = after.poll(0.5)
+        found = message if message is not None and message.error() is None else None
+    assert (found.offset(), found.leader_epoch()) == (2000, epochs[0]["epoch"])
+    after.close()
