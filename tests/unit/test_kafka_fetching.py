@@ -25,6 +25,7 @@ from kmq.gateway.kafka.door import Kafka
 from kmq.gateway.kafka.fetching import FetchChapter
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.log import topics
+from kmq.wire.requests import TopicPartition
 
 CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramjam.zstd}
 
@@ -171,6 +172,41 @@ def test_the_cache_drops_what_was_put_first_and_takes_nothing_too_large():
     nothing = TailCache(0)
     nothing.put("t", 0, 0, 0, b"x", 1)
     assert nothing.find("t", 0, 0, 1) is None
+
+
+def test_a_consumer_waits_for_the_batch_that_is_coming_and_for_no_other():
+    """Ends of a wait: the batch is there; one came that is not kept; nothing comes; a batch lies behind the offset."""
+    place, cache = TopicPartition("t", 0), TailCache(1 << 20)
+
+    def come(first, last):
+        cache.put("t", 0, first, last, b"x" * 100, 1)
+        cache.arrived(place)
+
+    async def waits(offset, *steps):
+        """How many of these steps it takes until nobody waits any more."""
+        waiting = asyncio.ensure_future(cache.wait([(place, offset)], 60))
+        for taken, step in enumerate([*steps, lambda: None]):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if waiting.done():
+                return taken
+            step()
+        return waiting.cancel()
+
+    async def work():
+        assert await waits(0) == 0, "nothing is coming"
+        for _ in range(4):
+            cache.expect(place)
+        assert await waits(20, lambda: come(0, 9), lambda: come(10, 29), lambda: None) == 2
+        assert await waits(29) == await waits(3) == 0, "it is there, or was"
+        assert await waits(30, lambda: cache.arrived(place), lambda: None) == 1, "it is not kept"
+        began = time.monotonic()
+        await cache.wait([(place, 30)], 60)
+        assert 0.04 < time.monotonic() - began < 30, "what is held up is not waited for"
+        assert await waits(30, lambda: come(30, 30), lambda: None) == 1
+        assert await waits(31) == 0
+
+    asyncio.run(work())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ Memory      At most `most` bytes, with what an entry takes besides. What was put
 
 import asyncio
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
 from typing import NamedTuple
@@ -45,8 +45,8 @@ class TailCache:
         self._lock = Lock()
         self._batches: OrderedDict[tuple[str, int, int], KeptBatch] = OrderedDict()  # by topic, partition, first offset
         self._firsts: dict[tuple[str, int], list[int]] = {}  # by topic and partition, in order
-        self._coming: Counter[TopicPartition] = Counter()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._coming: dict[TopicPartition, tuple[int, int]] = {}  # how many, and the end before the next one
+        self._waiters: set[asyncio.Future[bool]] = set()
 
     def put(self, topic: str, partition: int, first: int, last: int, data: bytes, from_seq: int) -> None:
         """Keep a produced batch that lies in its partition as the records first…last."""
@@ -81,37 +81,42 @@ class TailCache:
 
     def expect(self, place: TopicPartition) -> None:
         """Note that a batch is on its way to this partition."""
-        self._coming[place] += 1
+        number, before = self._coming.get(place, (0, self._end(place)))
+        self._coming[place] = number + 1, before
 
     def arrived(self, place: TopicPartition) -> None:
         """Note that a batch that was expected has been put, or will not be."""
-        self._coming[place] -= 1
-        if not self._coming[place]:
-            del self._coming[place]
+        number, before = self._coming.pop(place)
+        end = self._end(place)
+        if number > 1:
+            self._coming[place] = number - 1, end
         for waiter in self._waiters:
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(end > before)
 
     async def wait(self, positions: Iterable[tuple[TopicPartition, int]], most_s: float) -> None:
-        """Wait a moment, at most `most_s` seconds, while batches are coming that may hold one of these offsets."""
+        """Wait a moment, at most `most_s` seconds, while batches are coming that may hold one of these offsets.
+
+        One that arrives and is not kept ends it: those behind it may be no different.
+        """
         if not self._coming:
             return
+        at = [*positions]
         try:
             async with asyncio.timeout(min(most_s, _COMING_S)):
-                while any(self._may_come(place, offset) for place, offset in positions):
-                    waiter = asyncio.get_running_loop().create_future()
+                while any(place in self._coming and offset >= self._end(place) for place, offset in at):
+                    waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
                     self._waiters.add(waiter)
                     try:
-                        await waiter
+                        if not await waiter:
+                            return
                     finally:
                         self._waiters.discard(waiter)
         except TimeoutError:
             pass
 
-    def _may_come(self, place: TopicPartition, offset: int) -> bool:
-        """Return True if the next batch may hold this offset: no batch that is here lies there or behind it."""
-        if place not in self._coming:
-            return False
+    def _end(self, place: TopicPartition) -> int:
+        """Return the offset behind the last batch of a partition; 0: there is none."""
         with self._lock:
             firsts = self._firsts.get(place)
-            return not firsts or offset > self._batches[(*place, firsts[-1])].last
+            return self._batches[(*place, firsts[-1])].last + 1 if firsts else 0
