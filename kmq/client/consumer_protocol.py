@@ -26,6 +26,7 @@ Memory      consumer_state.py.
 Threads     None: callers lock.
 """
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -79,6 +80,7 @@ class ConsumerCore:
         self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
         self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
         self.subscribed_us = 0  # since the epoch, by the clock of this machine
+        self._run, self._openings = secrets.token_hex(8), 0  # "": the broker does not know attempts
         self.holdings = Holdings(options.fetch_max_bytes)
         self.requests = PendingRequests(options.session_s)
         self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
@@ -147,12 +149,16 @@ class ConsumerCore:
         return bool(new)
 
     def opening(self, token: str = "") -> bytes:
-        """Return the first lines of a connection."""
+        """Return the first lines of the next connection.
+
+        They may wait on their way, and arrive after those of a connection that is made later. So they say the attempt.
+        """
         options, token = self.options, self.options.token or token
         if self.is_managed:
-            return opening_of(
-                lines.Group(options.group_id, self.member, self.topics, options.assignor, options.session_s, token)
-            )
+            self._openings += 1
+            attempt = lines.Attempt(self._run, self._openings) if self._run else None
+            who = options.group_id, self.member, self.topics
+            return opening_of(lines.Group(*who, options.assignor, options.session_s, token, attempt=attempt))
         places: dict[TopicPartition, Position | None] = {
             place: owned.next for place, owned in self.holdings.owned.items()
         }
@@ -545,6 +551,9 @@ class ConsumerCore:
         if refused.code == "bad_request" and refused.reason.startswith("bad_request 'more': unknown option"):
             text = "the broker is too old for so many names: it takes only what fits into one line of 64 KiB"
             refused = Refused(f"bad_request {text}")
+        if refused.code == "bad_request" and refused.reason.startswith("bad_request 'attempt="):
+            self._run = ""  # the broker is older, and takes the next opening, which says nothing of it
+            raise refused
         # A member that gets an error which this client does not know joins again: it had been admitted.
         is_known = meaning.code == refused.code or self.phase is Phase.JOINING
         if refused.code in REJOIN:

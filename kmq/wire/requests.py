@@ -1,7 +1,8 @@
 """The lines of the consumer port (KMQ_EGRESS_PORT): requests and replies, each with its encoder and its decoder.
 
     → CONSUME <topic>[/<partition>] [from=<position>] [max=<n>] [follow] [raw] [token=<token>]
-    → GROUP <group> member=<name> topics=<topic>[,<topic>…] [assignor=<name>] [session=<time>] [token=<token>] [more]
+    → GROUP <group> member=<name> topics=<topic>[,<topic>…] [assignor=<name>] [session=<time>]
+      [attempt=<run>.<number>] [token=<token>] [more]
     → ASSIGN [<group>] <topic>/<partition>[@<position>] … [token=<token>] [more]
     → !fetch <max bytes> [wait=<ms>] [<topic>/<partition> …]
     → !seek <topic>/<partition> <position>          → !offsets [<topic>/<partition> …]
@@ -55,6 +56,7 @@ REQUESTS = ("fetch", "seek", "offsets", "commit", "nack")  # those that `!err <r
 _OFFSET = re.compile(r"\d{1,18}")
 _PARTITION = re.compile(r"(?:0|[1-9]\d{0,8})")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)")
+_ATTEMPT = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d{1,18})")
 _DURATION = re.compile(r"(\d{1,8})(ms|s|m)")
 _MOST_S = 86_400  # of a time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
@@ -168,6 +170,13 @@ def _duration(text: str) -> float:
     return seconds
 
 
+def _attempt(text: str) -> "Attempt":
+    match = _ATTEMPT.fullmatch(text)
+    if not match:
+        raise BadLine(f"{text[:80]!r}: must be <run>.<number>, of at most 64 letters, digits, _ and -, and a number")
+    return Attempt(match[1], int(match[2]))
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text not in choices:
@@ -226,10 +235,20 @@ class Consume(NamedTuple):
         return _encoded("CONSUME", target, start, most, follow, raw, _option("token", self.token))
 
 
+class Attempt(NamedTuple):
+    """Which connection of a program this is: they are numbered under `run`, a name that only this run of it has."""
+
+    run: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.run}.{self.number}"
+
+
 class Group(NamedTuple):
     """Join a group as `member`. `session_s`: seconds without any line after which the member counts as gone.
 
-    `more`: the next line has further topics.
+    `more`: the next line has further topics. `attempt`: an earlier one of the same run is refused.
     """
 
     group: str
@@ -239,13 +258,15 @@ class Group(NamedTuple):
     session_s: float = 30.0
     token: str = ""
     more: bool = False
+    attempt: Attempt | None = None
 
     def encode(self) -> bytes:
         session = "" if self.session_s == 30 else f"session={round(self.session_s * 1000)}ms"
         who, topics = f"member={_quoted(self.member)}", f"topics={','.join(map(_topic, self.topics))}"
         assignor = _option("assignor", self.assignor, ASSIGNORS[0])
+        attempt = "" if self.attempt is None else f"attempt={_attempt(str(self.attempt))}"
         token, more = _option("token", self.token), "more" * self.more
-        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, token, more)
+        return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, attempt, token, more)
 
 
 class Assign(NamedTuple):
@@ -430,6 +451,7 @@ def _group(words: list[str]) -> Group:
         topics=topics,
         assignor=_one_of(*ASSIGNORS),
         session_s=_duration,
+        attempt=_attempt,
         token=str,
     )
     for name in ("member", "topics"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 
 import pytest
 from brokers import PATIENCE_S, Broker
+from line_client import LineClient
 from secured import Secured
 
 import kmq
@@ -346,6 +348,24 @@ def test_a_member_goes_on_where_it_was_when_the_gateway_was_killed(broker):
         assert consumer.committed(("orders", 0)) == 100
         consumer.commit()
         assert consumer.committed(("orders", 0)) == 1000
+
+
+def test_an_opening_that_a_door_has_held_back_fences_no_later_connection(broker):
+    with socket.create_server(("127.0.0.1", 0)) as door, LineClient(port(broker)) as late:
+        where = iter([door.getsockname()[1]])
+        with kmq.Consumer("orders", port=lambda: next(where, None) or port(broker), group_id="held") as consumer:
+            assert not consumer.poll(timeout=0.1)
+            door.settimeout(PATIENCE_S)
+            held, _ = door.accept()
+            held.settimeout(PATIENCE_S)
+            with held, held.makefile("rb") as lines:
+                opening = lines.readline()
+            found = read(consumer, 100)
+            late.send_raw(opening)
+            assert late.rest().startswith(b"!err fenced ")
+            found += read(consumer, 1000 - len(found))
+            consumer.commit()
+            assert [message.offset for message in found] == list(range(1000))
 
 
 class Away(kmq.Consumer):

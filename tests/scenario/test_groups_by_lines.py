@@ -181,6 +181,17 @@ def test_a_newer_connection_of_a_member_takes_its_place_and_its_partitions(broke
             again.rest()
 
 
+def test_an_earlier_attempt_of_a_run_that_arrives_late_fences_no_later_one(broker):
+    with Member(broker, "belated", "a", "orders attempt=r.2") as later, LineClient(port(broker)) as earlier:
+        earlier.send("GROUP belated member=a topics=orders attempt=r.1")
+        assert earlier.rest().startswith(b"!err fenced ")
+        later.commit()
+        with Member(broker, "belated", "a", "orders attempt=r.10") as latest:
+            assert later.rest().startswith(b"!err fenced ") and latest.owned.keys() == later.owned.keys()
+            with Member(broker, "belated", "a", "orders attempt=s.1"):  # the program was started again
+                assert latest.rest().startswith(b"!err fenced ")
+
+
 def test_a_member_that_comes_back_is_asked_again_for_what_it_must_give_up(broker):
     with Member(broker, "asked", "a", "orders") as a, Member(broker, "asked", "b", "orders") as b:
         assert a.line().startswith(b"!revoke ")  # and a says nothing: it is stopped, or its connection breaks

@@ -579,6 +579,20 @@ def test_a_broker_that_is_too_old_for_an_opening_in_several_lines_is_named(pair)
     assert "the broker is too old for so many names" in str(pair.core.failed)
 
 
+def test_a_broker_that_is_too_old_to_know_attempts_is_not_told_of_them(pair):
+    pair.core.lost("cut")
+    asked = lines.opening(pair.core.opening())
+    assert asked.attempt.number == 2
+    pair.core.connected()
+    with pytest.raises(Refused):
+        pair.receive(
+            b"!err bad_request 'attempt=%b': unknown option; expected one of member=\n" % str(asked.attempt).encode()
+        )
+    pair.core.lost("refused")
+    assert pair.core.failed is None and lines.opening(pair.core.opening()).attempt is None
+    assert sorted(pair.connect().read_all()) == in_order(5, 0) + in_order(3, 1)
+
+
 def test_the_largest_assignment_that_a_group_may_have_is_taken():
     places = [TopicPartition("t" * 190 + f"{n // 1000:010}", n % 1000) for n in range(GroupLimits().partitions)]
     peer = Peer(dict.fromkeys(places, 0))

@@ -19,6 +19,7 @@ OPENINGS = [
     requests.Group("billing", "m-1", ("orders", "a.b")),
     requests.Group("é n/=%", "it's me", ("orders",), "range", 6.5, "t.x"),
     requests.Group("more", "m", ("orders",), token="t", more=True),
+    requests.Group("g", "m", ("orders",), attempt=requests.Attempt("0_a-Z", 10**17)),
     requests.Assign(None, ((ORDERS, None),)),
     requests.Assign("more", ((ORDERS, None),), "t", more=True),
     requests.Assign("g=1@x", ((ORDERS, Position("offset", 5)), (OTHER, NOON)), "t.x"),
@@ -172,6 +173,11 @@ def test_reading_begins_at_the_first_record_and_following_at_the_end():
             requests.opening,
             b"GROUP g member=m topics=o session=30",
             "session='30': must be a time such as 30s, 500ms or 2m",
+        ),
+        (
+            requests.opening,
+            b"GROUP g member=m topics=o attempt=2",
+            "attempt='2': must be <run>.<number>, of at most 64",
         ),
         (
             requests.opening,

@@ -42,7 +42,8 @@ Cost        A sign of life is O(1). An idle member costs one alarm in each of it
 Not covered A caller that does not count its starts: two kills with no commit between them then give generations twice.
             A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
             which no member comes back. Over LIVES (4) starts in one epoch of a shard, without a commit of any group in
-            the last of them before another broker leads. Who is allowed to join.
+            the last of them before another broker leads. Who is allowed to join. An attempt that arrives after
+            the member of a later one has left: it is a member for one session, of which nobody reads.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -290,13 +291,16 @@ class Coordinator:
         `member`: None for a new one; an id that the caller was given, also by a former life of the gateway; SHARED; or
         a name that it chose. A member that asks for what it has already causes no rebalance.
         Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs, group_kind,
-        fenced (a newer member has its static name), subscription_too_large, too_many_groups, too_many_members.
+        fenced (a newer member has its static name, or there was a later attempt of its run), subscription_too_large,
+        too_many_groups, too_many_members.
         """
         found = self._registry.groups.get(group)
         known = found.members.get(member) if found and member else None
         if known and options.keeps_topics:
             options = options._replace(topics=tuple(sorted(known.topics.union(options.topics))))
         self._check_join(group, member, options, resume)
+        if known:
+            _check_attempt(known, options)
         holder = _holder(found, member, options)
         if known is None and holder is None:
             self._registry.check_member(found)
@@ -541,6 +545,14 @@ class Coordinator:
             raise RequestRefused("unknown_group", f"group {group}: not found")
         self.check_empty(group)
         self._registry.forget(found)
+
+
+def _check_attempt(member: Member, options: MemberOptions) -> None:
+    """Raise RequestRefused (fenced) if a later attempt of the same run has joined: the client has given this one up."""
+    last, this = member.options.attempt, options.attempt
+    if last and this and last.run == this.run and last.number > this.number:
+        text = f"member {member.id}: attempt {last.number} of this run has joined; {this.number} came late"
+        raise RequestRefused("fenced", text)
 
 
 def _holder(group: Group | None, member: str | None, options: MemberOptions) -> str | None:

@@ -7,7 +7,8 @@
 
 Owner       the gateway: one task, from its start to its end. It writes data/gateway.starts once, at its start.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
-            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
+            before it is told Ended(fenced). An earlier attempt of the same run, which arrives late, never does: it is
+            refused. A commit is stored only after the coordinator has allowed it, and never
             beyond the end of a partition; the coordinator hears of it only after it is durable. What it goes beyond,
             though the answer with it is not known to have arrived, comes again (deliveries.py): on disk before the commit.
             The commits of a group are judged and stored in the order of the calls: one that has to wait for the router

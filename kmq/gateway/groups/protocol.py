@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, DEFAULT
 from kmq.message import record
-from kmq.wire.requests import TopicPartition
+from kmq.wire.requests import Attempt, TopicPartition
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
@@ -54,6 +54,7 @@ class MemberOptions(NamedTuple):
     max_poll_s   after so long without asking for records the member is ended, although it beats
     keeps_topics the topics that the member subscribes to already stay (each request of HTTP names only its own one)
     static_name  a newer member of this name takes the place, and the partitions, of the older one
+    attempt      which connection of a program asks; an earlier one of the same run, which arrives late, is refused
     opaque       makes it a member of kind `kafka`: one of the members assigns, and `assignors` are names of their own
     """
 
@@ -65,6 +66,7 @@ class MemberOptions(NamedTuple):
     static_name: str | None = None
     keeps_topics: bool = False
     opaque: Opaque | None = None
+    attempt: Attempt | None = None
 
 
 class Resume(NamedTuple):

@@ -74,7 +74,7 @@ class Session:
             self.connection.pending = 0
             return await serve_until_one_ends((self.fetches.serve(), self._serve_lines()))
         self.connection.pending = 0
-        options = MemberOptions(asked.topics, (asked.assignor,), asked.session_s)
+        options = MemberOptions(asked.topics, (asked.assignor,), asked.session_s, attempt=asked.attempt)
         client = Client(asked.member, self.connection.peer)
         try:
             await self._groups.join(asked.group, asked.member, client, options, self._rebalances.hear, is_anew=True)
