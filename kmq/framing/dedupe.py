@@ -302,6 +302,7 @@ class Acceptor:
     """Adds messages to a batch, or says what to reply instead.
 
     Messages come from a producer (`kind` is `p`) or a window (`w`) of that name, or from a connection without either.
+    `after`: an id of this producer that must be stored before them, or a later one; 0: none must.
     """
 
     def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic) -> None:
@@ -314,7 +315,7 @@ class Acceptor:
         """Add to this batch from now on; `seconds` since the epoch is now."""
         self._batch, self._seconds = batch, seconds
 
-    def accept_all(self, body: bytes, kind: bytes, name: bytes) -> bool:
+    def accept_all(self, body: bytes, kind: bytes, name: bytes, after: int = 0) -> bool:
         """Add these messages if all are good and new; return False if each must be looked at.
 
         One check of them all, and one call of the table for ids without a gap.
@@ -323,7 +324,7 @@ class Acceptor:
         seq = batch.next_seq + len(batch.lines)
         if len(body) > self.max_line and max(map(len, body.split(b"\n"))) > self.max_line:
             return False
-        if not self.topics.takes(body, seq):
+        if not self.topics.takes(body, seq) or (after and self.table.last_id(name) < after):
             return False
         if not kind:
             if record.claims(body):
@@ -351,11 +352,13 @@ class Acceptor:
         batch.lines += [join((head, tag, headers, b"|", payload)) for head, _, _, headers, payload in fields]
         return True
 
-    def accept(self, line: bytes, n: int, kind: bytes, name: bytes, reserved: bool = False) -> bytes:
+    def accept(self, line: bytes, n: int, kind: bytes, name: bytes, after: int = 0, reserved: bool = False) -> bytes:
         """Add message n if it is good and new, and return b""; otherwise return the reply.
 
         `reserved`: it may name a reserved topic.
         """
+        if after and self.table.last_id(name) < after:
+            return b"!err %d id_gap %d is not stored" % (n, after)
         reason = "too_long" if len(line) > self.max_line else record.refusal(line, reserved)
         if reason:
             return b"!err %d %b" % (n, reason.encode())

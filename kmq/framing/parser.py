@@ -116,7 +116,8 @@ class ReceivedLines:
 
 # --- parser ----------------------------------------------------------------------------------------------------------
 
-Origin = tuple[bytes, bytes, bytes, bool]  # connection, `p`, `w` or nothing, producer or scope, may write reserved
+# Connection, `p`, `w` or nothing, producer or scope, which of its ids must be stored, may write reserved
+Origin = tuple[bytes, bytes, bytes, int, bool]
 
 # Lines that are looked at one by one in a turn: half a second's work of the slowest machine, so that the framer gives a
 # sign of life whatever strangers send.
@@ -303,7 +304,7 @@ class Parser:
 
     def _messages(self, at: int, position: int, match: re.Match[bytes]) -> tuple[int, int] | None:
         """Add or refuse the messages of this control line; None if it speaks of no such messages."""
-        connection, n, k, *piece, kind, name, right = match.groups()
+        connection, n, k, *piece, kind, name, after, right = match.groups()
         birth, start, stop = map(int, piece)
         first, count = int(n), int(k)
         if not self.source.has(birth, start, stop):
@@ -318,7 +319,7 @@ class Parser:
             return None
         first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
         self._bytes += len(body)
-        origin = connection, kind or b"", name or b"", right is not None
+        origin = connection, kind or b"", name or b"", int(after or 0), right is not None
         taken = self._accept(body, origin, (first, count), (at, low))
         if taken < len(body):
             self._stops = True
@@ -354,9 +355,9 @@ class Parser:
 
     def _accept(self, body: bytes, origin: Origin, messages: tuple[int, int], place: tuple[int, int]) -> int:
         """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""
-        (connection, kind, name, reserved), (n, count), (at, low) = origin, messages, place
+        (connection, kind, name, after, reserved), (n, count), (at, low) = origin, messages, place
         lines, base = self._batch.lines, len(self._batch.lines)
-        if self._acceptor.accept_all(body, kind, name):
+        if self._acceptor.accept_all(body, kind, name, after):
             self._looked += count
             before = 0
             for stop, end in ends_of_messages(body, count, self.limits):
@@ -371,7 +372,7 @@ class Parser:
             self._looked += 1
             done += len(line) + 1
             before = len(lines)
-            reply = self._acceptor.accept(line, n, kind, name, reserved)
+            reply = self._acceptor.accept(line, n, kind, name, after, reserved)
             self.refused += reply.startswith(b"!err")
             self._reply(connection, n, n, reply, before)
             self._cut(at, low + done)

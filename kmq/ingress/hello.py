@@ -13,10 +13,11 @@
                 producer's name may be one of KMQ's own. It must be asked for: the gateway shows that token for its clients
                 too, and must not lend them this right
 
-    !unit <lines> <bytes> [p=<name>]
+    !unit <lines> <bytes> [p=<name> [after=<id>]]
 
 After reserved=1 only: so many lines follow, in exactly so many bytes. They are handed over as one piece, so they get
-consecutive seqs whoever else writes. `p` is the producer of this unit, else it is that of the connection. A unit of
+consecutive seqs whoever else writes. `p` is the producer of this unit, else it is that of the connection. Where `after`
+is given, the framer refuses all of it (`id_gap`) unless that id of the producer, or a later one, is stored. A unit of
 0 lines asks for the last id of the name, as `last=?` does.
 
 An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
@@ -108,11 +109,11 @@ def parse(line: bytes) -> Hello:
 
 # --- unit ------------------------------------------------------------------------------------------------------------
 
-_UNIT = re.compile(rb"!unit (\d{1,9}) (\d{1,9})(?: p=(%b))?\r?" % NAME_PATTERN.encode())
+_UNIT = re.compile(rb"!unit (\d{1,9}) (\d{1,9})(?: p=((%b)(?: after=\d{1,18})?))?\r?" % NAME_PATTERN.encode())
 
 
-class Unit(namedtuple("Unit", ("lines", "nbytes", "producer"))):
-    """What the first line of a unit says; `producer`: b"" if it names none."""
+class Unit(namedtuple("Unit", ("lines", "nbytes", "producer", "origin"))):
+    """What the first line of a unit says. `producer`: b"" if it names none; `origin`: with `after=`, for the framer."""
 
     __slots__ = ()
 
@@ -121,8 +122,8 @@ def parse_unit(line: bytes, max_line: int) -> Unit:
     """Return the unit that begins with `line` (without newline). Raises ValueError, which says what is wrong."""
     match = _UNIT.fullmatch(line)
     if match is None:
-        raise ValueError("expected: !unit <lines> <bytes> [p=<name>]")
-    unit = Unit(int(match[1]), int(match[2]), match[3] or b"")
+        raise ValueError("expected: !unit <lines> <bytes> [p=<name> [after=<id>]]")
+    unit = Unit(int(match[1]), int(match[2]), match[4] or b"", match[3] or b"")
     if unit.nbytes > max_line + UNIT_BYTES:
         raise ValueError(f"{unit.nbytes} bytes: a unit has at most {max_line + UNIT_BYTES}")
     if unit.lines > unit.nbytes or bool(unit.lines) != bool(unit.nbytes):

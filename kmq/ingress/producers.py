@@ -312,7 +312,7 @@ class Intake:
         if lines != unit.lines or self._buffer[stop - 1 : stop] != b"\n":
             why = f"its {unit.nbytes} bytes are {lines} lines" + (" and no more" if lines == unit.lines else "")
             return self._refuse(connection, unit.lines, "bad_unit", why)
-        self._pass_on(connection, parts, lines, unit.producer)
+        self._pass_on(connection, parts, lines, unit.origin)
         return True
 
     def _refuse(self, connection: Connection, count: int, code: str = "", why: str = "") -> bool:
@@ -325,7 +325,7 @@ class Intake:
 
     # --- whole lines are handed over ---------------------------------------------------------------------------------
 
-    def _pass_on(self, connection: Connection, parts: Sequence[Part], count: int, producer: bytes = b"") -> None:
+    def _pass_on(self, connection: Connection, parts: Sequence[Part], count: int, origin: bytes = b"") -> None:
         """Hand over whole lines, `count` messages if the connection has a sender; or refuse them if it is refused."""
         if connection.raw is not None:
             self._hand_over_raw(connection.raw, parts)
@@ -340,11 +340,11 @@ class Intake:
             replies.passed += count
             if not replies.train_at and replies.acks:
                 replies.train_end, replies.train_at = replies.taken, time.monotonic()
-        self._hand_over(parts, sender, count, producer)
+        self._hand_over(parts, sender, count, origin)
 
-    def _hand_over(self, parts: Sequence[Part], sender: Sender | None, count: int, producer: bytes = b"") -> None:
+    def _hand_over(self, parts: Sequence[Part], sender: Sender | None, count: int, origin: bytes = b"") -> None:
         self.bytes += sum(map(len, parts))
-        self.handover.put(parts, sender, count, producer)
+        self.handover.put(parts, sender, count, origin)
 
     def finish(self, connection: Connection) -> None:
         """Take the end of a connection: its unfinished line is refused, or becomes dead.malformed (connection.py)."""

@@ -83,9 +83,10 @@ def capacity(fd: int) -> int:
 #     <message>                          a line from any writer in the pod, who gets no reply
 #     !r <birth> <start> <end>           lines of producers who wait for no reply lie in the ring `received`, from
 #                                        position <start> to <end>; also an empty piece: all before it is free
-#     !c <connection> <n> <k> <birth> <start> <end> [p=<producer>|w=<scope>] [reserved]
-#                                        there lie the k messages n… of an acknowledged connection; `reserved`: it has
-#                                        shown the pod's token, and may write to the topics of KMQ itself
+#     !c <connection> <n> <k> <birth> <start> <end> [p=<producer> [after=<id>]|w=<scope>] [reserved]
+#                                        there lie the k messages n… of an acknowledged connection; `after`: they are
+#                                        refused unless this id of the producer, or a later one, is stored; `reserved`:
+#                                        it has shown the pod's token, and may write to the topics of KMQ itself
 #     !l <connection> <q> p=<producer>   question q of a connection, from 0: the last id stored of a producer
 #
 # <birth> names the ring (received.py). A control line is shorter than PIPE_BUF, and so is written at once.
@@ -94,9 +95,9 @@ CONTROL = b"!"
 _CONNECTION, _NAME, _NUMBER = rb"\d{1,20}\.\d{1,20}", NAME_PATTERN.encode(), rb"\d{1,19}"
 _PIECE = rb"(%b) (%b) (%b)" % (_NUMBER, _NUMBER, _NUMBER)
 LINES = re.compile(rb"!r %b\n" % _PIECE)  # birth, start, end
-# connection, n, k, birth, start, end, `p` or `w`, producer or scope, ` reserved`
+# connection, n, k, birth, start, end, `p` or `w`, producer or scope, after, ` reserved`
 _COUNTED = rb"(%b) (\d{1,18}) (\d{1,9}) %b" % (_CONNECTION, _PIECE)
-MESSAGES = re.compile(rb"!c %b(?: ([pw])=(%b))?( reserved)?\n" % (_COUNTED, _NAME))
+MESSAGES = re.compile(rb"!c %b(?: ([pw])=(%b)(?: after=(\d{1,18}))?)?( reserved)?\n" % (_COUNTED, _NAME))
 # one message of a connection without a name: connection, n, birth, start, end
 SINGLE = re.compile(rb"!c (%b) (\d{1,18}) 1 %b\n" % (_CONNECTION, _PIECE))
 LAST_ID = re.compile(rb"!l (%b) (\d{1,18}) p=(%b)\n" % (_CONNECTION, _NAME))  # connection, q, producer
@@ -118,11 +119,11 @@ class Sender:
         self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
         self.sent = 0  # messages announced in the FIFO, and so the n of the last message
 
-    def messages(self, count: int, birth: int, start: int, end: int, producer: bytes = b"") -> bytes:
-        """Return the control line for the next `count` messages. `producer`: whose they are, if not the connection's."""
+    def messages(self, count: int, birth: int, start: int, end: int, origin: bytes = b"") -> bytes:
+        """Return the control line for the next `count` messages. `origin`: after `p=`; b"": as the connection's hello."""
         first = self.sent + 1
         self.sent += count
-        tag = b" p=" + producer if producer else self.tag
+        tag = b" p=" + origin if origin else self.tag
         return b"!c %b %d %d %d %d %d%b%b\n" % (self.name, first, count, birth, start, end, tag, self.right)
 
     def question(self, number: int, producer: bytes = b"") -> bytes:

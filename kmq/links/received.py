@@ -228,25 +228,25 @@ class Handover:
         """Return True if something waits for room. Nothing more may be received until `flush` has ended that."""
         return self.is_full or bool(self._waiting)
 
-    def put(self, parts: Sequence[Part], sender: Sender | None = None, count: int = 0, producer: bytes = b"") -> None:
+    def put(self, parts: Sequence[Part], sender: Sender | None = None, count: int = 0, origin: bytes = b"") -> None:
         """Hand over whole lines: `count` messages of `sender`, or lines that nobody waits for.
 
-        `producer`: whose messages they are, if not of the name that the sender has.
+        `origin`: whose messages they are, if not of the name that the sender has, and after which of its ids (fifo.py).
         """
         nbytes = sum(map(len, parts))
         start = -1 if self._waiting else self.ring.put(parts, nbytes)
         if start < 0:
-            self._waiting.append((b"".join(parts), sender, count, producer))
+            self._waiting.append((b"".join(parts), sender, count, origin))
             return
-        self._announce(start, start + nbytes, sender, count, producer)
+        self._announce(start, start + nbytes, sender, count, origin)
         self._unsaid += nbytes
         if self._unsaid > _PROMPT_BYTES:
             self.flush()
 
-    def _announce(self, start: int, end: int, sender: Sender | None, count: int, producer: bytes) -> None:
+    def _announce(self, start: int, end: int, sender: Sender | None, count: int, origin: bytes) -> None:
         if sender is not None:
             self._end_piece()
-            self._lines.append(sender.messages(count, self.ring.birth, start, end, producer))
+            self._lines.append(sender.messages(count, self.ring.birth, start, end, origin))
         elif start == self._piece[1]:
             self._piece = self._piece[0], end
         else:
@@ -284,7 +284,7 @@ class Handover:
             self.is_full = done < len(text)
             self._lines = [text[done:]] if self.is_full else []
 
-    def _put_again(self, data: bytes, sender: Sender | None, count: int, producer: bytes) -> bool:
+    def _put_again(self, data: bytes, sender: Sender | None, count: int, origin: bytes) -> bool:
         if count == _CONTROL_LINE:
             self._end_piece()
             self._lines.append(data)
@@ -292,7 +292,7 @@ class Handover:
         start = self.ring.put([data], len(data))
         if start < 0:
             return False
-        self._announce(start, start + len(data), sender, count, producer)
+        self._announce(start, start + len(data), sender, count, origin)
         return True
 
     def _write(self, text: bytes) -> int:

@@ -68,6 +68,7 @@ _ROWS = (
     Refusal(MESSAGE, "bad_id", _BAD, "the id is none that this connection may send"),
     Refusal(MESSAGE, "id_reused", _EXISTS, "the id was stored before with other content"),
     Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
+    Refusal(MESSAGE, "id_gap", _STALE, "the id that must be stored before this one is not"),
     Refusal(
         MESSAGE,
         "producers_full",

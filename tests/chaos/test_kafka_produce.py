@@ -7,10 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import confluent_kafka
 import pytest
+from kafka_batches import Sent, framed, records_of
+from kafka_peer import Peer
+from kio.schema.errors import ErrorCode
 
 from chaos.cutting_proxy import CuttingProxy
 from chaos.load import Load, TcpLoad
@@ -129,3 +133,49 @@ def test_each_record_is_stored_once_in_order_where_its_client_is_told_it_is(
                 total, unknown = total + 1, unknown + (offset < 0)
                 assert offset < 0 or found[offset] == value, (client.name, partition, value[:20], offset)
     assert total > 4 * 300 * len(deaths) and unknown < total / 2
+
+
+def test_a_batch_behind_one_that_the_framer_has_refused_is_not_stored_before_it(make_pod: Callable[..., Pod]) -> None:
+    """The name of the producer was forgotten, and another one has its place until that is idle, too."""
+    pod = make_pod(KMQ_KAFKA_PRODUCERS=1, KMQ_PRODUCER_TTL="1s", KMQ_KAFKA_PARTITIONS=1)
+    pod.start(*STAGES, "gateway")
+    pod.wait_ready(*STAGES, "gateway")
+    idle_at = 0.0
+
+    def be_idle() -> None:
+        nonlocal idle_at
+        idle_at = time.time() + 3
+        pod.wait(lambda: time.time() > idle_at, "the name is idle for longer than KMQ_PRODUCER_TTL")
+
+    with Peer.of(pod.pipes) as one, Peer.of(pod.pipes) as other:
+        assert one.make_topic(TOPIC) == 1
+        pids = [
+            each.ask(22, 1, transactional_id=None, transaction_timeout=timedelta(0)).producer_id
+            for each in (one, other)
+        ]
+
+        def batch(sequence: int, pid: int = pids[0]) -> bytes:
+            rows = [Sent(1000, None, b"%d" % sequence)]
+            return framed(records_of(rows, 1000), 1, base=1000, latest=1000, producer=(pid, 0, sequence))
+
+        def codes() -> list[ErrorCode]:
+            return [one.read_produced().error_code for _ in range(2)]
+
+        assert one.produce(TOPIC, 0, batch(0)).error_code == ErrorCode.none
+        be_idle()
+        assert other.produce(TOPIC, 0, batch(7, pids[1])).error_code == ErrorCode.none
+        pod.pause("durability")  # so the door does not hear of it
+        looked = pod.row("framer").refused
+        one.send_batch(TOPIC, 0, batch(1))
+        pod.wait(lambda: pod.row("framer").refused > looked, "the framer refuses the first batch")
+        be_idle()
+        seq = pod.seq("framer")
+        one.send_batch(TOPIC, 0, batch(2))
+        pod.wait(lambda: pod.row("framer").refused > looked + 1 or pod.seq("framer") > seq, "it takes the second one")
+        pod.resume("durability")
+        assert codes() == [ErrorCode.not_leader_or_follower] * 2
+        for sequence in (1, 2):
+            one.send_batch(TOPIC, 0, batch(sequence))
+        assert codes() == [ErrorCode.none] * 2
+    pod.settle()
+    assert stored(pod.data, 0) == [b"0", b"7", b"1", b"2"]

@@ -253,7 +253,7 @@ def test_what_is_no_unit_is_refused_by_name_and_the_connection_ends(make_pod: Ma
         (b"!unit 2 5\na|||\n", b"its 5 bytes are 1 lines"),
         (b"!unit 1 4\na|||\n", b"its 4 bytes are 0 lines"),
         (b"!unit 1 131073\n", b"131073 bytes: a unit has at most 131072"),
-        (b"!unit one 5\na|||\n", b"expected: !unit <lines> <bytes> [p=<name>]"),
+        (b"!unit one 5\na|||\n", b"expected: !unit <lines> <bytes> [p=<name> [after=<id>]]"),
         (b"!unit 1 6\na|||\n", b"the connection ended before the unit did"),  # within KMQ_LINE_DEADLINE
     ]
     for number, (lie, why) in enumerate(lies, start=1):

@@ -25,7 +25,7 @@ class Ingress:
     def __init__(self, *scripts):
         """`scripts`: of each connection the answer to its hello, and a reply to each unit; None ends the connection."""
         self.scripts = [list(script) for script in scripts]
-        self.units = []
+        self.units, self.heads = [], []
         self.turns = asyncio.Semaphore(0)
 
     async def __aenter__(self):
@@ -44,6 +44,7 @@ class Ingress:
             await reader.readline()
             writer.write(hello)
             while hello.startswith(b"!ok") and (head := await reader.readline()):
+                self.heads.append(head)
                 self.units.append(await reader.readexactly(int(head.split()[2])))
                 await self.turns.acquire()
                 reply = replies.pop(0)
@@ -148,6 +149,24 @@ def test_what_has_no_reply_when_the_connection_breaks_is_sent_again_in_order(lin
     run(work)
 
 
+def test_a_unit_says_which_id_must_be_stored_before_it(link):
+    async def work():
+        async with Ingress([OK, b"!ack 1 1\n", b"!err 2 id_gap 1 is not stored\n", b"!ack 3 2\n"]) as ingress:
+            made, heads = link(ingress), []
+            for after in (0, 1, 1):
+                sent = made.send(b"k1", b"a|1|%d|x\n" % (after + 1), 1, lambda: None, after)
+                ingress.release()
+                heads.append((await outcome(sent), ingress.heads[-1]))
+            assert heads == [
+                ([(1, 1, False)], b"!unit 1 8 p=k1\n"),
+                ("id_gap", b"!unit 1 8 p=k1 after=1\n"),
+                ([(1, 2, False)], b"!unit 1 8 p=k1 after=1\n"),
+            ]
+            await made.close()
+
+    run(work)
+
+
 # --- what the door knows of a producer -------------------------------------------------------------------------------
 
 
@@ -155,7 +174,7 @@ class Told:
     """Units that are answered when the test says so."""
 
     def __init__(self, last):
-        self.last, self.sent = last, []
+        self.last, self.sent, self.after = last, [], []
 
     async def last_id(self, label):
         return self.last
@@ -163,9 +182,10 @@ class Told:
     async def room(self):
         pass
 
-    def send(self, label, text, count, on_refused):
+    def send(self, label, text, count, on_refused, after):
         future = asyncio.get_running_loop().create_future()
         self.sent.append((text, future, on_refused))
+        self.after.append(after)
         return future
 
     def refuse(self, at, code="disk_full"):
@@ -207,6 +227,9 @@ def test_a_batch_behind_a_refused_one_is_a_gap_until_that_one_comes_again(chapte
         assert code(await made._begin_idempotent(PART, batch(0, 6), 1)) == ErrorCode.out_of_order_sequence_number
         assert code(await made._begin_idempotent(PART, batch(0, 5), 1)) is None
         assert code(await made._begin_idempotent(PART, batch(0, 6), 1)) is None
+        assert code(await made._begin_idempotent(PART, batch(0, 4), 1)) is None  # again
+        assert code(await made._begin_idempotent(PART, batch(1, 0), 1)) is None
+        assert told.after == [5, 5, 6, 4, 7]
 
     run(work)
 

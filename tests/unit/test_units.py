@@ -121,6 +121,8 @@ LIES = {
     "a long name": b"!unit 1 10 p=%b\n" % (b"a" * 65),
     "other digits": "!unit ² 10\n".encode(),
     "another verb": b"!hello acks=1\n",
+    "an id without a name": b"!unit 1 10 after=1\n",
+    "no id": b"!unit 1 10 p=a after=\n",
     "no verb": b"!\n",
     "endless": b"!unit " + b"1" * 5000,
 }
@@ -177,12 +179,42 @@ def read_some(wire, connection):
     return connection.length != before
 
 
+def test_a_unit_is_refused_whole_unless_the_id_that_it_follows_is_stored(wire):
+    near, connection = greeted(wire, DOOR)
+    odd = unit(*mine(5), b"no separator", p=b"k1 after=9")
+    assert send(wire, near, connection, unit(*mine(1), p=b"k1") + unit(*mine(3, 4), p=b"k1 after=2") + odd)
+    assert send(wire, near, connection, unit(*mine(2), p=b"k1 after=1") + unit(*mine(3, 4), p=b"k1 after=2"))
+    assert send(
+        wire, near, connection, unit(*mine(2), p=b"k1 after=1") + unit(*mine(2), p=b"k2 after=1") + unit(p=b"k2")
+    )
+    told = ["ack 1", *["err id_gap"] * 4, "ack 2", "ack 3", "ack 4", "dup 2", "err id_gap", "last 0"]
+    assert said(wire, near, connection) == told and len(wire.lines) == 4
+    wire.finish(near, connection)
+
+
 def test_what_was_refused_refuses_units_line_by_line_and_questions_too(wire):
     near, connection = greeted(wire, DOOR)
     assert send(wire, near, connection, unit(*mine(1), p=b"k1"))
     connection.replies.refusal = b"disk_full no room"
     assert send(wire, near, connection, unit(*mine(2, 3), p=b"k1") + unit(p=b"k1") + unit(*mine(4), p=b"k2"))
     assert said(wire, near, connection) == ["ack 1", *["err disk_full"] * 4] and len(wire.lines) == 1
+    wire.finish(near, connection)
+
+
+def test_what_follows_a_refused_unit_is_refused_too_when_more_is_accepted_again(wire):
+    near, connection = greeted(wire, DOOR)
+    replies = connection.replies
+    assert send(wire, near, connection, unit(*mine(1), p=b"k1"))
+    replies.follow(b"", b"quota reached")
+    replies.follow(b"quota reached", b"")  # nothing was refused meanwhile
+    assert send(wire, near, connection, unit(*mine(2), p=b"k1"))
+    replies.follow(b"", b"quota reached")
+    assert send(wire, near, connection, unit(*mine(3), p=b"k1"))
+    replies.follow(b"quota reached", b"")
+    replies.follow(b"", b"not_enough_replicas")
+    replies.follow(b"not_enough_replicas", b"")
+    assert send(wire, near, connection, unit(*mine(4), p=b"k1") + unit(p=b"k1") + unit(*mine(5), p=b"k2"))
+    assert said(wire, near, connection) == ["ack 1", "ack 2", *["err quota"] * 4] and len(wire.lines) == 2
     wire.finish(near, connection)
 
 
@@ -226,8 +258,9 @@ def test_a_name_in_a_piece_that_waits_for_room_stays_its_own(wire):
 
 
 def test_a_first_line_is_read_as_it_is_written():
-    assert parse_unit(b"!unit 3 400 p=k5.1.0", 100) == Unit(3, 400, b"k5.1.0")
-    assert parse_unit(b"!unit 0 0\r", 100) == Unit(0, 0, b"")
+    assert parse_unit(b"!unit 3 400 p=k5.1.0", 100) == Unit(3, 400, b"k5.1.0", b"k5.1.0")
+    assert parse_unit(b"!unit 3 400 p=k5 after=17", 100) == Unit(3, 400, b"k5", b"k5 after=17")
+    assert parse_unit(b"!unit 0 0\r", 100) == Unit(0, 0, b"", b"")
     assert parse_unit(b"!unit 1 %d" % (100 + UNIT_BYTES), 100).nbytes == 100 + UNIT_BYTES
     with pytest.raises(ValueError, match=f"at most {100 + UNIT_BYTES}"):
         parse_unit(b"!unit 1 %d" % (101 + UNIT_BYTES), 100)

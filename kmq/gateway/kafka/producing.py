@@ -5,7 +5,8 @@ once        dedupe table of the framer is the only memory: it survives kills, co
             door knows of a name besides (`_Name`) is asked for, and forgotten when anything went wrong.
 Order       The batches of a connection are judged and handed over in the order in which they came. A batch that follows a
             refused one is a gap, until the refused one was sent again: its client repeats in order. So of a name that has
-            nothing stored yet only one batch is on its way.
+            nothing stored yet only one batch is on its way. All others say which id must be stored before them, because
+            the framer may refuse a batch while the next one is on its way.
 Offset      The base offset is that of the first record if the whole batch lies behind it without a gap: its first and its
             last record are looked up. Otherwise it is -1, which is unknown. It is never a wrong one.
 Without     Batches without a producer id get ids of the door's own, so that a broken connection to ingress stores nothing
@@ -262,7 +263,8 @@ class ProduceChapter:
                         await self._link().room()
                         lines = await self._lines(part, batch, first_id)
                         if (name.last, name.refused) == known:  # no batch before it was refused meanwhile
-                            task = self._hand_over(label, part, batch, from_seq, lines, name, first_id)
+                            after = min(name.last or 0, first_id - 1)
+                            task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after)
                             break
                 name.last = max(known[0] or 0, first_id + batch.record_count - 1)
                 if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
@@ -292,10 +294,16 @@ class ProduceChapter:
         lines: RenderedLines,
         name: _Name | None,
         first_id: int,
+        after: int = 0,
     ) -> "asyncio.Task[_Produced]":
+        """Send the lines to ingress. `after`: the id of the name that must be stored before them."""
         link, most = self._link(), self._settings.max_line + UNIT_BYTES
         on_refused = (lambda: None) if name is None else partial(name.refuse, first_id)
-        units = [link.send(label, *unit, on_refused) for unit in split(lines.text, batch.record_count, most)]
+        units = []
+        for text, count in split(lines.text, batch.record_count, most):
+            units.append(link.send(label, text, count, on_refused, after))
+            first_id += count
+            after = first_id - 1
         kept = from_seq if lines.is_exact else None
         task = asyncio.create_task(self._finish(part, batch, kept, units, name))
         self._finishing.add(task)

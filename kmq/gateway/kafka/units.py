@@ -4,6 +4,8 @@ Invariant   Units are sent in the order in which they are handed over. What has 
             again, in the same order, on the next one: each line has an id, so it is stored once.
             After a refusal of the whole connection (a full disk, too few replicas) nothing more is sent on it, and what
             waits is refused with it: on the next connection it could be stored although what came before was not.
+            Where the framer refuses lines, the connection goes on. So a unit says which id of its name must be stored
+            before it.
             A newer gateway of this broker fences this one: from then on everything is refused.
 Memory      _MOST_BYTES of lines without a reply. `room` waits until there are fewer, and is no reservation.
 """
@@ -45,7 +47,7 @@ class SeqRun(NamedTuple):
 class _Unit:
     """A unit without all its replies. `on_refused` hears of a refusal at once, before anything else is judged."""
 
-    __slots__ = ("count", "future", "left", "name", "on_refused", "refused", "runs", "text")
+    __slots__ = ("after", "count", "future", "left", "name", "on_refused", "refused", "runs", "text")
 
     def __init__(
         self,
@@ -54,7 +56,9 @@ class _Unit:
         count: int,
         future: "asyncio.Future[list[SeqRun]]",
         on_refused: Callable[[], None],
+        after: int,
     ) -> None:
+        self.after = after
         self.name, self.text, self.count, self.future, self.on_refused = name, text, count, future, on_refused
         self.begin()
 
@@ -65,7 +69,8 @@ class _Unit:
         self.refused: RequestRefused | None = None
 
     def head(self) -> bytes:
-        return b"!unit %d %d p=%b\n" % (self.count, len(self.text), self.name)
+        after = b" after=%d" % self.after if self.after else b""
+        return b"!unit %d %d p=%b%b\n" % (self.count, len(self.text), self.name, after)
 
     def settle(self) -> None:
         """Tell who waits: all lines have their replies."""
@@ -126,11 +131,14 @@ class Units:
             await self._freed.wait()
 
     def send(
-        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None]
+        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None], after: int = 0
     ) -> "asyncio.Future[list[SeqRun]]":
-        """Hand over lines that belong together. The result: their seqs. Raises RequestRefused, also through the future."""
+        """Hand over lines that belong together. The result: their seqs. Raises RequestRefused, also through the future.
+
+        `after`: they are refused unless this id of the name, or a later one, is stored; 0: none must be.
+        """
         future: asyncio.Future[list[SeqRun]] = asyncio.get_running_loop().create_future()
-        self._put(_Unit(name, text, count, future, on_refused))
+        self._put(_Unit(name, text, count, future, on_refused, after))
         return future
 
     def last_id(self, name: bytes) -> "asyncio.Future[int]":

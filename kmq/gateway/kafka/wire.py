@@ -559,6 +559,7 @@ _CODES = {
     "not_ready": ErrorCode.not_leader_or_follower,
     "stopping": ErrorCode.not_leader_or_follower,
     "producers_full": ErrorCode.not_leader_or_follower,
+    "id_gap": ErrorCode.not_leader_or_follower,
     "busy": ErrorCode.request_timed_out,
     "too_many": ErrorCode.request_timed_out,
     "not_answered": ErrorCode.request_timed_out,
