@@ -274,6 +274,26 @@ MUTANTS = [
         [UNIT_UNITS],
     ),
     Mutant(
+        "units: what follows a refused unit is taken when more is accepted again",
+        [(CONNECTION, "(self.refusal == before and self.taken == self.passed)", "self.refusal == before")],
+        [UNIT_UNITS],
+    ),
+    Mutant(
+        "units: what a unit follows need not be stored if all its lines are good",
+        [(DEDUPE_TABLE, " or (after and self.table.last_id(name) < after)", "")],
+        [UNIT_UNITS],
+    ),
+    Mutant(
+        "units: what a unit follows need not be stored if its lines are looked at one by one",
+        [(DEDUPE_TABLE, "        if after and self.table.last_id(name) < after:\n", "        if False:\n")],
+        [UNIT_UNITS],
+    ),
+    Mutant(
+        "kafka: a batch does not say which one it follows",
+        [("kmq/gateway/kafka/producing.py", "after = min(name.last or 0, first_id - 1)", "after = 0")],
+        ["tests/unit/test_kafka_units.py"],
+    ),
+    Mutant(
         "acks: after a refusal the rest of the connection is taken",
         [("kmq/ingress/producers.py", "            if replies.refusal:\n", "            if False:\n")],
         [UNIT_INTAKE],

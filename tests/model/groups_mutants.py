@@ -193,6 +193,16 @@ MUTANTS = [
         ("group", "        self._ownership.rename(old, member.id)\n", "        self._is_stale = True\n"),
     ),
     Mutant(
+        "an earlier attempt of a run takes the place of a later one",
+        stories.an_earlier_attempt_of_a_run_takes_no_place,
+        ("coordinator", "last.run == this.run and last.number > this.number", "False"),
+    ),
+    Mutant(
+        "a program that is started again is refused",
+        stories.an_earlier_attempt_of_a_run_takes_no_place,
+        ("coordinator", "last.run == this.run and last.number > this.number", "last.number > this.number"),
+    ),
+    Mutant(
         "an older member of the same name comes back",
         stories.a_newer_member_of_the_same_name_takes_the_place_of_the_older,
         ("coordinator", "if holder is not None and member is not None and holder != member:", "if False:"),

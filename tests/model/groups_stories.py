@@ -3,6 +3,8 @@
 from groups_ghost import demand
 from groups_stage import Stage
 
+from kmq.wire.requests import Attempt
+
 T = [("t", number) for number in range(4)]
 U = [("u", number) for number in range(2)]
 EAGER = ("range", "roundrobin", "sticky")
@@ -407,6 +409,16 @@ def a_group_without_members_and_commits_is_forgotten(stage: Stage) -> None:
     demand(stage.state() == "empty", "it was committed to")
     demand(kinds(stage.forward(2.0)) == ["Forgotten"] and stage.state() == "dead", "now")
     demand(stage.due == float("inf"), "nothing is waited for")
+
+
+def an_earlier_attempt_of_a_run_takes_no_place(stage: Stage) -> None:
+    member = stage.join(member="m", attempt=Attempt("r", 2))
+    stage.settle()
+    had, generation = stage.reads(member), stage.generation()
+    demand(stage.join("u", member="m", attempt=Attempt("r", 1)) == "!fenced", "it came late")
+    demand(stage.reads(member) == had and not stage.tick() and stage.generation() == generation, "nothing has changed")
+    for attempt in (Attempt("r", 2), Attempt("r", 3), Attempt("s", 1), None, Attempt("r", 1)):
+        demand(stage.join(member="m", attempt=attempt) == member, "a later one, or of another run")
 
 
 # --- static members ---------------------------------------------------------------------------------------------------
