@@ -55,6 +55,7 @@ COMPRESSED, RAW = (
     Workload("1 KB, binary", 1000, is_text=False),
 )
 RATES = {SMALL: "≥ 230000", LARGE: "≥ 90000", COMPRESSED: "≥ 90000", RAW: "≥ 50000"}
+_PACE, _SETTLE_S = 10_000, 1.0  # records a second, and how long before they are measured
 DOOR = {SMALL: "≤ 0.8", LARGE: "≤ 0.7"}  # its CPU, of that of the stages
 
 
@@ -134,6 +135,17 @@ def catchup(bench: Bench) -> Iterator[Figure]:
         yield Figure("catchup", f"{load.name}, stored by lines", amount / found["seconds"], unit, bar, note)
 
 
+def delay(bench: Bench) -> Iterator[Figure]:
+    """How long a record takes from produce() to poll(), at 10,000 a second."""
+    topic = bench.topic()
+    consumer = bench.client("listen", topic, SMALL, 0)
+    assert consumer.stdout is not None and consumer.stdout.readline() == "ready\n"
+    _result(bench.client("pace", topic, SMALL, bench.seconds + _SETTLE_S))
+    found = _result(consumer)
+    for name, bar in (("p50", ""), ("p99", "≤ 10")):
+        yield Figure("delay", f"produced to consumed, {_PACE:,} msg/s, {name}", found[name] * 1e3, "ms", bar)
+
+
 def idle(bench: Bench) -> Iterator[Figure]:
     """What 1,000 connections with a waiting fetch cost."""
     topic = bench.topic()
@@ -162,16 +174,57 @@ def _waiting_fetch(topic: str, end: int) -> bytes:
     return struct.pack(">i", len(body)) + body
 
 
-PARTS = {"throughput": throughput, "catchup": catchup, "idle": idle}
+PARTS = {"throughput": throughput, "catchup": catchup, "delay": delay, "idle": idle}
 
 
 # --- the clients, in processes of their own --------------------------------------------------------------------------
+
+
+def _paced(servers: dict[str, str], topic: str, nbytes: int, seconds: float) -> None:
+    """Produce records that say when, at _PACE."""
+    from confluent_kafka import Producer
+
+    producer = Producer(servers | {"enable.idempotence": True, "linger.ms": 1})
+    begin, count = time.time(), 0
+    while (now := time.time()) < begin + seconds:
+        while count < (now - begin) * _PACE:
+            producer.produce(topic, (b"%020.9f" % time.time()).ljust(nbytes), partition=0)
+            count += 1
+        producer.poll(0)
+        time.sleep(0.001)
+    producer.produce(topic, b"end", partition=0)
+    producer.flush(60)
+    print(json.dumps({"count": count}))
+
+
+def _listening(servers: dict[str, str], topic: str) -> None:
+    """Print how old such records are when they come; those of the first _SETTLE_S do not count."""
+    from confluent_kafka import Consumer, Producer, TopicPartition
+
+    consumer = Consumer(servers | {"group.id": "bench"})
+    Producer(servers).list_topics(topic, 30)  # makes it
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    print("ready", flush=True)
+    ages: list[float] = []
+    while True:
+        message = consumer.poll(1)
+        if message is None or message.error():
+            continue
+        if message.value() == b"end":
+            break
+        ages.append(time.time() - float(message.value() or 0))
+    ages = sorted(ages[int(_PACE * _SETTLE_S) :])
+    print(json.dumps({"p50": ages[len(ages) // 2], "p99": ages[len(ages) * 99 // 100]}))
 
 
 def _client(role: str, port: str, topic: str, nbytes: str, is_text: str, amount: str, options: str) -> None:
     from confluent_kafka import Consumer, Producer, TopicPartition
 
     servers = {"bootstrap.servers": f"127.0.0.1:{port}"} | dict(each.split("=") for each in options.split())
+    if role == "pace":
+        return _paced(servers, topic, int(nbytes), float(amount))
+    if role == "listen":
+        return _listening(servers, topic)
     value = Workload("", int(nbytes), bool(int(is_text))).value
     cpu = time.process_time()
     if role == "produce":
@@ -220,7 +273,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def main() -> int:
-    if sys.argv[1:2] in (["produce"], ["consume"]):
+    if sys.argv[1:2] in (["produce"], ["consume"], ["pace"], ["listen"]):
         _client(*sys.argv[1:])
         return 0
     summary, _, usage = (__doc__ or "").partition("\n\n")
