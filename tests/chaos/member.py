@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 from grpc_client import Client, Stream
 from line_client import LineClient
 
@@ -32,6 +33,7 @@ from chaos.history import Offsets, Place
 from kmq.wire import replies
 
 PATIENCE_S = 60.0
+_LEAST_SESSION_MS = 6000  # that a client of Kafka may ask for
 _FETCH, _COMMIT, _NACK = 1, 2, 3  # ids of requests over gRPC
 
 
@@ -499,12 +501,79 @@ def by_grpc(task: Task) -> None:
         task.diary.give_up(task.diary.places)
 
 
+# --- Kafka -----------------------------------------------------------------------------------------------------------
+
+
+def _row(message: Message) -> Row:
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    assert topic is not None and partition is not None and offset is not None, "a message that was read has them"
+    return (topic, partition), offset, value_of(message.value())
+
+
+def by_kafka(task: Task) -> None:
+    """librdkafka. It says nothing of generations, and is not given what a member at another door has given back."""
+    diary, asked_at = task.diary, time.monotonic()
+
+    def places_of(partitions: Iterable[TopicPartition]) -> list[Place]:
+        return [(each.topic, each.partition) for each in partitions]
+
+    def commit(offsets: Offsets) -> None:
+        if offsets:
+            began = diary.asks_to_commit(offsets)
+            with contextlib.suppress(KafkaException):
+                wanted = [TopicPartition(topic, number, offset) for (topic, number), offset in offsets.items()]
+                answered = consumer.commit(offsets=wanted, asynchronous=False)
+                if not any(each.error for each in answered):
+                    diary.has_committed(offsets, began)
+
+    def on_assign(_: Consumer, partitions: list[TopicPartition]) -> None:
+        new = places_of(partitions)
+        kept = [place for place in diary.places if place not in new]
+        diary.assigned(None, [*kept, *new], new, asked_at)
+
+    def on_revoke(_: Consumer, partitions: list[TopicPartition]) -> None:
+        commit(diary.due(places_of(partitions)))
+        diary.give_up(places_of(partitions))
+
+    def on_lost(_: Consumer, partitions: list[TopicPartition]) -> None:
+        diary.give_up(places_of(partitions))
+
+    consumer = Consumer(
+        {
+            "bootstrap.servers": f"127.0.0.1:{task.port('kafka')}",
+            "group.id": task.group,
+            "client.id": task.name,
+            "session.timeout.ms": max(_LEAST_SESSION_MS, int(task.session_s * 1000)),
+            "heartbeat.interval.ms": 300,
+            "partition.assignment.strategy": "cooperative-sticky",
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "fetch.message.max.bytes": task.rng.choice([3000, 50_000]),
+            "topic.metadata.refresh.interval.ms": 1000,
+            "reconnect.backoff.max.ms": 500,
+            "log_level": 0,
+        }
+    )
+    consumer.subscribe([task.topic], on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost)
+    while not task.enough.is_set():
+        began = time.monotonic()
+        some = [each for each in consumer.consume(task.rng.choice([20, 500]), 0.1) if each.error() is None]
+        asked_at = began
+        diary.polled([_row(each) for each in some])
+        diary.take_nacks()  # nobody can give anything back here
+        if not some or task.wants_to_commit():
+            commit(diary.due())
+    commit(diary.due())
+    consumer.close()
+
+
 DOORS: dict[str, Callable[[Task], None]] = {
     "consumer": by_consumer,
     "asyncio": by_asyncio,
     "lines": by_lines,
     "http": by_http,
     "grpc": by_grpc,
+    "kafka": by_kafka,
     "latest": by_latest,
     "torn": by_torn_http,
 }

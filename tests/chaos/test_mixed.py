@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from api_client import Api
+from consuls import free_ports
 from line_client import ask
 
 from chaos import hurry
@@ -26,8 +27,8 @@ from chaos.senders import Sender, start_senders
 
 TOPIC, PARTITIONS, MOST = "mixed", 6, 9
 GROUPS = {  # group → the doors of its members
-    "red": ("consumer", "lines", "grpc"),
-    "blue": ("asyncio", "http", "lines"),
+    "red": ("consumer", "lines", "grpc", "kafka"),
+    "blue": ("asyncio", "http", "lines", "kafka"),
     "late": ("latest", "latest"),
     "torn": ("torn", "torn", "consumer", "lines", "grpc"),
 }
@@ -179,7 +180,7 @@ class Mixed:
 def test_no_anomaly_while_everything_is_killed_once(
     make_pod: Make, rng: random.Random, cleanup: ExitStack, tmp_path: Path
 ) -> None:
-    pod = make_pod(PYTHONPATH=hurry.restless(tmp_path), KMQ_METRICS_PORT=0)
+    pod = make_pod(PYTHONPATH=hurry.restless(tmp_path), KMQ_METRICS_PORT=0, KMQ_KAFKA_PORT=free_ports(1)[0])
     mixed = Mixed(pod, rng, cleanup, session_s=1.0)
     mixed.crowd.sleep()
     for victim in rng.sample([*STAGES, "gateway"], 5):
@@ -196,7 +197,7 @@ def test_no_anomaly_while_everything_is_killed_once(
 def test_soak_no_anomaly_while_everything_is_killed(
     make_pod: Make, rng: random.Random, cleanup: ExitStack, minutes: int
 ) -> None:
-    mixed = Mixed(make_pod(KMQ_METRICS_PORT=0), rng, cleanup, session_s=6.0)
+    mixed = Mixed(make_pod(KMQ_METRICS_PORT=0, KMQ_KAFKA_PORT=free_ports(1)[0]), rng, cleanup, session_s=6.0)
     until = time.monotonic() + 60 * minutes
     while time.monotonic() < until:
         mixed.something()
