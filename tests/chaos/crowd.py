@@ -79,6 +79,13 @@ class Crowd:
             self.left += 1
             self.join(name.rsplit("-", 2)[0])
 
+    def replace(self, door: str) -> None:
+        """Those at this door leave, and others come at another one."""
+        for name in [name for name in self._running if name.rsplit("-", 2)[1] == door]:
+            group = name.rsplit("-", 2)[0]
+            self._end(name, signal.SIGTERM)
+            self.join(group, self._rng.choice([other for other in self.groups[group] if other != door]))
+
     def sleep(self) -> None:
         """One is stopped until its session has long ended, and then goes on."""
         if awake := self._awake():
