@@ -26,12 +26,12 @@ Memory      consumer_state.py.
 Threads     None: callers lock.
 """
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from functools import partial
+from secrets import token_hex
 
 from kmq.client.consumer_options import ConsumerOptions, logger, made_up_member, to_position
 from kmq.client.consumer_state import (
@@ -52,6 +52,7 @@ from kmq.client.lines import STALL_S
 from kmq.errors import KmqError
 from kmq.wire import replies
 from kmq.wire import requests as lines
+from kmq.wire.attempts import Attempt
 from kmq.wire.refusals import REJOIN, find
 from kmq.wire.requests import EARLIEST, LATEST, BadLine, Position, TopicPartition
 
@@ -80,7 +81,7 @@ class ConsumerCore:
         self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
         self.ends: dict[TopicPartition, int | None] | None = None  # of its topics, when it subscribed; None: not known
         self.subscribed_us = 0  # since the epoch, by the clock of this machine
-        self._run, self._openings = secrets.token_hex(8), 0  # "": the broker does not know attempts
+        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker knows no attempts
         self.holdings = Holdings(options.fetch_max_bytes)
         self.requests = PendingRequests(options.session_s)
         self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
@@ -155,10 +156,9 @@ class ConsumerCore:
         """
         options, token = self.options, self.options.token or token
         if self.is_managed:
-            self._openings += 1
-            attempt = lines.Attempt(self._run, self._openings) if self._run else None
+            self._attempt = self._attempt and self._attempt.next()
             who = options.group_id, self.member, self.topics
-            return opening_of(lines.Group(*who, options.assignor, options.session_s, token, attempt=attempt))
+            return opening_of(lines.Group(*who, options.assignor, options.session_s, token, attempt=self._attempt))
         places: dict[TopicPartition, Position | None] = {
             place: owned.next for place, owned in self.holdings.owned.items()
         }
@@ -552,7 +552,7 @@ class ConsumerCore:
             text = "the broker is too old for so many names: it takes only what fits into one line of 64 KiB"
             refused = Refused(f"bad_request {text}")
         if refused.code == "bad_request" and refused.reason.startswith("bad_request 'attempt="):
-            self._run = ""  # the broker is older, and takes the next opening, which says nothing of it
+            self._attempt = None  # the broker is older, and takes the next opening, which says nothing of it
             raise refused
         # A member that gets an error which this client does not know joins again: it had been admitted.
         is_known = meaning.code == refused.code or self.phase is Phase.JOINING

@@ -42,6 +42,7 @@ from urllib.parse import quote, unquote
 
 from kmq.message import record
 from kmq.message.text import request_line
+from kmq.wire.attempts import Attempt, attempt_of
 
 MAX_REQUEST = 1 << 16  # bytes of a request line
 MAX_REPLY = 1 << 22  # bytes of a reply line: an assignment of 10,000 partitions with the longest names
@@ -56,7 +57,6 @@ REQUESTS = ("fetch", "seek", "offsets", "commit", "nack")  # those that `!err <r
 _OFFSET = re.compile(r"\d{1,18}")
 _PARTITION = re.compile(r"(?:0|[1-9]\d{0,8})")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)")
-_ATTEMPT = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d{1,18})")
 _DURATION = re.compile(r"(\d{1,8})(ms|s|m)")
 _MOST_S = 86_400  # of a time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
@@ -170,11 +170,11 @@ def _duration(text: str) -> float:
     return seconds
 
 
-def _attempt(text: str) -> "Attempt":
-    match = _ATTEMPT.fullmatch(text)
-    if not match:
-        raise BadLine(f"{text[:80]!r}: must be <run>.<number>, of at most 64 letters, digits, _ and -, and a number")
-    return Attempt(match[1], int(match[2]))
+def _attempt(text: str) -> Attempt:
+    try:
+        return attempt_of(text)
+    except ValueError as err:
+        raise BadLine(str(err)) from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -233,16 +233,6 @@ class Consume(NamedTuple):
         start, most = _option("from", self.start, None), _option("max", self.most, 0)
         follow, raw = "follow" * self.follow, "raw" * self.raw
         return _encoded("CONSUME", target, start, most, follow, raw, _option("token", self.token))
-
-
-class Attempt(NamedTuple):
-    """Which connection of a program this is: they are numbered under `run`, a name that only this run of it has."""
-
-    run: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.run}.{self.number}"
 
 
 class Group(NamedTuple):

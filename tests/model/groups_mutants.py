@@ -195,12 +195,12 @@ MUTANTS = [
     Mutant(
         "an earlier attempt of a run takes the place of a later one",
         stories.an_earlier_attempt_of_a_run_takes_no_place,
-        ("coordinator", "last.run == this.run and last.number > this.number", "False"),
+        ("coordinator", "this.is_before(last)", "False"),
     ),
     Mutant(
         "a program that is started again is refused",
         stories.an_earlier_attempt_of_a_run_takes_no_place,
-        ("coordinator", "last.run == this.run and last.number > this.number", "last.number > this.number"),
+        ("coordinator", "this.is_before(last)", "last.number > this.number"),
     ),
     Mutant(
         "an older member of the same name comes back",

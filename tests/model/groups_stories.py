@@ -3,7 +3,7 @@
 from groups_ghost import demand
 from groups_stage import Stage
 
-from kmq.wire.requests import Attempt
+from kmq.wire.attempts import Attempt
 
 T = [("t", number) for number in range(4)]
 U = [("u", number) for number in range(2)]

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from kmq.wire import replies, requests
+from kmq.wire.attempts import Attempt
 from kmq.wire.requests import BadLine, Position, TopicPartition
 
 ORDERS, OTHER = TopicPartition("orders", 0), TopicPartition("a.b-c_d", 1023)
@@ -19,7 +20,7 @@ OPENINGS = [
     requests.Group("billing", "m-1", ("orders", "a.b")),
     requests.Group("é n/=%", "it's me", ("orders",), "range", 6.5, "t.x"),
     requests.Group("more", "m", ("orders",), token="t", more=True),
-    requests.Group("g", "m", ("orders",), attempt=requests.Attempt("0_a-Z", 10**17)),
+    requests.Group("g", "m", ("orders",), attempt=Attempt("0_a-Z", 10**17)),
     requests.Assign(None, ((ORDERS, None),)),
     requests.Assign("more", ((ORDERS, None),), "t", more=True),
     requests.Assign("g=1@x", ((ORDERS, Position("offset", 5)), (OTHER, NOON)), "t.x"),

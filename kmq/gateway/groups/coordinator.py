@@ -550,7 +550,7 @@ class Coordinator:
 def _check_attempt(member: Member, options: MemberOptions) -> None:
     """Raise RequestRefused (fenced) if a later attempt of the same run has joined: the client has given this one up."""
     last, this = member.options.attempt, options.attempt
-    if last and this and last.run == this.run and last.number > this.number:
+    if last and this and this.is_before(last):
         text = f"member {member.id}: attempt {last.number} of this run has joined; {this.number} came late"
         raise RequestRefused("fenced", text)
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, DEFAULT
 from kmq.message import record
-from kmq.wire.requests import Attempt, TopicPartition
+from kmq.wire.attempts import Attempt
+from kmq.wire.requests import TopicPartition
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
