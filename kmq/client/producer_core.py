@@ -39,6 +39,7 @@ from kmq.message.text import (
     seconds,
     wrong_type,
 )
+from kmq.wire.attempts import Attempt
 from kmq.wire.refusals import RETRYABLE
 
 Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
@@ -74,6 +75,7 @@ class ProducerCore:
         self._replied_at = 0.0  # when the last reply came on this connection, or its greeting
         self.has_others = False  # there are other addresses than the one of this connection
         self._replies = ConnectionReplies()  # of this connection
+        self._attempt: Attempt | None = Attempt(token_hex(8), 0)  # the last one; None: the broker knows no attempts
 
     @property
     def connected(self) -> bool:
@@ -139,9 +141,13 @@ class ProducerCore:
     # --- a connection ------------------------------------------------------------------------------------------------
 
     def hello(self, token: str = "") -> bytes:
-        """Return the first line of a connection."""
+        """Return the first line of the next connection.
+
+        It may wait on its way, and arrive after that of a connection that is made later. So it says the attempt.
+        """
         options = self.options
-        return format_hello(self.ids, options.window, options.token or token, options.reserved)
+        self._attempt = self._attempt and self._attempt.next()
+        return format_hello(self.ids, options.window, options.token or token, options.reserved, self._attempt)
 
     def is_greeting(self, data: bytes) -> bool:
         """Return True if `data` is all of the reply to hello: a line `!last` may follow `!ok`. Raises Refused."""
@@ -169,7 +175,9 @@ class ProducerCore:
             self.max_line = int(value)
 
     def _refused_connection(self, refusal: Refused) -> None:
-        if refusal.code not in RETRYABLE:
+        if refusal.reason.startswith("bad_hello 'attempt="):
+            self._attempt = None  # the broker is older, and takes the next hello, which says nothing of it
+        elif refusal.code not in RETRYABLE:
             refusal.exit_code = EXIT_CONFIG
             self.fail(refusal)
         elif refusal.code not in self.options.retry:
@@ -401,20 +409,20 @@ class Ids:
 # --- lines -----------------------------------------------------------------------------------------------------------
 # The lines of the acknowledged protocol besides messages, as a client writes and reads them.
 #
-#     !hello acks=1 [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]      first line
-#     !ok max_line=<bytes>       or  !err 0 <code> <text>                            its reply
+#     !hello acks=1 [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [reserved=1] [token=<token>]
+#     !ok max_line=<bytes>       or  !err 0 <code> <text>                            the reply to this first line
 #     !last <id>                                                                     after !ok, if last=? was asked
 #     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
 #
 # kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
 
 
-def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:
+def format_hello(ids: Ids, window: str, token: str, reserved: bool = False, attempt: Attempt | None = None) -> bytes:
     """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
-    who = f"producer={ids.name}" if ids.name else ""
+    who = (f"producer={ids.name}", f"attempt={attempt}" if attempt else "") if ids.name else ()
     scope = f"window={window}" if window else ""
     options = "last=?" * ids.asks_last, "reserved=1" * reserved, f"token={token}" if token else ""
-    return request_line("!hello", "acks=1", who, scope, *options)
+    return request_line("!hello", "acks=1", *who, scope, *options)
 
 
 def read_last(line: bytes, name: str) -> int:

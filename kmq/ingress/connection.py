@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kmq.broker.tls import TlsSocket
     from kmq.ingress.hello import Hello, Unit
     from kmq.ingress.intakes import RawPort
+    from kmq.wire.attempts import Attempt
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class Connection:
     """One producer."""
 
     __slots__ = (
+        "attempt",
         "interest",
         "length",
         "partial",
@@ -171,6 +173,7 @@ class Connection:
         self.unit: Unit | None = None
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
+        self.attempt: Attempt | None = None  # which one of its program it is, if it says so
         self.replies = PendingReplies()
         self.interest = select.EPOLLIN  # what the epoll of the producers waits for
         # For the deadlines (limits.py), by their clock:
@@ -237,9 +240,11 @@ class ConnectionTable:
         """Enter a new connection, which nobody has named yet."""
         self._by_fd[connection.sock.fileno()] = connection
 
-    def give_name(self, connection: Connection, sender: Sender, producer: bytes) -> None:
+    def give_name(
+        self, connection: Connection, sender: Sender, producer: bytes, attempt: "Attempt | None" = None
+    ) -> None:
         """Make the connection known by the name of its replies, and by that of its producer unless that is b""."""
-        connection.sender, connection.producer = sender, producer
+        connection.sender, connection.producer, connection.attempt = sender, producer, attempt
         self._by_sender[sender.name] = connection
         if producer:
             self._by_producer[producer] = connection
@@ -259,6 +264,12 @@ class ConnectionTable:
     def of_sender(self, name: bytes) -> Connection | None:
         """Return the connection whose replies carry this name; None if it has ended, or was an earlier ingress's."""
         return self._by_sender.get(name)
+
+    def later_attempt(self, hello: "Hello") -> "Attempt | None":
+        """Return the attempt that has the producer name, if it is a later one than this, of the same run."""
+        holder, this = self._by_producer.get(hello.producer), hello.attempt
+        last = holder.attempt if holder is not None else None
+        return last if this and last and this.is_before(last) else None
 
     def take_producer(self, producer: bytes) -> Connection | None:
         """Take the producer name away from the connection that has it, and return that connection."""

@@ -1,8 +1,11 @@
 """The lines in which a connection speaks of itself and its messages: the hello, and the first line of a unit.
 
-    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]
+    !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?] [reserved=1]
+           [token=<token>]
 
     producer    ids are decimal numbers that increase over all connections of that name
+    attempt     which connection of a program this is: an earlier one of the same run, which arrives late, is refused
+                instead of fencing the newer one (kmq/wire/attempts.py)
     window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
     neither     messages are acknowledged, and stored as often as they are sent
     last=?      with acks and a producer: a line `!last <id>` before the first reply says the last id stored of this
@@ -29,15 +32,17 @@ from collections import namedtuple
 
 from kmq.config.values import KIB
 from kmq.message.ids import KAFKA_NAME, NAME_PATTERN, OWN_NAME
+from kmq.wire.attempts import Attempt, attempt_of
 
 MAX_BYTES = 4096  # of either line
 UNIT_BYTES = (
     64 * KIB
 )  # that a unit may have beside the longest line: so it goes into `received` in one piece (received.py)
 _NAME = re.compile(NAME_PATTERN.encode())
-_FIELDS = (b"acks", b"producer", b"window", b"last", b"shard", b"reserved", b"token")
+_FIELDS = (b"acks", b"producer", b"attempt", b"window", b"last", b"shard", b"reserved", b"token")
 _USAGE = (
-    "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [shard=?] [reserved=1] [token=<token>]"
+    "expected: !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]"
+    " [reserved=1] [token=<token>]"
 )
 # The names of KMQ's own producers: no stranger may fence them, or send in their name.
 _OWN = re.compile(f"{OWN_NAME}|{KAFKA_NAME}".encode())
@@ -50,7 +55,7 @@ class HelloRefused(Exception):
 class Hello:
     """What a producer asked for."""
 
-    __slots__ = ("acks", "asks_last", "asks_shard", "producer", "reserved", "tag", "token")
+    __slots__ = ("acks", "asks_last", "asks_shard", "attempt", "producer", "reserved", "tag", "token")
 
     def __init__(
         self,
@@ -61,8 +66,9 @@ class Hello:
         asks_last: bool = False,
         asks_shard: bool = False,
         reserved: bool = False,
+        attempt: Attempt | None = None,
     ) -> None:
-        self.acks, self.producer, self.token = acks, producer, token
+        self.acks, self.producer, self.token, self.attempt = acks, producer, token, attempt
         self.asks_last, self.asks_shard = asks_last, asks_shard
         self.reserved = reserved  # it wants to write to reserved topics
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
@@ -87,6 +93,14 @@ def parse(line: bytes) -> Hello:
             raise HelloRefused(f"bad_hello {name.decode()}= must be 1 to 64 of A-Z a-z 0-9 _ . : -")
     if b"producer" in fields and b"window" in fields:
         raise HelloRefused("bad_hello producer= and window= exclude each other")
+    attempt = None
+    if b"attempt" in fields:
+        if b"producer" not in fields:
+            raise HelloRefused("bad_hello attempt= needs producer=")
+        try:
+            attempt = attempt_of(fields[b"attempt"].decode(errors="replace"))
+        except ValueError as err:
+            raise HelloRefused(f"bad_hello attempt={err}") from None
     if b"last" in fields and (fields[b"last"] != b"?" or acks == b"0" or b"producer" not in fields):
         raise HelloRefused("bad_hello last= must be ? and needs acks=1 and producer=")
     if fields.get(b"shard", b"?") != b"?":
@@ -104,6 +118,7 @@ def parse(line: bytes) -> Hello:
         asks_last=b"last" in fields,
         asks_shard=b"shard" in fields,
         reserved=reserved,
+        attempt=attempt,
     )
 
 

@@ -18,8 +18,10 @@ Invariant   Every connection with something to read gets one receive before any 
             read goes there.
             With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token with the role for it. A
             producer name belongs to the connection that said hello last: every older one is refused from then on
-            (`fenced`). Only a connection that has shown the pod's local token is announced to the framer as one that
-            may write to reserved topics.
+            (`fenced`). But an earlier attempt of the same run came late, and is refused itself. Attempts are kept with
+            their connections: a restart, or a change of leader, ends them all, so nobody is left to be fenced. Only
+            a connection that has shown the pod's local token is announced to the framer as one that may write to
+            reserved topics.
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, a unit 64 KiB more, and all of them together
             PARTIAL_BYTES. Over that the connection with the longest one is closed, and what it has sent of a line so far
             becomes dead.malformed.
@@ -51,6 +53,7 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:
     from kmq.access.tokens import Tokens
     from kmq.config.intakes import Network
+    from kmq.ingress.hello import Hello
     from kmq.ingress.intakes import RawPort
 
 
@@ -497,7 +500,7 @@ class Producers:
             raise HelloRefused(refusals.reason("drop_oldest"))
         if self._gate.refusal:
             raise HelloRefused(self._gate.refusal.decode())
-        self._fence(hello.producer, connection.peer)
+        self._fence(hello, connection.peer)
         more = self._shard() if hello.asks_shard else b""
         if not (
             hello.acks or hello.tag
@@ -508,7 +511,7 @@ class Producers:
         if hello.acks:
             connection.phase = ACKED
         sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
-        self.table.give_name(connection, sender, hello.producer)
+        self.table.give_name(connection, sender, hello.producer, hello.attempt)
         return more
 
     def _shard(self) -> bytes:
@@ -530,10 +533,15 @@ class Producers:
             self._strangers.refuse(connection.peer, f"the token of {holder.name} may not produce")
             raise HelloRefused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
 
-    def _fence(self, producer: bytes, newcomer: str) -> None:
-        older = self.table.take_producer(producer)
+    def _fence(self, hello: "Hello", newcomer: str) -> None:
+        """Take the name away from who has it. Raises HelloRefused if that is a later attempt of the same run."""
+        later = self.table.later_attempt(hello)
+        if later is not None:
+            text = f"attempt {later.number} of this run is connected; this one came late"
+            raise HelloRefused(refusals.reason("fenced", text))
+        older = self.table.take_producer(hello.producer)
         if older is not None:
-            self._strangers.note("fenced", older.peer, f"producer={producer.decode()} by={newcomer}")
+            self._strangers.note("fenced", older.peer, f"producer={hello.producer.decode()} by={newcomer}")
             older.replies.refusal = refusals.reason("fenced").encode()
 
     # --- replies go out -----------------------------------------------------------------------------------------------

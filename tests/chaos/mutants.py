@@ -57,6 +57,7 @@ HANDOVER, HAND_OVER_POINTS = (f"tests/chaos/test_{name}.py" for name in ("handov
 FUZZ = "tests/chaos/test_fuzz.py::test_whatever_stands_in_the_fifo_the_framer_goes_on"
 RECEIVED = "tests/contract/test_ring_received.py"
 DEDUPE = "tests/chaos/test_dedupe.py"
+LATE_HELLOS = "tests/scenario/test_producer.py::test_an_earlier_attempt_of_a_run_that_arrives_late_fences_no_later_one"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
@@ -241,6 +242,27 @@ MUTANTS = [
         "acks: an older connection of a producer goes on",
         [(INGRESS, '            older.replies.refusal = refusals.reason("fenced").encode()\n', "")],
         [DEDUPE],
+    ),
+    Mutant(
+        "acks: an earlier attempt of a run, which comes late, fences the later one",
+        [(INGRESS, "        if later is not None:\n", "        if False:\n")],
+        [LATE_HELLOS],
+    ),
+    Mutant(
+        "acks: a program that was started again came late",
+        [
+            (
+                "kmq/wire/attempts.py",
+                "self.run == other.run and self.number < other.number",
+                "self.number < other.number",
+            )
+        ],
+        [LATE_HELLOS],
+    ),
+    Mutant(
+        "acks: all hellos of a producer are one attempt",
+        [("kmq/client/producer_core.py", "self._attempt and self._attempt.next()", "self._attempt")],
+        ["tests/unit/test_protocol.py"],
     ),
     Mutant(
         "acks: a hole in the replies is not seen",

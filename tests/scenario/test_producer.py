@@ -1,9 +1,11 @@
 """kmq.Producer and kmq.AsyncProducer against a real broker: what they say is stored is, once, whatever happens meanwhile."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 import pytest
 from brokers import PATIENCE_S
 from consuls import free_ports
+from line_client import LineClient
 
 import kmq
 from kmq.errors import ConfigError
@@ -259,6 +262,50 @@ def test_a_newer_producer_of_the_name_ends_the_older(up, connect):
     with pytest.raises(kmq.Fenced):
         older.send("t", b"z")
     assert newer.send("t", b"y").result() == 3
+
+
+def ingress(broker):
+    return int((broker.pipes / "ingress.port").read_text())
+
+
+def test_an_earlier_attempt_of_a_run_that_arrives_late_fences_no_later_one(up):
+    with contextlib.ExitStack() as stack:
+
+        def say(hello):
+            client = stack.enter_context(LineClient(ingress(up)))
+            client.send(f"!hello acks=1 producer=one {hello}")
+            return client
+
+        current = say("attempt=r.9")
+        assert current.line().startswith(b"!ok ")
+        # A later one; the program was started again; one that says nothing, and one after it.
+        for number, newer in enumerate(("attempt=r.10", "attempt=s.1", "last=?", "attempt=r.1", "attempt=r.3"), 1):
+            current.send(f"t|0|{number}|x")
+            assert current.line() == b"!ack 1 %d" % number, newer
+            older, current = current, say(newer)
+            assert current.line().startswith(b"!ok ")
+            assert newer != "last=?" or current.line() == b"!last %d" % number
+            older.send("t|0|99|x")
+            assert older.line().startswith(b"!err 2 fenced ")
+        assert say("attempt=r.2 last=?").line().startswith(b"!err 0 fenced attempt 3 of this run ")
+        current.send("t|0|6|x")
+        assert current.line() == b"!ack 1 6"
+
+
+def test_a_hello_that_a_door_has_held_back_fences_no_later_connection(up):
+    with socket.create_server(("127.0.0.1", 0)) as door, LineClient(ingress(up)) as late:
+        where = iter([door.getsockname()[1]])
+        with kmq.Producer(port=lambda: next(where, None) or ingress(up), producer="held") as producer:
+            waits = producer.send("t", b"x")
+            door.settimeout(PATIENCE_S)
+            held, _ = door.accept()
+            held.settimeout(PATIENCE_S)
+            with held, held.makefile("rb") as lines:
+                hello = lines.readline()
+            assert waits.result() == 1
+            late.send_raw(hello)
+            assert late.line().startswith(b"!err 0 fenced ")
+            assert producer.send("t", b"y").result() == 2
 
 
 def test_drop_oldest_refuses_acks_with_a_reason(broker, connect):

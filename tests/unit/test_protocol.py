@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 
 import pytest
@@ -54,9 +55,16 @@ def again(core, reason="it broke"):
 # --- hello -----------------------------------------------------------------------------------------------------------
 
 
+def said(core, token=""):
+    """A hello, without the name of the run."""
+    return re.sub(rb" attempt=[0-9a-f]{16}\.", b" attempt=", core.hello(token))
+
+
 def test_hello_says_who_is_sending():
-    assert ProducerCore(Options(producer="a:1", first_id=1)).hello() == b"!hello acks=1 producer=a:1\n"
-    assert ProducerCore(Options(producer="a:1")).hello("t0") == b"!hello acks=1 producer=a:1 last=? token=t0\n"
+    assert said(ProducerCore(Options(producer="a:1", first_id=1))) == b"!hello acks=1 producer=a:1 attempt=1\n"
+    assert said(ProducerCore(Options(producer="a:1")), "t0") == (
+        b"!hello acks=1 producer=a:1 attempt=1 last=? token=t0\n"
+    )
     assert ProducerCore(Options(window="podbus", token="t0")).hello() == b"!hello acks=1 window=podbus token=t0\n"
     assert ProducerCore(Options(dedupe=False)).hello() == b"!hello acks=1\n"
 
@@ -102,6 +110,23 @@ def test_a_hello_that_is_refused_for_now_leaves_everything_waiting(reply):
     with pytest.raises(Refused):
         core.greeted(reply)
     assert core.failed is None and not delivery.done and not core.connected
+
+
+def test_each_hello_of_a_producer_is_a_later_attempt_of_its_run():
+    cores = ProducerCore(Options(producer="a")), ProducerCore(Options(producer="a"))
+    (first, second), (other, _) = ([hello.parse(core.hello().rstrip()).attempt for _ in range(2)] for core in cores)
+    assert first.is_before(second) and not second.is_before(first) and first.run != other.run
+
+
+def test_a_broker_that_is_too_old_to_know_attempts_is_not_told_of_them():
+    core = ProducerCore(Options(producer="a", first_id=1))
+    delivery, (word,) = add(core), re.findall(rb"attempt=\S+", core.hello())
+    with pytest.raises(Refused):
+        core.greeted(b"!err 0 bad_hello '%b': expected: !hello acks=0|1|all [producer=<name>]\n" % word)
+    core.lost("refused")
+    assert core.failed is None and not delivery.done and core.hello() == b"!hello acks=1 producer=a\n"
+    core.greeted(b"!ok max_line=1048576\n")
+    assert ids(take(core)) == [b"1"]
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -279,7 +304,7 @@ def test_made_ids_of_a_name_go_on_from_the_last_one_that_the_broker_knows():
     core.receive(b"!ack 1 9\n")
     assert first.seq == 9 and core.window.bytes == size - len(written[0]) - 1
     core.lost("it broke")
-    assert core.hello() == b"!hello acks=1 producer=a\n"  # now we know better than the broker
+    assert said(core) == b"!hello acks=1 producer=a attempt=1\n"  # now we know better than the broker
     core.greeted(b"!ok max_line=1048576\n")
     add(core)
     assert ids(take(core)) == [b"43", b"44", b"45;enc=b64", b"46", b"47"]
