@@ -1,4 +1,4 @@
-"""Which attempt to connect an opening is: `attempt=<run>.<number>` of a hello and of GROUP.
+"""Which attempt to connect an opening is: `attempt=<run>.<number>` of a hello, of GROUP and of a Join.
 
 A program that waits too long for the answer to its opening gives the connection up and makes another one. The first
 opening may still be on its way, as at the door of a follower. When it arrives it must not end the newer connection.

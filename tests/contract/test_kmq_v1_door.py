@@ -439,6 +439,20 @@ def test_a_newer_stream_of_a_member_takes_its_place_and_its_partitions(client, t
         assert new.ask("fetch", "batch") == MESSAGES["Batch"]()
 
 
+def test_an_earlier_attempt_of_a_run_that_arrives_late_fences_no_later_stream(client, topic, group):
+    def join(attempt):
+        return client.member(group, topic, member="m", attempt=attempt)
+
+    with join("r.2") as later, client.subscribe() as late:
+        later.next("assigned")
+        late.send("join", group=group, topics=[topic], member="m", attempt="r.1")
+        code, details, _ = late.status()
+        assert (code, details.partition(":")[0]) == ("FAILED_PRECONDITION", "fenced")
+        assert later.ask("fetch", "batch") == MESSAGES["Batch"]()
+        with join("r.10") as latest, join("s.1"):
+            assert later.status()[0] == latest.status()[0] == "FAILED_PRECONDITION"
+
+
 OPENINGS = [
     (b"\xff", "INVALID_ARGUMENT", "bad_request"),
     (b"", "INVALID_ARGUMENT", "bad_request"),
@@ -449,6 +463,7 @@ OPENINGS = [
     ({"join": {"group": "g", "topics": ["../x"]}}, "INVALID_ARGUMENT", "bad_topic"),
     ({"join": {"group": "g", "topics": ["t"], "session_ms": 10}}, "INVALID_ARGUMENT", "bad_timeout"),
     ({"join": {"group": "g", "topics": ["t"], "assignor": "mine"}}, "INVALID_ARGUMENT", "unknown_assignor"),
+    ({"join": {"group": "g", "topics": ["t"], "member": "m", "attempt": "1"}}, "INVALID_ARGUMENT", "bad_field"),
     ({"join": {"group": "g", "topics": ["t"], "generation": 1 << 40}}, "INVALID_ARGUMENT", "bad_request"),
 ]
 

@@ -31,6 +31,7 @@ from kmq.gateway.grpc import values
 from kmq.gateway.grpc.calls import Call
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.message import Message
+from kmq.wire.attempts import attempt_of
 from kmq.wire.refusals import known
 from kmq.wire.requests import TopicPartition
 
@@ -118,6 +119,11 @@ class Subscription:
         options = MemberOptions(tuple(sorted({*join.topics})), static_name=join.static_name or None)._replace(**times)
         if join.assignor:
             options = options._replace(assignors=(join.assignor,))
+        if join.attempt:
+            try:
+                options = options._replace(attempt=attempt_of(join.attempt))
+            except ValueError as err:
+                raise bad_field("join.attempt", str(err)) from None
         resume = Resume(join.generation, values.places(join.owned) if join.generation else None)
         client = Client(join.client or join.member or "grpc", self._call.peer)
         self._reader = Reader(self._core.fetching, self._groups, self._redelivery, join.group, join.member)
