@@ -171,6 +171,7 @@ class Framer:
         row, table = self.stage.row, self.table
         row.duplicates, row.refused = self.parser.duplicates, self.parser.refused
         row.producers, row.remembered = len(table.names), len(table.window.ids)
+        row.kafka_producers = table.kafka.count
 
     def rest(self) -> None:
         """Nothing to frame: a checkpoint may be due, or may have become possible."""

@@ -106,6 +106,7 @@ CONCERNS = (  # in the order of importance: a cause comes before its consequence
     "link_stuck",
     "link_full",
     "group_stalled",
+    "kafka_misdirected",
     "agent_ended",
     "consul_lost",
     "not_enough_replicas",
@@ -279,6 +280,27 @@ def _groups(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         yield _warning("group_stalled", "groups", why, advice, "gateway")
 
 
+def _kafka(page: StatsPage, settings: Settings) -> Iterator[Finding]:
+    row = page.rows["gateway"]
+    if row.kafka_misdirected and not row.silence():
+        count = row.kafka_misdirected
+        who = (
+            "1 client of Kafka asks where the broker is and never comes"
+            if count == 1
+            else (f"{count} clients of Kafka ask where the broker is and never come")
+        )
+        told = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
+        where = (
+            f"KMQ_KAFKA_ADVERTISE={', '.join(told)}" if told else "which is where their first connection has arrived"
+        )
+        why = f"{who} to the address that they are told, {where}"
+        advice = (
+            "set KMQ_KAFKA_ADVERTISE=<host>:<port> to where clients reach this broker, and start it again;"
+            " event=kafka_misdirected in the gateway's log names one of them"
+        )
+        yield _warning("kafka_misdirected", "kafka", why, advice, "gateway")
+
+
 def _fleet(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     row = page.rows[AGENT]
     effect = "what the fleet says is not done here; messages are accepted and delivered"
@@ -337,6 +359,7 @@ _JUDGES: tuple[Judge, ...] = (
     _syncs,
     _links,
     _groups,
+    _kafka,
     _fleet,
     _shard,
 )

@@ -237,6 +237,14 @@ _REPLICA_FIELDS = {  # the replica's own names for words; most of them have a me
     "small_since": "waited_at",  # CLOCK_MONOTONIC, ns: since when a broker of the shard is not in the ISR
     "behind_since": "full_since",  # CLOCK_MONOTONIC, ns: since when a follower is out of the ISR, or a leader's hw stands
 }
+_KAFKA_FIELDS = {  # the same for the gateway, of its door for Kafka's clients; `kafka_producers`: for the framer
+    "kafka_port": "epoch",  # 0: it has no such door
+    "kafka_connections": "askers",  # open now
+    "kafka_cached": "duplicates",  # batches that consumers got as they were produced
+    "kafka_rendered": "newest",  # and those that were made from lines
+    "kafka_misdirected": "unanswered",  # clients that ask where the broker is and never come to the address they are told
+    "kafka_producers": "askers",  # of `producers`, those of Kafka's clients
+}
 INTAKE_FIELDS = (
     "port",  # where it listens; 0: it does not
     "lines",  # taken since ingress was started
@@ -378,7 +386,7 @@ def _word(at: int) -> property:
 # Properties: every stage reads and writes some words in each turn, and __getattr__ would take seven times as long.
 for _at, _name in enumerate(_FIELDS):
     setattr(Row, _name, _word(_at))
-for _name, _same in _REPLICA_FIELDS.items():
+for _name, _same in (_REPLICA_FIELDS | _KAFKA_FIELDS).items():
     setattr(Row, _name, _word(_FIELDS.index(_same)))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import kmq
 from kmq.access.certificate import utc
 from kmq.broker import clock, stats
-from kmq.broker.health import Finding, Verdict, judge, state_of
+from kmq.broker.health import LIFELESS, Finding, Verdict, judge, state_of
 from kmq.broker.stats import AGENT, REPLICA, TIMED, HistogramSnapshot, Row, StatsPage, difference, peek
 from kmq.broker.supervisor import Supervision, taken
 from kmq.config.intakes import IntakePort
@@ -182,6 +182,7 @@ class BrokerStatus:
         self.backlog: dict[str, int] = {}
         self.links: list[LinkStatus] = []
         self.intakes: list[dict[str, int | str]] = []
+        self.kafka: dict[str, int] | None = None  # the port for Kafka's clients; None: there is none
         self.latency: dict[str, Latency | None] = dict.fromkeys(TIMED.values())
         self.clock = ""  # why the time of day is not trusted, and what to do; "": it is trusted
 
@@ -215,6 +216,7 @@ def collect(settings: Settings) -> BrokerStatus:
     status.role = _role(page.rows[REPLICA])
     status.links = look(settings)
     status.intakes = page.intakes(settings.intakes)
+    status.kafka = _kafka(page)
     status.backlog = {"raw_bytes": sum(link.bytes for link in status.links if link.name in ("raw", received.NAME))}
     status.backlog |= {f"{name}_messages": layout.backlog(settings.instance, name) for name in layout.RINGS}
     status.latency = {what: _quantiles(page.histogram(what).snapshot()) for what in TIMED.values()}  # since their start
@@ -236,6 +238,20 @@ def _role(row: Row) -> str:
     if not row.version:
         return row.role_name
     return f"{row.role_name}, epoch {row.epoch}, ISR {row.isr}/{row.brokers}"
+
+
+def _kafka(page: StatsPage) -> dict[str, int] | None:
+    row = page.rows["gateway"]
+    if not row.kafka_port or state_of("gateway", row) in LIFELESS:
+        return None
+    return {
+        "port": row.kafka_port,
+        "connections": row.kafka_connections,
+        "producers": page.rows["framer"].kafka_producers,
+        "batches_from_cache": row.kafka_cached,
+        "batches_from_lines": row.kafka_rendered,
+        "misdirected": row.kafka_misdirected,
+    }
 
 
 def _clock(page: StatsPage) -> str:
@@ -288,6 +304,8 @@ def logfmt(status: BrokerStatus) -> str:
     ]
     verdict = status.verdict
     lines += [pairs(intake=each["topic"], **{k: v for k, v in each.items() if k != "topic"}) for each in status.intakes]
+    if status.kafka is not None:
+        lines.append(pairs(kafka=status.kafka["port"], **{k: v for k, v in status.kafka.items() if k != "port"}))
     lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
     lines.append(pairs(supervisor=status.supervisor))
     lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
@@ -314,6 +332,7 @@ def as_json(status: BrokerStatus) -> dict[str, object]:
         "backlog": status.backlog,
         "links": [link.fields() for link in status.links],
         "intakes": status.intakes,
+        "kafka": status.kafka,
         "latency": status.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,

@@ -63,6 +63,7 @@ def diagnose(settings: Settings) -> Diagnosis:
         ("the disk", lambda: [machine.kind(settings), machine.space(settings)]),
         ("the speed of the disk", lambda: [machine.speed(settings)]),
         ("ports", lambda: machine.ports(settings, page, gateway.is_installed())),
+        ("the advertised address", lambda: machine.advertised(settings, is_up)),
         ("Java", lambda: [_java()]),
     ]
     for title, step in steps:
@@ -153,7 +154,7 @@ def doctor(
     """Find what is wrong with the broker and its machine, and say what to do. Nothing is changed or made.
 
     Checked: the broker's findings (kmq status), limits, shared memory, memory,
-    clock, permissions, disk and its speed, ports, Java. Exit code 1 if a check
+    clock, permissions, disk and its speed, ports, KMQ_KAFKA_ADVERTISE, Java. Exit code 1 if a check
     is an error. Works with the broker up or down.
 
     --json: {"as_of", "version", "ok", "checks": [{"check", "level", "text",

@@ -314,6 +314,30 @@ def _port(name: str, host: str, number: int) -> Check:
         return Check(title, ERROR, text, f"see who has it: ss -ltnp 'sport = :{number}'; or choose another {name}")
 
 
+_CONNECT_S = 3.0
+
+
+def advertised(settings: Settings, is_up: bool) -> Iterator[Check]:
+    """Check that the addresses that Kafka's clients are told lead somewhere, as seen from this machine."""
+    name = "KMQ_KAFKA_ADVERTISE"
+    for host, port in (settings.kafka_advertise or {}).values():
+        where, advice = (
+            f"{host}:{port}",
+            f"correct {name}: clients connect there after they have asked where the broker is",
+        )
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+            if is_up:
+                socket.create_connection((host, port), _CONNECT_S).close()
+        except socket.gaierror:
+            yield Check(name, WARNING, f"{where}: {host} does not resolve on this machine", advice)
+        except OSError as error:
+            text = f"{where}: no connection from this machine ({error.strerror or error})"
+            yield Check(name, WARNING, text, f"if clients elsewhere cannot connect either: {advice}")
+        else:
+            yield Check(name, OK, f"{where}: {'takes connections' if is_up else f'resolves to {found[0]}'}")
+
+
 # --- disk ------------------------------------------------------------------------------------------------------------
 
 MOST_SYNCS, SPAN_S = 100, 1.5  # the measurement ends at whichever comes first

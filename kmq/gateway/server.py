@@ -130,8 +130,8 @@ class Gateway:
         cluster = Cluster(self.settings, self.core, lambda: self.groups.epoch)
         fetching = FetchChapter(self.core, cache, self.requests, self.incidents, cluster.epoch)
         admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes)
-        chapters = (cluster, producing, fetching, KafkaGroups(self.groups, self.admin), admin)
-        return Kafka(self.tokens, self.strangers, self.requests, self.log, chapters)
+        chapters = (producing, fetching, KafkaGroups(self.groups, self.admin), admin)
+        return Kafka(cluster, self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property
     def has_left(self) -> bool:
@@ -146,7 +146,7 @@ class Gateway:
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
         passing = follower_doors(self.settings, self.row, self.log, self._leader, self.kafka is not None)
         opened = passing.ports | listen_metrics(metrics.server, self.doors, self.settings)
-        self.row.port = opened["http"]
+        self.row.port, self.row.kafka_port = opened["http"], opened.get("kafka", 0)
         self.log.info("doors_passed_on", **{f"{name}_port": port for name, port in sorted(opened.items())})
         serving = asyncio.ensure_future(asyncio.to_thread(passing.serve, self._leads_or_ends))
         while not serving.done():
@@ -197,7 +197,7 @@ class Gateway:
             servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status, self.kafka)
             ports = listen(servers, self.calls, self.doors, self.settings, self.certificates)
             await server.start()
-            self.row.port = ports["http"]
+            self.row.port, self.row.kafka_port = ports["http"], ports.get("kafka", 0)
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
             # Libraries and doors live as long as the process: to walk them takes the garbage collector 20 ms and more.
@@ -265,6 +265,7 @@ class Gateway:
             self.row.connections = self.doors.connections
             if self.kafka is not None:
                 self.requests.kafka_connections.set(self.kafka.connections)
+                self.kafka.publish(self.row)
             if time.monotonic() >= report_at:
                 report_at = time.monotonic() + _REPORT_S
                 self.incidents.say()

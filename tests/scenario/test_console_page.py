@@ -178,6 +178,16 @@ def test_an_intake_shows_what_came_to_it(tab, broker):
     assert found == {name: as_shown(expected[name]) for name in ("rate", "bytes_rate", "refused", "dropped")}
 
 
+def test_the_port_for_clients_of_kafka_shows_its_connections(tab, broker):
+    page = loaded(tab)
+    port = int((broker.pipes / "kafka.port").read_text())
+    with socket.create_connection(("127.0.0.1", port)):
+        page.wait_for_selector(f"[data-kafka='{port}'] [data-field=connections][data-value='1']")
+        as_of, found = shown(page, "[data-kafka]")
+        expected = tab.document("/api/overview", as_of)["status"]["kafka"]
+    assert found == {name: as_shown(expected[name]) for name in expected if name not in ("port", "misdirected")}
+
+
 def test_seqs_move_while_nobody_touches_the_page(tab):
     page = loaded(tab)
     seq = "Number(document.querySelector('[data-stage=router] [data-field=seq]')?.dataset.value)"

@@ -84,6 +84,7 @@ CASES = {  # code: (process, words that raise it, words that just do not)
         {"groups": 3, "groups_stalled": 1, "group_stalled_lag": 7},
         {"groups": 3, "groups_stalled": 0},
     ),
+    "kafka_misdirected": ("gateway", {"kafka_misdirected": 1}, {"kafka_misdirected": 0}),
 }
 CASES["not_enough_replicas"] = ("ingress", {"admission": ADMISSIONS.index("not_enough_replicas")}, {"admission": 0})
 CASES["agent_ended"] = ("agent", {"pid": 1, "state": STATES.index("stopped"), "exit_code": 78}, {"exit_code": 0})

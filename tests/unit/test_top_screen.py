@@ -37,6 +37,7 @@ def document(name="orders", **status):
         "stages": [stage(each) for each in ("ingress", "framer", "durability", "router", "gateway")],
         "links": [link("raw"), link("received", 0.9), link("framed", 0.25, 12), link("durable", 0.0, 0)],
         "findings": [],
+        "kafka": {"port": 9092, "connections": 7, "producers": 1234, "batches_from_cache": 55, "batches_from_lines": 66},
     }
     moved = {"messages": 20_000.0, "bytes": 3e6}
     return {
@@ -126,6 +127,16 @@ def test_each_intake_shows_its_rate_and_what_was_refused_and_dropped(view):
     assert "intakes" not in "".join(drawn(document() | {"intakes": []}, view, height=40))
 
 
+def test_the_port_for_clients_of_kafka_shows_who_is_there_and_what_the_cache_gives():
+    lines = drawn(document(), "c", height=40)
+    [(title, row)] = [pair for pair in itertools.pairwise(lines) if pair[0].startswith("clients of Kafka")]
+    assert title.split()[3:] == ["connected", "producers", "from", "cache", "from", "lines"]
+    assert row.split() == ["port", "9092", "7", "1,234", "55", "66"]
+    assert "kafka 9092, 7 connected" in "".join(drawn(document()))
+    without = document(kafka=None)
+    assert "afka" not in "".join(drawn(without, "c", height=40) + drawn(without))
+
+
 def test_a_broker_without_newer_values_is_drawn_with_a_dash_for_each():
     old = {"ready": True, "stages": [{"name": "framer", "state": "ready"}], "backlog": {"framed_messages": 7}}
     old |= {"reasons": [], "warnings": [{"code": "certificate_expires", "why": "soon", "advice": "renew"}]}
@@ -143,6 +154,8 @@ def test_a_document_of_any_shape_is_drawn(value):
     spoiled += [found | {"status": found["status"] | {key: value}} for key in found["status"]]
     spoiled += [found | {"topics": [{"topic": value, "rate": value, "records": value}]}]
     spoiled += [found | {"intakes": [dict.fromkeys(("port", "kind", "topic", "rate", "refused"), value)]}]
+    kafka = dict.fromkeys(("port", "connections", "producers"), value)
+    spoiled += [found | {"status": found["status"] | {"kafka": kafka}}]
     spoiled += [found | {"events": [{"at": value, "text": value}], "groups": [{"lag_seconds": value}]}]
     for each in spoiled:
         for view in screen.VIEWS:

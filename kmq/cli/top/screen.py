@@ -320,6 +320,8 @@ def draw_pipeline(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         line = ScreenLine()
         for stage in others:
             line.add(f"{stage.name} ").add(stage.state, state_style(stage.state)).add(_and(_restarted(stage)) + "  ")
+        if snapshot.kafka is not None:
+            line.add(f"kafka {_whole(snapshot.kafka.port)}, {count(snapshot.kafka.connections)} connected")
         drawn.append(line)
     return drawn
 
@@ -484,6 +486,11 @@ def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         lines.append(line)
     if snapshot.intakes:
         lines += [ScreenLine(), *intakes(snapshot, width)]
+    if snapshot.kafka is not None:
+        port, *counts = snapshot.kafka
+        title = ("connected", "producers", "from cache", "from lines")
+        lines += [ScreenLine(), _line("clients of Kafka", title, width, "head", "dim")]
+        lines.append(_line(f"port {_whole(port)}", [count(value) for value in counts], width))
     lines += [ScreenLine(), _line("links", ("fill", "", "bytes", "capacity", "messages"), width, "head", "dim")]
     for link in snapshot.links:
         line = ScreenLine().cell(link.name, first).cell(percent(link.fill), _NUMBER, fill_style(link), True)

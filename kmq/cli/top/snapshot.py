@@ -66,6 +66,16 @@ class IntakeRow(NamedTuple):
     dropped: float | None
 
 
+class KafkaRow(NamedTuple):
+    """The port for Kafka's clients."""
+
+    port: float | None
+    connections: float | None
+    producers: float | None
+    cached: float | None  # batches that consumers got as they were produced
+    rendered: float | None  # and those that were made from lines
+
+
 class TopicRow(NamedTuple):
     """A topic by its rate."""
 
@@ -109,6 +119,7 @@ class TopSnapshot(NamedTuple):
     latency: list[Latency]
     findings: list[FindingRow]
     intakes: list[IntakeRow]
+    kafka: KafkaRow | None
     topics: list[TopicRow]
     topics_total: int
     groups: list[GroupLagRow]
@@ -147,6 +158,7 @@ def parse(document: object, problem: str = "") -> TopSnapshot:
         latency=_latency(overview, status),
         findings=_findings(status),
         intakes=[_intake(row) for row in _rows(overview.get("intakes"))],
+        kafka=_kafka(status),
         topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.byte_rate or 0), row.topic)),
         topics_total=_count(overview.get("topics_total"), topics),
         groups=sorted(groups, key=lambda row: (-(row.lag or 0), row.group)),
@@ -226,6 +238,12 @@ def _intake(row: dict[str, Any]) -> IntakeRow:
         _number(row.get(field)) for field in ("port", "rate", "bytes_rate", "connections", "refused", "dropped")
     )
     return IntakeRow(f"{port or 0:.0f}/{_text(row.get('kind'))} {_text(row.get('topic'))}", *counts)
+
+
+def _kafka(status: dict[str, Any]) -> KafkaRow | None:
+    row = _map(status.get("kafka"))
+    fields = ("port", "connections", "producers", "batches_from_cache", "batches_from_lines")
+    return KafkaRow(*(_number(row.get(field)) for field in fields)) if row else None
 
 
 def _topic(row: dict[str, Any]) -> TopicRow:

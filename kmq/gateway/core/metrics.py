@@ -187,6 +187,11 @@ ROWS = (
         *_single("framer", "duplicates"),
     ),
     Metric("kmq_producers", "Producer names that are remembered.", *_single("framer", "producers")),
+    Metric(
+        "kmq_kafka_producers",
+        "Of these, producers of Kafka clients, each per partition (KMQ_KAFKA_PRODUCERS).",
+        *_single("framer", "kafka_producers"),
+    ),
     Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", *_single("framer", "remembered")),
     Metric("kmq_connections", "Connections of producers.", *_single("ingress", "connections")),
     Metric("kmq_intake_lines_total", "Raw lines that an intake (KMQ_INTAKES) has taken.", *_intakes("lines")),
@@ -580,6 +585,7 @@ class Requests:
         self._kafka = Counter(*KAFKA_REQUESTS, registry=self.registry)
         self.kafka_connections = Gauge(*KAFKA_CONNECTIONS, registry=self.registry)
         self._batches = Counter(*KAFKA_BATCHES, registry=self.registry)
+        self.batches = {"cache": 0, "lines": 0}  # the same, for the stats page
         self._http = Counter(*HTTP_REQUESTS, registry=self.registry)
         self._http_seconds = Histogram(*HTTP_SECONDS, registry=self.registry, buckets=_BUCKETS)
         ProcessCollector(registry=self.registry)
@@ -618,6 +624,7 @@ class Requests:
     def count_batches(self, source: str, count: int) -> None:
         """Count batches for Kafka consumers: from the `cache`, or from `lines`."""
         self._batches.labels(source).inc(count)
+        self.batches[source] += count
 
     def count_sent(self, nbytes: int) -> None:
         """Count bytes of records that the consumer port has sent."""

@@ -6,6 +6,7 @@ Cluster     To a client this broker is a cluster of one: node 0, leader of every
 Address     Clients connect to the address that Metadata names. That is KMQ_KAFKA_ADVERTISE, else, of a broker that is
             alone, the one by which the connection has reached us: right for one pod, wrong behind a port that is
             forwarded under another number. In a shard it is where the others reach a broker (KMQ_ADVERTISE).
+Misdirected A client that was told a wrong address comes again and asks for the address again. `Seekers` finds it.
 Roles       As at the other doors (access.py).
 Invariant   A request that cannot be read ends its connection, and nobody else notices.
 """
@@ -13,13 +14,14 @@ Invariant   A request that cannot be read ends its connection, and nobody else n
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from kmq.access.tokens import Tokens
 from kmq.broker.door import KAFKA_ADVERTISED, known_shard
-from kmq.broker.stats import Strangers
+from kmq.broker.stats import Row, Strangers
 from kmq.config.settings import Settings
 from kmq.config.values import KIB
 from kmq.gateway.core.broker import RequestRefused
@@ -59,6 +61,7 @@ class Kafka:
 
     def __init__(
         self,
+        cluster: "Cluster",
         tokens: Tokens | None,
         strangers: Strangers,
         counts: RequestCounts,
@@ -69,8 +72,9 @@ class Kafka:
         self._requests = Requests(strangers)
         self._access = AccessChapter(tokens, strangers)
         self._unsupported: dict[str, float] = {}  # client → when it was logged
+        self._seekers = Seekers(cluster, log)
         self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions}
-        self._chapters = (self._access, *chapters)
+        self._chapters = (self._access, cluster, *chapters)
         for chapter in self._chapters:
             self._handlers |= chapter.handlers
 
@@ -80,6 +84,11 @@ class Kafka:
     @property
     def connections(self) -> int:
         return len(self._requests.connections)
+
+    def publish(self, row: Row) -> None:
+        """Write to the gateway's row what an operator sees of this door. Call about once a second."""
+        row.kafka_connections, row.kafka_misdirected = self.connections, self._seekers.lost()
+        row.kafka_cached, row.kafka_rendered = self._counts.batches["cache"], self._counts.batches["lines"]
 
     def stop(self) -> None:
         """End all connections: their clients come again, and send again what was not answered."""
@@ -170,6 +179,7 @@ class Kafka:
         answer = self._access.refusal(call) or await handler(call)
         if isinstance(answer, Mapping) and answer.get("error_code"):
             call.errors.append(answer["error_code"])
+        self._seekers.note(call, answer)
         code = call.errors[0].name if call.errors else "OK"
         self._counts.count_kafka(Key(call.header.key).name.lower(), code)
         if not isinstance(answer, Mapping):
@@ -227,6 +237,11 @@ class BrokerNodes(NamedTuple):
         ]
 
 
+def asks_for_all(call: Call) -> bool:
+    """Return True if this request for Metadata names no topics because it is about all of them."""
+    return call.body.topics is None or (call.version == 0 and not call.body.topics)
+
+
 class Cluster:
     """What Metadata and its like say: brokers, topics, partitions."""
 
@@ -251,7 +266,7 @@ class Cluster:
         numbers = dict(zip(shard.get("brokers", ()), count(1)))
         me = numbers.get(self._settings.broker)
         if me is None:
-            return BrokerNodes(0, (0,), (0,), 1, ((0, *self._address(connection)),))
+            return BrokerNodes(0, (0,), (0,), 1, ((0, *self._alone(connection)),))
         doors = {numbers[name]: found["doors"] for name, found in shard["brokers"].items() if found}
         names = KAFKA_ADVERTISED[connection.is_tls], "kafka_tls" if connection.is_tls else "kafka"
         texts = {node: found.get(names[0]) or found.get(names[1]) for node, found in doors.items()}
@@ -264,7 +279,12 @@ class Cluster:
             tuple((node, host.strip("[]"), int(port)) for node, host, port in places),
         )
 
-    def _address(self, connection: Connection) -> tuple[str, int]:
+    def address(self, connection: Connection) -> tuple[str, int]:
+        """Return host and port by which this client shall reach this broker."""
+        nodes = self.nodes(connection)
+        return next(((host, port) for node, host, port in nodes.places if node == nodes.me), ("", 0))
+
+    def _alone(self, connection: Connection) -> tuple[str, int]:
         """Return host and port by which this client shall reach a broker that is alone."""
         found = (self._settings.kafka_advertise or {}).get(connection.is_tls)
         if found is not None:
@@ -277,7 +297,7 @@ class Cluster:
 
     async def _metadata(self, call: Call) -> Fields:
         asked = call.body.topics
-        if asked is None or (call.version == 0 and not asked):
+        if asks_for_all(call):
             names = await self._core.topics.names()
         else:
             names = [*dict.fromkeys(topic.name for topic in asked)]
@@ -358,3 +378,81 @@ NAMES = (
     "a topic's name must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __,"
     " which are KMQ's own"
 )
+
+
+# --- misdirected clients ---------------------------------------------------------------------------------------------
+
+_SEEKING = (Key.METADATA, Key.FIND_COORDINATOR, Key.INIT_PRODUCER_ID)  # asked on the first connection, before any other
+_LOOKS, _LOOKS_S = 10, 60.0  # a client that asks in so many seconds of so long, and for nothing else, is misdirected
+_LOOK_S = 1.0  # requests that follow each other within this time are one look
+_MOST_SEEKERS = 1000
+_LONGEST_CLIENT = 100
+
+
+class Seekers:
+    """Clients that have asked where the broker is, and for nothing else since.
+
+    Judgement   A client is its host and its client.id. One that was told the right address asks for something else at
+                once, and is forgotten here. One that was told a wrong address asks again, every second or so, on the
+                same connection or on a new one. A client that asks for all topics lists them, and has what it wanted.
+                One whose topic is not there waits for the topic.
+    Memory      At most _MOST_SEEKERS; those that have asked longest ago make room.
+    Not covered A client that asks once: it gives up, or tries only the address that it was told. One whose host and
+                client.id another one has, to whom the address is right. A program that does nothing but ask about named
+                topics, ten times a minute, is taken for misdirected.
+    """
+
+    def __init__(self, cluster: Cluster, log: Logger) -> None:
+        self._cluster, self._log = cluster, log
+        # host, client.id, whether it has asked for more than topics → when it has asked; who has just asked stands last
+        self._looks: dict[tuple[str, str, bool], deque[float]] = {}
+        self._told, self._logged_at = "", -_LOOKS_S
+
+    def note(self, call: Call, answer: Fields | bytes | None) -> None:
+        """Note what a client has asked for, and whether it comes again."""
+        key = call.header.key
+        if key in BEFORE or (key not in _SEEKING and not self._looks):
+            return
+        host, client = call.connection.peer.rpartition(":")[0], call.header.client[:_LONGEST_CLIENT]
+        if key not in _SEEKING:
+            self._looks.pop((host, client, False), None)
+            self._looks.pop((host, client, True), None)
+        elif key == Key.METADATA and asks_for_all(call):
+            self._looks.pop((host, client, False), None)
+        elif isinstance(answer, Mapping) and not call.errors and not any(map(_has_failed, answer.get("topics", ()))):
+            self._look((host, client, key != Key.METADATA), call.connection)
+
+    def _look(self, seeker: tuple[str, str, bool], connection: Connection) -> None:
+        looks, now = self._looks.pop(seeker, None) or deque(maxlen=_LOOKS), time.monotonic()
+        self._looks[seeker] = looks
+        if not looks or now - looks[-1] >= _LOOK_S:
+            looks.append(now)
+        if len(self._looks) > _MOST_SEEKERS:
+            del self._looks[next(iter(self._looks))]
+        if len(looks) == _LOOKS:
+            self._told = ":".join(map(str, self._cluster.address(connection)))
+
+    def lost(self) -> int:
+        """Return how many clients are misdirected; log it once a minute."""
+        now = time.monotonic()
+        self._looks = {seeker: looks for seeker, looks in self._looks.items() if now - looks[-1] < _LOOKS_S}
+        lost = {
+            seeker[:2] for seeker, looks in self._looks.items() if len(looks) == _LOOKS and now - looks[0] < _LOOKS_S
+        }
+        if lost and now - self._logged_at >= _LOOKS_S:
+            self._logged_at = now
+            host, client = min(lost)
+            self._log.warn(
+                "kafka_misdirected",
+                count=len(lost),
+                peer=host,
+                client=client,
+                told=self._told,
+                effect="they connect there, and do not come to this broker",
+                advice="set KMQ_KAFKA_ADVERTISE to the host and port by which clients reach it",
+            )
+        return len(lost)
+
+
+def _has_failed(topic: Fields) -> bool:
+    return bool(topic["error_code"])

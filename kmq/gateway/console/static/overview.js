@@ -78,7 +78,16 @@ function pipeline(doc) {
     stages.size ? h("div", { class: "pipeline" }, parts, arrow, queues, ack) : h("p", { class: "empty" }, "The broker is not up."),
     others.length ? h("ul", { class: "others" }, others.map((stage) => h("li", { "data-key": stage.name, "data-stage": stage.name },
       h("b", null, stage.name), " ", state(stage.state), stage.restarts ? ` · ${count(stage.restarts, "restart")}` : ""))) : null,
+    kafka(doc.status.kafka),
     latency(doc.latency));
+}
+
+function kafka(found) {
+  if (!found) return null;
+  const facts = [["connections", "connections"], ["producers", "producers"], ["batches_from_cache", "batches from the cache"],
+    ["batches_from_lines", "batches from lines"]];
+  return h("p", { "data-key": "kafka", "data-kafka": String(found.port) }, h("b", null, "Kafka"), ` on port ${found.port}`,
+    facts.map(([name, title]) => [" · ", shown("span", name, found[name]), ` ${title}`]));
 }
 
 function latency(found) {
