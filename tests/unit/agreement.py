@@ -33,6 +33,8 @@ PORTS = {
     "grpc": ("gateway", "grpc_port", "host"),
     "egress": ("gateway", "egress_port", "host"),
     "status": ("gateway", "status_port", "host"),
+    "kafka": ("gateway", "kafka_number", "host"),
+    "kafka-tls": ("gateway", "kafka_tls_port", "tls_host"),
     "egress-tls": ("gateway", "egress_tls_port", "tls_host"),
     "lines-tls": ("ingress", "tls_port", "tls_host"),
     "https": ("gateway", "https_port", "tls_host"),
@@ -506,6 +508,25 @@ def a_shard_survives_its_upgrade(documents: list[Document]) -> Iterator[str]:
             yield f"{budgets} pods may be evicted at once"
 
 
+def clients_of_kafka_are_told_a_name_that_stays(documents: list[Document]) -> Iterator[str]:
+    """The pod's name, whatever its address is after a restart, with the number of the Service's port."""
+    for pod, workload in brokers(documents):
+        ports = ports_of(pod)
+        if not {"kafka", "kafka-tls"} & ports.keys():
+            continue
+        gateway = named(pod, "gateway")
+        given = environment(documents, gateway)
+        told = settings_of(documents, gateway).kafka_advertise or {}
+        wanted = f"$(POD_NAME).{workload['spec'].get('serviceName')}.$(POD_NAMESPACE)"
+        for name, is_tls in (("kafka", False), ("kafka-tls", True)):
+            host, port = told.get(is_tls, ("", 0))
+            if name in ports and (host.replace("$(PODS_SERVICE)", given.get("PODS_SERVICE", "")), port) != (
+                wanted,
+                ports[name][1],
+            ):
+                yield f"clients of port {name} are told {host}:{port}"
+
+
 def labels_are_the_recommended_ones(documents: list[Document]) -> Iterator[str]:
     """Every object of ours says what it is, of which broker, and that it is of KMQ; of others' workloads nothing is asked."""
     wanted = {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of")}
@@ -551,6 +572,7 @@ CHECKS: tuple[Check, ...] = (
     pods_keep_to_themselves,
     addresses_in_arguments_are_ports,
     a_shard_survives_its_upgrade,
+    clients_of_kafka_are_told_a_name_that_stays,
     labels_are_the_recommended_ones,
     brokers_are_spread,
 )

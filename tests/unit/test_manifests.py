@@ -391,6 +391,19 @@ BREAKS = {
             "readinessProbe of gateway: no port lines",
         ),
     ],
+    agreement.clients_of_kafka_are_told_a_name_that_stays: [
+        ("base", container("gateway", lambda c: c["env"].pop()), "clients of port kafka are told :0"),
+        (
+            ALL,
+            container("gateway", lambda c: c["env"][3].update(value="kmq:9092")),
+            "clients of port kafka-tls are told :0",
+        ),
+        (
+            "base",
+            container("gateway", lambda c: c["env"][2].update(value="kmq")),
+            "clients of port kafka are told $(POD_NAME).$(PODS_SERVICE).$(POD_NAMESPACE):9092",
+        ),
+    ],
     agreement.policy_lets_in_whom_it_should: [
         ("base", of("NetworkPolicy", lambda spec: spec["ingress"].append({})), "lets in"),
         (ALL, of("NetworkPolicy", lambda spec: spec["ingress"][0]["ports"].append({"port": "lines"})), "lets in"),
@@ -771,6 +784,7 @@ def test_names_follow_the_prefix_of_a_second_broker(neighbours):
         assert [*agreement.settings_are_good(documents)] == []  # each container finds its ConfigMap
         assert [*agreement.a_shard_survives_its_upgrade(documents)] == []  # each replica is found by its name
         assert [*agreement.policy_lets_in_whom_it_should(documents)] == []
+        assert [*agreement.clients_of_kafka_are_told_a_name_that_stays(documents)] == []
 
 
 def test_a_monitor_asks_for_the_certificate_of_the_service_with_its_prefix(tmp_path):
