@@ -1,6 +1,7 @@
 """What administrators and consoles ask of the Kafka port, by real clients against a real broker."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ from kafka_client import KafkaClient
 from kmq.gateway.kafka.wire import ErrorCode, Key
 from kmq.log import topics
 
+PAGE = (ROOT / "docs/kafka.md").read_text()
 MOST_BYTES = str((1 << 20) * 3 // 4 - 4096)
 FOREVER = str((1 << 63) - 1)
 
@@ -166,6 +168,38 @@ def test_what_a_topic_cannot_be_is_refused_and_nothing_is_made(broker, raw, topi
     answer = raw.ask(Key.CREATE_TOPICS, 4, topics=[asked], validate_only=validate_only).topics[0]
     assert answer.error_code == code and answer.error_message
     assert "bad" not in topics.names(str(broker.data))
+
+
+@pytest.mark.parametrize(
+    ("name", "partitions", "config"),
+    [
+        ("connect-offsets", 25, {"cleanup_policy": "compact"}),
+        ("_schemas", 1, {"cleanup_policy": "compact"}),
+        # Debezium's history of a database's schemas: for ever.
+        ("schema-history", 1, {"cleanup_policy": "delete", "retention_ms": FOREVER, "retention_bytes": "-1"}),
+    ],
+)
+def test_topics_are_made_as_connect_registries_and_debezium_make_theirs(admin, name, partitions, config):
+    assert create(admin, name, partitions, **config) is None
+    found = values_of(admin, name)
+    wanted = {key.replace("_", "."): value for key, value in config.items()}
+    assert {key: found[key] for key in wanted} == wanted | ({"retention.ms": "-1"} if "retention_ms" in config else {})
+
+
+def test_the_page_names_each_request_with_the_versions_that_clients_are_told(raw):
+    told = raw.ask(Key.API_VERSIONS, 3, client_software_name="page", client_software_version="1").api_keys
+    names = {Key(row.api_key).name.replace("_", "").replace("SCRAMUSERS", "USERSCRAMCREDENTIALS"): row for row in told}
+    rows = re.findall(r"(?m)^\| (\d+) \| ([A-Za-z]+) \| (\d+)(?:-(\d+))? \|", PAGE)
+    assert {(int(key), name.upper(), int(low), int(high or low)) for key, name, low, high in rows} == {
+        (row.api_key, name, row.min_version, row.max_version) for name, row in names.items()
+    }
+
+
+def test_the_page_has_every_error_that_clients_are_given():
+    sources = "".join(path.read_text() for path in (ROOT / "kmq/gateway/kafka").glob("*.py"))
+    given = {name.upper() for name in re.findall(r"ErrorCode\.([a-z_]+)\b", sources)} - {"NONE"}
+    _, _, table = PAGE.partition("## Errors")
+    assert given == set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", re.sub(r"`[^`]*`", "", table)))
 
 
 def test_a_topic_is_checked_without_being_made(broker, admin):

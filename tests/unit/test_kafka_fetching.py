@@ -46,7 +46,9 @@ class Door:
         strangers = Strangers(self.page.rows["gateway"], self.incidents)
         self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
         self._fetching = FetchChapter(self.core, self.cache, counts, self.incidents, lambda: 0)
-        kafka = Kafka(Cluster(self._settings, self.core, lambda: 0), None, strangers, counts, FakeLogger(), (self._fetching,))
+        kafka = Kafka(
+            Cluster(self._settings, self.core, lambda: 0), None, strangers, counts, FakeLogger(), (self._fetching,)
+        )
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()

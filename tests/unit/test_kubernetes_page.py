@@ -64,6 +64,23 @@ def test_clients_of_another_namespace_are_let_in_beside_those_of_its_own(tmp_pat
     schemas.validate(policy, "1.32")
 
 
+def test_clients_of_kafka_from_outside_come_by_a_port_of_a_node_and_are_told_it(tmp_path):
+    (tmp_path / "outside.yaml").write_text(pasted("kubernetes.md", "type: NodePort"))
+    block = pasted("kubernetes.md", "KMQ_KAFKA_ADVERTISE")
+    found = documents(tmp_path, f"resources: [../kmq/k8s/base, outside.yaml]\n{block}")
+    (pod,) = pods(found)
+    (service,) = [each for each in of_kind(found, "Service") if each["metadata"]["name"] == "kmq-kafka"]
+    [port] = service["spec"]["ports"]
+    told = agreement.environment(found, agreement.named(pod, "gateway"))["KMQ_KAFKA_ADVERTISE"]
+    assert told == f"node.example.com:{port['nodePort']}"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert agreement.ports_of(pod)[port["targetPort"]] == ("gateway", port["port"])
+    (policy,) = of_kind(found, "NetworkPolicy")
+    assert policy["spec"]["ingress"][-1]["ports"] == [{"protocol": "TCP", "port": "kafka"}]
+    for each in (policy, service):
+        schemas.validate(each, "1.32")
+
+
 def test_a_repair_by_git_is_an_init_container_of_the_same_image(tmp_path):
     (pod,) = pods(documents(tmp_path, pasted("kubernetes-repair.md", "components/repair")))
     first, *others = containers(pod)

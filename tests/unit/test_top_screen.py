@@ -37,7 +37,13 @@ def document(name="orders", **status):
         "stages": [stage(each) for each in ("ingress", "framer", "durability", "router", "gateway")],
         "links": [link("raw"), link("received", 0.9), link("framed", 0.25, 12), link("durable", 0.0, 0)],
         "findings": [],
-        "kafka": {"port": 9092, "connections": 7, "producers": 1234, "batches_from_cache": 55, "batches_from_lines": 66},
+        "kafka": {
+            "port": 9092,
+            "connections": 7,
+            "producers": 1234,
+            "batches_from_cache": 55,
+            "batches_from_lines": 66,
+        },
     }
     moved = {"messages": 20_000.0, "bytes": 3e6}
     return {

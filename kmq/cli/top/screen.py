@@ -488,8 +488,8 @@ def connections(snapshot: TopSnapshot, width: int) -> list[ScreenLine]:
         lines += [ScreenLine(), *intakes(snapshot, width)]
     if snapshot.kafka is not None:
         port, *counts = snapshot.kafka
-        title = ("connected", "producers", "from cache", "from lines")
-        lines += [ScreenLine(), _line("clients of Kafka", title, width, "head", "dim")]
+        columns = ("connected", "producers", "from cache", "from lines")
+        lines += [ScreenLine(), _line("clients of Kafka", columns, width, "head", "dim")]
         lines.append(_line(f"port {_whole(port)}", [count(value) for value in counts], width))
     lines += [ScreenLine(), _line("links", ("fill", "", "bytes", "capacity", "messages"), width, "head", "dim")]
     for link in snapshot.links:

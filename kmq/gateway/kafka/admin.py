@@ -148,7 +148,7 @@ def _parsed(name: str, text: str) -> int | str:
         raise _bad(name, f"{text!r} is no number of at most {_FOREVER}")
     if number < 0 and not (option.has_minus and number == UNLIMITED):
         raise _bad(name, "must not be negative")
-    return UNLIMITED if number == _FOREVER and not option.has_minus else number
+    return UNLIMITED if number == _FOREVER else number
 
 
 def _bad(name: str, what: str) -> RequestRefused:

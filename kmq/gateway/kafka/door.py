@@ -74,7 +74,7 @@ class Kafka:
         self._unsupported: dict[str, float] = {}  # client → when it was logged
         self._seekers = Seekers(cluster, log)
         self._handlers: dict[Key, Handler] = {Key.API_VERSIONS: self._api_versions}
-        self._chapters = (self._access, cluster, *chapters)
+        self._chapters: Sequence[Chapter] = (self._access, cluster, *chapters)
         for chapter in self._chapters:
             self._handlers |= chapter.handlers
 
