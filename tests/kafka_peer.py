@@ -32,7 +32,8 @@ def _entity(cls: Any, fields: dict[str, Any]) -> Any:
 class Peer:
     """A connection."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, client: bytes = b"peer") -> None:
+        self.client = client
         self.sock = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
         self.stream = self.sock.makefile("rb")
         self.number = 0
@@ -55,7 +56,8 @@ class Peer:
     def send(self, key: int, version: int, **fields: Any) -> None:
         cls, self.number = load_request_schema(key, version), self.number + 1
         out = BytesIO()
-        out.write(struct.pack(">hhih4s", key, version, self.number, 4, b"peer") + (b"\0" if cls.__flexible__ else b""))
+        name = struct.pack(">h", len(self.client)) + self.client
+        out.write(struct.pack(">hhi", key, version, self.number) + name + (b"\0" if cls.__flexible__ else b""))
         entity_writer(cls)(out, _entity(cls, fields))
         self.send_raw(out.getvalue())
         self.waiting.append((key, version, self.number))

@@ -291,7 +291,7 @@ def _kafka(page: StatsPage, settings: Settings) -> Iterator[Finding]:
         )
         told = [f"{host}:{port}" for host, port in (settings.kafka_advertise or {}).values()]
         where = (
-            f"KMQ_KAFKA_ADVERTISE={', '.join(told)}" if told else "which is where their first connection has arrived"
+            f"KMQ_KAFKA_ADVERTISE={', '.join(told)}" if told else "by default where their first connection has arrived"
         )
         why = f"{who} to the address that they are told, {where}"
         advice = (

@@ -31,7 +31,7 @@ def test_the_consumer_prints_what_the_application_sends_in_order(pod: Pod) -> No
 
 
 def test_nothing_of_it_is_reached_from_outside_of_the_pod(pod: Pod) -> None:
-    for port in (5673, 5674, 5675, 8080, 8082):
+    for port in (5673, 5674, 5675, 8080, 8082, 9092):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((pod.ip, port), 5)
 

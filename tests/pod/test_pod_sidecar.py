@@ -97,7 +97,7 @@ def test_metrics_can_be_scraped_from_outside_and_nothing_else_be_reached(pod: Po
         assert 'kmq_end_offset{partition="0",topic="orders"}' in response.read().decode()
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{address}/v1/logs", timeout=60)
-    for port in (5673, 5675, 8080, 8082):
+    for port in (5673, 5675, 8080, 8082, 9092):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((pod.ip, port), 5)
 

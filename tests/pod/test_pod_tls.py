@@ -18,7 +18,7 @@ import kmq
 from kmq.access import tokens
 
 LINES, HTTPS, GRPCS = 5443, 8443, 8444
-PLAIN = (5673, 5675, 8080, 8082)
+PLAIN = (5673, 5675, 8080, 8082, 9092)
 
 
 def secret(name: str, **files: Path) -> dict[str, object]:

@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -44,19 +45,20 @@ def checks(broker, **settings):
 
 @contextmanager
 def repeated(*actions):
-    """Each of these again and again, in a thread of its own, until the block ends."""
-    is_over = threading.Event()
+    """Each of these again and again, in a thread of its own, until the block ends. Yields how often, by action."""
+    is_over, done = threading.Event(), dict.fromkeys(actions, 0)
 
     def repeat(action):
         while not is_over.wait(0.5):
             with contextlib.suppress(KafkaException):
                 action()
+            done[action] += 1
 
     threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield done
     finally:
         is_over.set()
         for thread in threads:
@@ -74,9 +76,6 @@ def test_clients_that_never_come_to_the_address_they_are_told_are_found(new_brok
     admin = AdminClient({**bootstrap, "client.id": "lists"})
     waiting = Producer({**bootstrap, "client.id": "waits-for-a-topic"})
     waiting.produce("not-there", b"x")
-    lost = [Consumer({**bootstrap, "client.id": f"lost-{name}", "group.id": name}) for name in "ab"]
-    lost[0].subscribe(["orders"])
-    lost[1].subscribe(["^orders.*"])
     one = Peer(port(broker))
 
     def uses_one_connection():
@@ -91,18 +90,45 @@ def test_clients_that_never_come_to_the_address_they_are_told_are_found(new_brok
         return {row["code"]: row for row in json.loads(broker.kmq("status", "--json").stdout)["warnings"]}
 
     honest = (lambda: admin.list_topics(timeout=2), lambda: waiting.poll(0), uses_one_connection, kcat)
-    with repeated(*honest, lambda: [each.poll(0) for each in lost]):
-        broker.wait(lambda: kafka_of(broker)["misdirected"] == 2, "two clients that are found")
-        warning = warnings()["kafka_misdirected"]
-        assert "2 clients of Kafka" in warning["why"] and wrong in warning["why"]
-        assert "KMQ_KAFKA_ADVERTISE" in warning["advice"]
-        broker.wait(lambda: "event=kafka_misdirected" in broker.log(), "a log line")
-        assert checks(broker)["broker: kafka_misdirected"]["level"] == "warning"
+    with repeated(*honest) as done:
+        broker.wait(lambda: min(done[kcat], done[uses_one_connection]) > 24, "seconds of honest clients")
+        assert kafka_of(broker)["misdirected"] == 0
+        lost = [Consumer({**bootstrap, "client.id": f"lost-{name}", "group.id": name}) for name in "ab"]
+        lost[0].subscribe(["orders"])
+        lost[1].subscribe(["^orders.*"])
+        with repeated(lambda: [each.poll(0) for each in lost]):
+            broker.wait(lambda: kafka_of(broker)["misdirected"] == 2, "two clients that are found")
+            warning = warnings()["kafka_misdirected"]
+            assert "2 clients of Kafka" in warning["why"] and wrong in warning["why"]
+            assert "KMQ_KAFKA_ADVERTISE" in warning["advice"]
+            broker.wait(lambda: "event=kafka_misdirected" in broker.log(), "a log line")
+            assert checks(broker)["broker: kafka_misdirected"]["level"] == "warning"
     [line] = [line for line in broker.log().splitlines() if "event=kafka_misdirected" in line]
     assert f"told={wrong}" in line and "client=lost-" in line and "level=warn" in line
     one.close()
     for each in lost:
         each.close()
+
+
+def test_a_stranger_makes_no_table_of_clients_grow_for_ever(new_broker):
+    broker = new_broker()
+    broker.up()
+    with Peer(port(broker), b"lost") as peer:
+
+        def look():
+            peer.ask(Key.METADATA, 7, topics=[{"name": "t"}], allow_auto_topic_creation=True)
+
+        def is_found():
+            look()
+            return kafka_of(broker)["misdirected"] == 1
+
+        broker.wait(is_found, "a client that asks again and again on one connection")
+        at = time.monotonic()
+        for number in range(1000):
+            peer.client = b"stranger%d" % number
+            look()
+        broker.wait(lambda: kafka_of(broker)["misdirected"] == 0, "the client that makes room")
+    assert time.monotonic() - at < 40  # it is remembered for 60 s otherwise
 
 
 def test_doctor_tries_the_advertised_address(new_broker):

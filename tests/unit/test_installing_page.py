@@ -38,7 +38,9 @@ def test_the_compose_file_opens_the_ports_that_a_broker_has():
     [service] = yaml.safe_load(block("yaml"))["services"].values()
     settings = load(service["environment"], toml="")
     ports = {int(each.split(":")[2]) for each in service["ports"]}
-    assert ports == {settings.port, settings.egress_port, settings.http_port}
+    assert ports == {settings.port, settings.egress_port, settings.http_port, settings.kafka_number}
+    told = load(service["environment"], toml="").kafka_advertise
+    assert told == {False: ("localhost", settings.kafka_number)}
     assert all(each.startswith("127.0.0.1:") for each in service["ports"])
     assert int(service["stop_grace_period"].removesuffix("s")) > GRACE_S
     assert int(service["shm_size"].removesuffix("m")) << 20 >= 4 * settings.ring_bytes
