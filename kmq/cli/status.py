@@ -89,9 +89,12 @@ def _print_remarks(found: BrokerStatus) -> None:
     for intake in found.intakes:
         counts = "   ".join(f"{name}: {intake[name]:,}" for name in INTAKE_FIELDS[1:])
         _print(f"intake {intake['port']}/{intake['kind']} -> {intake['topic']}   {counts}")
-    if found.kafka is not None:
-        shown = (f"{name.replace('_', ' ')}: {value:,}" for name, value in found.kafka.items() if name != "port")
-        _print("   ".join((f"kafka {found.kafka['port']}", *shown)))
+    if found.kafka is not None and any(value for name, value in found.kafka.items() if name != "port"):
+        port, connections, producers, cached, rendered, _ = found.kafka.values()
+        _print(
+            f"kafka {port}   connections: {connections:,}   producers: {producers:,}"
+            f"   from cache: {cached:,}   from lines: {rendered:,}"
+        )
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
         _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")
