@@ -298,11 +298,15 @@ class DedupeTable:
 # stays as fast.
 
 
+FOLLOWS = -1
+
+
 class Acceptor:
     """Adds messages to a batch, or says what to reply instead.
 
     Messages come from a producer (`kind` is `p`) or a window (`w`) of that name, or from a connection without either.
-    `after`: an id of this producer that must be stored before them, or a later one; 0: none must.
+    `after`: the id of this producer that must be stored before them, or FOLLOWS: the id before their first one. None: they
+    need not follow. Messages that must have ids without a gap, so of a unit nothing is stored without its beginning.
     """
 
     def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic) -> None:
@@ -315,7 +319,7 @@ class Acceptor:
         """Add to this batch from now on; `seconds` since the epoch is now."""
         self._batch, self._seconds = batch, seconds
 
-    def accept_all(self, body: bytes, kind: bytes, name: bytes, after: int = 0) -> bool:
+    def accept_all(self, body: bytes, kind: bytes, name: bytes, after: int | None = None) -> bool:
         """Add these messages if all are good and new; return False if each must be looked at.
 
         One check of them all, and one call of the table for ids without a gap.
@@ -324,7 +328,7 @@ class Acceptor:
         seq = batch.next_seq + len(batch.lines)
         if len(body) > self.max_line and max(map(len, body.split(b"\n"))) > self.max_line:
             return False
-        if not self.topics.takes(body, seq) or (after and self.table.last_id(name) < after):
+        if not self.topics.takes(body, seq):
             return False
         if not kind:
             if record.claims(body):
@@ -336,6 +340,8 @@ class Acceptor:
             return False
         numbers = [int(id) for _, _, id, _, _ in fields]
         first, count = numbers[0], len(numbers)
+        if after is not None and self.table.last_id(name) < (first - 1 if after == FOLLOWS else after):
+            return False
         producer = self.table.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return False
@@ -343,7 +349,7 @@ class Acceptor:
         prints = [crc32(text, start_of(b"%b|%b" % (key, more) if more else key)) for _, key, _, more, text in fields]
         if numbers == list(range(first, first + count)):
             self.table.remember(producer, first, seq, count, self._seconds, prints)
-        elif all(map(lt, numbers, numbers[1:])):
+        elif after is None and all(map(lt, numbers, numbers[1:])):
             for ahead, number in enumerate(numbers):
                 self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
@@ -352,12 +358,14 @@ class Acceptor:
         batch.lines += [join((head, tag, headers, b"|", payload)) for head, _, _, headers, payload in fields]
         return True
 
-    def accept(self, line: bytes, n: int, kind: bytes, name: bytes, after: int = 0, reserved: bool = False) -> bytes:
+    def accept(
+        self, line: bytes, n: int, kind: bytes, name: bytes, after: int | None = None, reserved: bool = False
+    ) -> bytes:
         """Add message n if it is good and new, and return b""; otherwise return the reply.
 
         `reserved`: it may name a reserved topic.
         """
-        if after and self.table.last_id(name) < after:
+        if after is not None and self.table.last_id(name) < after:
             return b"!err %d id_gap %d is not stored" % (n, after)
         reason = "too_long" if len(line) > self.max_line else record.refusal(line, reserved)
         if reason:
@@ -376,16 +384,18 @@ class Acceptor:
             return b""
         print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
         if kind == b"p":
-            reply = self._remember_increasing(id, n, name, seq, print)
+            reply = self._remember_increasing(id, n, name, seq, print, after == FOLLOWS)
         else:
             reply = self._remember_arbitrary(id, n, name, seq, print)
         if not reply:
             batch.lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
         return reply
 
-    def _remember_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int) -> bytes:
+    def _remember_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int, follows: bool) -> bytes:
         if not id.isdigit() or len(id) > MAX_ID_DIGITS:
             return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID_DIGITS)
+        if follows and self.table.last_id(name) < int(id) - 1:
+            return b"!err %d id_gap %d is not stored" % (n, int(id) - 1)
         producer = self.table.producer(name, self._seconds)
         if producer is None:
             setting = self.table.part_of(name).setting.encode()

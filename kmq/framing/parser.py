@@ -31,7 +31,7 @@ from itertools import accumulate
 from kmq.config.values import KIB
 from kmq.errors import RetryError
 from kmq.framing.blocks import ANY_TOPIC, Cut, LineBatch, ends_of_messages, well_formed
-from kmq.framing.dedupe import Acceptor, DedupeTable
+from kmq.framing.dedupe import FOLLOWS, Acceptor, DedupeTable
 from kmq.links.fifo import CONTROL, LAST_ID, LINES, MESSAGES, SINGLE
 from kmq.links.layout import NOTHING_RECEIVED, BlockLimits, Received
 from kmq.links.received import ReceivedReader
@@ -117,7 +117,7 @@ class ReceivedLines:
 # --- parser ----------------------------------------------------------------------------------------------------------
 
 # Connection, `p`, `w` or nothing, producer or scope, which of its ids must be stored, may write reserved
-Origin = tuple[bytes, bytes, bytes, int, bool]
+Origin = tuple[bytes, bytes, bytes, int | None, bool]
 
 # Lines that are looked at one by one in a turn: half a second's work of the slowest machine, so that the framer gives a
 # sign of life whatever strangers send.
@@ -319,7 +319,8 @@ class Parser:
             return None
         first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
         self._bytes += len(body)
-        origin = connection, kind or b"", name or b"", int(after or 0), right is not None
+        least = None if after is None else int(after) if first == int(n) else FOLLOWS
+        origin = connection, kind or b"", name or b"", least, right is not None
         taken = self._accept(body, origin, (first, count), (at, low))
         if taken < len(body):
             self._stops = True
@@ -373,6 +374,7 @@ class Parser:
             done += len(line) + 1
             before = len(lines)
             reply = self._acceptor.accept(line, n, kind, name, after, reserved)
+            after = None if after is None else FOLLOWS
             self.refused += reply.startswith(b"!err")
             self._reply(connection, n, n, reply, before)
             self._cut(at, low + done)

@@ -201,6 +201,7 @@ class Gateway:
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
             # Libraries and doors live as long as the process: to walk them takes the garbage collector 20 ms and more.
+            gc.collect()
             gc.freeze()
             await self._watch(keeping)
         finally:

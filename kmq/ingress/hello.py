@@ -20,8 +20,9 @@
 
 After reserved=1 only: so many lines follow, in exactly so many bytes. They are handed over as one piece, so they get
 consecutive seqs whoever else writes. `p` is the producer of this unit, else it is that of the connection. Where `after`
-is given, the framer refuses all of it (`id_gap`) unless that id of the producer, or a later one, is stored. A unit of
-0 lines asks for the last id of the name, as `last=?` does.
+is given, the framer refuses all of it (`id_gap`) unless that id of the producer, or a later one, is stored, and each
+line but the first unless the id before its own is: their ids have no gap. A unit of 0 lines asks for the last id of the
+name, as `last=?` does.
 
 An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
 as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.

@@ -210,6 +210,7 @@ def document(shard: str, broker: str, view: ShardView) -> dict[str, Any]:
         "isr": sorted(map(view.broker, register.isr)) if register is not None else [],
         "epoch": register.epoch if register is not None else 0,
         "version": register.version.number if register is not None else 0,
+        "members": list(register.brokers) if register is not None else [],
         "min_insync": register.min_insync if register is not None else 0,
         "lineage": register.lineage if register is not None else "",
         "problem": problem,

@@ -177,36 +177,44 @@ def test_the_cache_drops_what_was_put_first_and_takes_nothing_too_large():
 
 
 def test_a_consumer_waits_for_the_batch_that_is_coming_and_for_no_other():
-    """Ends of a wait: the batch is there; one came that is not kept; nothing comes; a batch lies behind the offset."""
+    """It waits behind the last batch, while another one comes, until that is there or has failed, and not for long."""
     place, cache = TopicPartition("t", 0), TailCache(1 << 20)
 
-    def come(first, last):
-        cache.put("t", 0, first, last, b"x" * 100, 1)
-        cache.arrived(place)
+    async def coming(event, first=None):
+        await event.wait()
+        if first is not None:
+            cache.put("t", 0, first, first + 9, b"x" * 100, 1)
 
-    async def waits(offset, *steps):
-        """How many of these steps it takes until nobody waits any more."""
-        waiting = asyncio.ensure_future(cache.wait([(place, offset)], 60))
-        for taken, step in enumerate([*steps, lambda: None]):
-            for _ in range(5):
-                await asyncio.sleep(0)
-            if waiting.done():
-                return taken
-            step()
-        return waiting.cancel()
+    async def waits(offset):
+        waiting = asyncio.ensure_future(cache.wait([(TopicPartition("u", 0), 0), (place, offset)], 60))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return waiting
 
     async def work():
-        assert await waits(0) == 0, "nothing is coming"
-        for _ in range(4):
-            cache.expect(place)
-        assert await waits(20, lambda: come(0, 9), lambda: come(10, 29), lambda: None) == 2
-        assert await waits(29) == await waits(3) == 0, "it is there, or was"
-        assert await waits(30, lambda: cache.arrived(place), lambda: None) == 1, "it is not kept"
+        events = [asyncio.Event() for _ in range(3)]
+        assert (await waits(0)).done(), "nothing is coming"
+        for event, first in zip(events, (0, 10, None), strict=True):
+            cache.expect(place, asyncio.ensure_future(coming(event, first)))
+        assert (await waits(0)).done(), "nothing is there that it could follow"
+        events[0].set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (await waits(3)).done() and (await waits(30)).done(), "it is there, or lies far behind"
+        waiting = await waits(10)
+        assert not waiting.done()
+        events[1].set()
+        await asyncio.wait_for(waiting, 30)
+        waiting = await waits(20)
+        events[2].set()
+        await asyncio.wait_for(waiting, 30)
+        assert cache.find("t", 0, 20, 1) is None, "the batch has failed"
+        held = asyncio.ensure_future(coming(asyncio.Event()))
+        cache.expect(place, held)
         began = time.monotonic()
-        await cache.wait([(place, 30)], 60)
+        await cache.wait([(place, 20)], 60)
         assert 0.04 < time.monotonic() - began < 30, "what is held up is not waited for"
-        assert await waits(30, lambda: come(30, 30), lambda: None) == 1
-        assert await waits(31) == 0
+        held.cancel()
 
     asyncio.run(work())
 

@@ -158,7 +158,7 @@ def test_a_unit_says_which_id_must_be_stored_before_it(link):
                 ingress.release()
                 heads.append((await outcome(sent), ingress.heads[-1]))
             assert heads == [
-                ([(1, 1, False)], b"!unit 1 8 p=k1\n"),
+                ([(1, 1, False)], b"!unit 1 8 p=k1 after=0\n"),
                 ("id_gap", b"!unit 1 8 p=k1 after=1\n"),
                 ([(1, 2, False)], b"!unit 1 8 p=k1 after=1\n"),
             ]

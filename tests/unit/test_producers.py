@@ -242,6 +242,22 @@ def test_a_full_part_of_kafka_producers_refuses_their_new_names_and_nobody_else(
     assert set(known.kafka.evictable) == {K % 1, K % 3}
 
 
+def test_of_messages_that_must_follow_nothing_is_stored_without_its_beginning():
+    """The table is full when the first ones come, and has room for a name when the others do, in a later turn."""
+    known = table(producers=5, kafka=1, ttl=100_000)
+    known.remember(known.producer(K % 0, 1000), 1, 1, 1, 1000)
+    accept = Acceptor(1 << 20, known, ANY_TOPIC)
+    batch = LineBatch(1)
+    accept.begin(batch, 1000 + 3600)
+    said = [accept.accept(b"t||%d|x" % id, id, b"p", K % 1, 0 if id == 1 else dedupe.FOLLOWS) for id in (1, 2)]
+    assert [text.split()[2] for text in said] == [b"producers_full", b"id_gap"]
+    accept.begin(batch, 1001 + 3600)
+    assert not accept.accept_all(b"t||3|x\nt||4|x\n", b"p", K % 1, dedupe.FOLLOWS)
+    assert accept.accept(b"t||3|x", 3, b"p", K % 1, dedupe.FOLLOWS).split()[2] == b"id_gap"
+    assert accept.accept_all(b"t||1|x\nt||2|x\n", b"p", K % 1, 0), "sent again"
+    assert accept.accept_all(b"t||3|x\nt||4|x\n", b"p", K % 1, dedupe.FOLLOWS) and len(batch.lines) == 4
+
+
 def test_the_parts_of_the_table_are_the_same_after_a_start(data):
     known, again, small = table(kafka=3), table(kafka=3), table(kafka=1)
     for n, name in enumerate((K % 0, b"till", T % 1000001, AUTO % 0, K % 0)):

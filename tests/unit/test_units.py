@@ -187,8 +187,22 @@ def test_a_unit_is_refused_whole_unless_the_id_that_it_follows_is_stored(wire):
     assert send(
         wire, near, connection, unit(*mine(2), p=b"k1 after=1") + unit(*mine(2), p=b"k2 after=1") + unit(p=b"k2")
     )
-    told = ["ack 1", *["err id_gap"] * 4, "ack 2", "ack 3", "ack 4", "dup 2", "err id_gap", "last 0"]
-    assert said(wire, near, connection) == told and len(wire.lines) == 4
+    assert send(
+        wire, near, connection, unit(*mine(5, 7, 6, 6, 8), p=b"k1 after=4") + unit(*mine(7, 9), p=b"k1 after=6")
+    )
+    told = [
+        "ack 1",
+        *["err id_gap"] * 3,
+        "err no_separator",
+        "ack 2",
+        "ack 3",
+        "ack 4",
+        "dup 2",
+        "err id_gap",
+        "last 0",
+    ]
+    told += ["ack 5", "err id_gap", "ack 6", "dup 6", "err id_gap", "ack 7", "err id_gap"]
+    assert said(wire, near, connection) == told and len(wire.lines) == 7
     wire.finish(near, connection)
 
 

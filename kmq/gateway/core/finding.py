@@ -200,7 +200,7 @@ class _Tail:
 def _last_seq(text: bytes) -> tuple[int, int]:
     """Return the seq of the last of these lines, and where the newline before it is; 0: compaction has removed all."""
     at = text.rfind(b"\n", 0, len(text.rstrip(b"\n")))
-    return (record.seq_of(text[at + 1 :]), at) if at >= 0 else (0, 0)
+    return (record.seq_of(text[at + 1 :]), at) if at >= 0 and b"|" in text[at:] else (0, 0)
 
 
 class PlaceFinder:

@@ -302,6 +302,8 @@ class Coordinator:
         if known:
             _check_attempt(known, options)
         holder = _holder(found, member, options)
+        if holder and found:
+            _check_attempt(found.members[holder], options)
         if known is None and holder is None:
             self._registry.check_member(found)
         self._registry.check_topics(options.topics, len(known.topics) if known else 0)

@@ -301,14 +301,17 @@ class AdminChapter:
             raise _Refused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
         if resource.resource_name == "":
             return []  # what was set while it runs, for all brokers
-        if resource.resource_name != str(nodes.me):
-            text = f"broker {resource.resource_name!r} does not lead; ask broker {nodes.me}"
+        if resource.resource_name not in map(str, nodes.replicas):
+            text = f"there is no broker {resource.resource_name!r}, only {', '.join(map(str, nodes.replicas))}"
             raise _Refused(ErrorCode.invalid_request, text)
         rows = [
             _setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
             for name, option in _OPTIONS.items()
         ]
-        return rows + [_setting(name, kind, value) for name, (kind, value) in self._of_broker(nodes).items()]
+        return rows + [
+            _setting(name, kind, value)
+            for name, (kind, value) in self._of_broker(nodes, resource.resource_name).items()
+        ]
 
     def _option(self, name: str, state: TopicState, defaults: Mapping[str, int | str]) -> dict[str, Any]:
         """Return a setting of a topic with what it would be without a value of its own."""
@@ -325,11 +328,11 @@ class AdminChapter:
         is_set = option.attribute and getattr(self._settings, option.attribute) != _STANDARD[option.attribute]
         return _OF_BROKER if is_set else _DEFAULT
 
-    def _of_broker(self, nodes: BrokerNodes) -> dict[str, _Row]:
+    def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, _Row]:
         settings = self._settings
         return {
             "auto.create.topics.enable": (_BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
-            "broker.id": (_INT, str(nodes.me)),
+            "broker.id": (_INT, number),
             "compression.type": (_STRING, "producer"),
             "default.replication.factor": (_INT, str(len(nodes.replicas))),
             "delete.topic.enable": (_BOOLEAN, "true"),

@@ -3,8 +3,8 @@
 Truth       The lines are the truth. A batch is put here once its lines were found in their partition, the first to the
             last, and only if it shows what they show. Whoever serves it has to know that they are still there: it is not
             served below the start of its partition, after its topic was deleted, or of a compacted topic.
-Coming      A batch is in its partition a moment before it is known where, so a consumer that has seen the partition grow
-            waits that moment for the batch: to read it from its lines costs ten times as much.
+Coming      A batch is in its partition a moment before it is known where. So a consumer that has read the last batch here
+            waits a moment for the next one, if that is on its way: to read it from its lines costs ten times as much.
 Memory      At most `most` bytes, with what an entry takes besides. What was put first goes first.
 """
 
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kmq.config.values import MIB
 from kmq.wire.requests import TopicPartition
@@ -45,8 +45,7 @@ class TailCache:
         self._lock = Lock()
         self._batches: OrderedDict[tuple[str, int, int], KeptBatch] = OrderedDict()  # by topic, partition, first offset
         self._firsts: dict[tuple[str, int], list[int]] = {}  # by topic and partition, in order
-        self._coming: dict[TopicPartition, tuple[int, int]] = {}  # how many, and the end before the next one
-        self._waiters: set[asyncio.Future[bool]] = set()
+        self._coming: dict[TopicPartition, dict[asyncio.Task[Any], None]] = {}  # in order
 
     def put(self, topic: str, partition: int, first: int, last: int, data: bytes, from_seq: int) -> None:
         """Keep a produced batch that lies in its partition as the records first…last."""
@@ -79,44 +78,29 @@ class TailCache:
 
     # --- what is coming ----------------------------------------------------------------------------------------------
 
-    def expect(self, place: TopicPartition) -> None:
-        """Note that a batch is on its way to this partition."""
-        number, before = self._coming.get(place, (0, self._end(place)))
-        self._coming[place] = number + 1, before
+    def expect(self, place: TopicPartition, task: "asyncio.Task[Any]") -> None:
+        """Note a batch that is on its way to this partition; `task` puts it here, or ends without."""
+        tasks = self._coming.setdefault(place, {})
+        tasks[task] = None
+        task.add_done_callback(lambda _: self._arrived(place, task))
 
-    def arrived(self, place: TopicPartition) -> None:
-        """Note that a batch that was expected has been put, or will not be."""
-        number, before = self._coming.pop(place)
-        end = self._end(place)
-        if number > 1:
-            self._coming[place] = number - 1, end
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(end > before)
+    def _arrived(self, place: TopicPartition, task: "asyncio.Task[Any]") -> None:
+        tasks = self._coming[place]
+        del tasks[task]
+        if not tasks:
+            del self._coming[place]
 
     async def wait(self, positions: Iterable[tuple[TopicPartition, int]], most_s: float) -> None:
-        """Wait a moment, at most `most_s` seconds, while batches are coming that may hold one of these offsets.
-
-        One that arrives and is not kept ends it: those behind it may be no different.
-        """
+        """Wait a moment, at most `most_s` seconds, for the next batch that may hold one of these offsets."""
         if not self._coming:
             return
-        at = [*positions]
-        try:
-            async with asyncio.timeout(min(most_s, _COMING_S)):
-                while any(place in self._coming and offset >= self._end(place) for place, offset in at):
-                    waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                    self._waiters.add(waiter)
-                    try:
-                        if not await waiter:
-                            return
-                    finally:
-                        self._waiters.discard(waiter)
-        except TimeoutError:
-            pass
+        places = [place for place, offset in positions if place in self._coming and offset == self._end(place)]
+        if places:
+            oldest = [next(iter(self._coming[place])) for place in places]
+            await asyncio.wait(oldest, timeout=min(most_s, _COMING_S), return_when=asyncio.FIRST_COMPLETED)
 
-    def _end(self, place: TopicPartition) -> int:
-        """Return the offset behind the last batch of a partition; 0: there is none."""
+    def _end(self, place: TopicPartition) -> int | None:
+        """Return the offset behind the last batch of a partition; None: there is none."""
         with self._lock:
             firsts = self._firsts.get(place)
-            return self._batches[(*place, firsts[-1])].last + 1 if firsts else 0
+            return self._batches[(*place, firsts[-1])].last + 1 if firsts else None

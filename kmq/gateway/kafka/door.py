@@ -263,18 +263,19 @@ class Cluster:
     def nodes(self, connection: Connection) -> BrokerNodes:
         """Return the brokers, and where this client shall find them. A shard is as the replica has read it last."""
         shard = known_shard(self._settings.pipes) if self._settings.shard else {}
-        numbers = dict(zip(shard.get("brokers", ()), count(1)))
+        numbers = dict(zip(shard.get("members", ()), count(1)))
         me = numbers.get(self._settings.broker)
         if me is None:
             return BrokerNodes(0, (0,), (0,), 1, ((0, *self._alone(connection)),))
-        doors = {numbers[name]: found["doors"] for name, found in shard["brokers"].items() if found}
+        brokers = shard["brokers"]
+        doors = {node: brokers[name]["doors"] for name, node in numbers.items() if brokers[name]}
         names = KAFKA_ADVERTISED[connection.is_tls], "kafka_tls" if connection.is_tls else "kafka"
         texts = {node: found.get(names[0]) or found.get(names[1]) for node, found in doors.items()}
         places = ((node, *text.rsplit(":", 1)) for node, text in texts.items() if text)
         return BrokerNodes(
             me,
             tuple(numbers.values()),
-            tuple(numbers[name] for name in shard["isr"] if name in numbers),
+            tuple(numbers[name] for name in shard["isr"]),
             int(shard["min_insync"]),
             tuple((node, host.strip("[]"), int(port)) for node, host, port in places),
         )

@@ -308,9 +308,7 @@ class ProduceChapter:
         task = asyncio.create_task(self._finish(part, batch, kept, units, name))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
-        place = TopicPartition(part.topic, part.partition)
-        self._cache.expect(place)
-        task.add_done_callback(lambda _: self._cache.arrived(place))
+        self._cache.expect(TopicPartition(part.topic, part.partition), task)
         return task
 
     async def _finish(

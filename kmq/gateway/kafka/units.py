@@ -69,8 +69,7 @@ class _Unit:
         self.refused: RequestRefused | None = None
 
     def head(self) -> bytes:
-        after = b" after=%d" % self.after if self.after else b""
-        return b"!unit %d %d p=%b%b\n" % (self.count, len(self.text), self.name, after)
+        return b"!unit %d %d p=%b after=%d\n" % (self.count, len(self.text), self.name, self.after)
 
     def settle(self) -> None:
         """Tell who waits: all lines have their replies."""
