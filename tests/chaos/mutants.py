@@ -302,13 +302,24 @@ MUTANTS = [
     ),
     Mutant(
         "units: what a unit follows need not be stored if all its lines are good",
-        [(DEDUPE_TABLE, " or (after and self.table.last_id(name) < after)", "")],
+        [
+            (
+                DEDUPE_TABLE,
+                "        if after is not None and self.table.last_id(name) < (first - 1 if after == FOLLOWS else after):\n",
+                "        if False:\n",
+            )
+        ],
         [UNIT_UNITS],
     ),
     Mutant(
         "units: what a unit follows need not be stored if its lines are looked at one by one",
-        [(DEDUPE_TABLE, "        if after and self.table.last_id(name) < after:\n", "        if False:\n")],
+        [(DEDUPE_TABLE, "        if after is not None and self.table.last_id(name) < after:\n", "        if False:\n")],
         [UNIT_UNITS],
+    ),
+    Mutant(
+        "units: a line need not follow the one before it in its unit",
+        [(DEDUPE_TABLE, "        if follows and self.table.last_id(name) < int(id) - 1:\n", "        if False:\n")],
+        ["tests/unit/test_producers.py"],
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",
