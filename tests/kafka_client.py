@@ -11,6 +11,7 @@ from typing import Any
 
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
+from kio.serial.errors import OutOfBoundValue
 
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.wire import Key
@@ -70,7 +71,10 @@ class KafkaClient:
         cls = load_response_schema(api, version)
         at = 4 + (cls.__flexible__ and api != Key.API_VERSIONS)
         frame = self.frame()
-        found, size = entity_reader(cls)(frame, at)
+        try:
+            found, size = entity_reader(cls)(frame, at)
+        except OutOfBoundValue:  # kio does not read -1, by which Kafka means no time
+            return None
         assert at + size == len(frame)
         return found
 

@@ -21,7 +21,8 @@ _ACTS = {
     PRODUCE: (
         *(LINES_IN, "/podbus.v1.PodBus/Produce", "/podbus.v1.PodBus/ProduceStream", "/kmq.v1.Kmq/Produce"),
         "produce",
-        *("Kafka.Produce", "Kafka.InitProducerId"),
+        *("Kafka.Produce", "Kafka.InitProducerId", "Kafka.AddPartitionsToTxn", "Kafka.AddOffsetsToTxn"),
+        *("Kafka.EndTxn", "Kafka.TxnOffsetCommit", "Kafka.DescribeTransactions", "Kafka.ListTransactions"),
     ),
     CONSUME: (
         *(LINES_OUT, "/podbus.v1.PodBus/Consume", "/podbus.v1.PodBus/ConsumeStream"),

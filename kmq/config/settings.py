@@ -231,6 +231,9 @@ class Settings:
     kafka_cache: int = _setting(
         "KMQ_KAFKA_CACHE", "32 MiB", kind.BYTES, "maximum bytes of produced batches that are kept for Kafka's consumers"
     )
+    kafka_txn_bytes: int = _setting(
+        "KMQ_KAFKA_TXN_BYTES", "1 GiB", kind.BYTES, "maximum bytes of a transaction of a Kafka client"
+    )
     tokens: str = _setting(
         "KMQ_TOKENS", "", kind.path, "file of hashed bearer tokens; with it every listener requires a token"
     )

@@ -108,6 +108,7 @@ class Gateway:
         self.changes = VerdictChanges(log, self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups, self.redelivery)
         self.status = StatusPort(self.consumers, SeqFinder(settings.data, page), self.groups.has_committed)
+        self.transactions: Any = None  # of Kafka's clients
         self.kafka = self._kafka()
         self.stopping = asyncio.Event()
 
@@ -120,17 +121,24 @@ class Gateway:
             from kmq.gateway.kafka.fetching import FetchChapter
             from kmq.gateway.kafka.groups import KafkaGroups
             from kmq.gateway.kafka.producing import ProduceChapter
+            from kmq.gateway.kafka.transactions import Transactions
+            from kmq.gateway.kafka.units import Units
         except ImportError as err:
             if "kafka_port" not in self.settings.given:
                 return None
             wanted = f"KMQ_KAFKA_PORT={self.settings.kafka_port}"
             raise ConfigError(f"{wanted}: {err}; the Kafka door needs: {pip_install('kafka')}") from err
         cache = TailCache(self.settings.kafka_cache)
-        producing = ProduceChapter(self.settings, self.core, lambda: self.groups.life, cache, self.log)
+        units = Units(self.settings, self.log)
+        self.transactions = Transactions(self.settings, self.core, self.groups, units, self.log)
+        producing = ProduceChapter(
+            self.settings, self.core, lambda: self.groups.life, cache, units, self.transactions, self.log
+        )
         cluster = Cluster(self.settings, self.core, lambda: self.groups.epoch)
         fetching = FetchChapter(self.core, cache, self.requests, self.incidents, cluster.epoch)
-        admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes)
-        chapters = (producing, fetching, KafkaGroups(self.groups, self.admin), admin)
+        admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes, self.transactions)
+        groups = KafkaGroups(self.groups, self.admin, self.transactions)
+        chapters = (self.transactions, producing, fetching, groups, admin)
         return Kafka(cluster, self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property
@@ -191,8 +199,10 @@ class Gateway:
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests, self.overview))
         metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
-        loops = self.keeper, self.groups, self.overview, self.stalled
-        keeping = asyncio.gather(keep_compacted(self.settings, self.log), *(loop.run() for loop in loops))
+        loops = [loop.run() for loop in (self.keeper, self.overview, self.stalled)] + [self._run_groups()]
+        if self.transactions is not None:
+            loops.append(self.transactions.run())
+        keeping = asyncio.gather(keep_compacted(self.settings, self.log), *loops)
         try:
             servers = DoorServers(server, runner.server, metrics.server, self.lines, self.status, self.kafka)
             ports = listen(servers, self.calls, self.doors, self.settings, self.certificates)
@@ -231,6 +241,12 @@ class Gateway:
             self.overview.close()
             await self.core.close()
             self.incidents.say()
+
+    async def _run_groups(self) -> None:
+        """Serve groups, once what transactions of the last life have decided is written: offsets are a part of it."""
+        if self.transactions is not None:
+            await self.transactions.recovered.wait()
+        await self.groups.run()
 
     def _warn(self, event: str, **fields: object) -> None:
         """Log what strangers have caused, and tell the console."""

@@ -13,6 +13,8 @@ that are in force.
     delete orders
     incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
     retain                           seal what is over its limits now; the next tick deletes what is due
+    trim __transactions              delete whole segments in front of these offsets, by partition
+    3=4711
 
 A record has the routing key `__kmq.topic`. docs/decisions/topic-records.md says why there are any.
 
@@ -26,7 +28,8 @@ A record has the routing key `__kmq.topic`. docs/decisions/topic-records.md says
     values        percent-encoded
 
 Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/topics.py), and
-            the router, which carries the record out, removes it. `retain` has no record: the router carries it out.
+            the router, which carries the record out, removes it. `retain` and `trim` have no record: the router carries
+            them out. `trim` is for what its asker never needs again, so a rebuild from the WAL may bring it back.
             If the broker is down, its next start does that.
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
             names, which begin with the time.
@@ -146,11 +149,14 @@ _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record
 _MOST_BYTES = 64 * KIB  # of a request: its record must fit into a ring
 _INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
-RETAIN = "retain"
+RETAIN, TRIM = "retain", "trim"
 
 
 class TopicRequest:
-    """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, or the partitions to grow to."""
+    """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, or the partitions to grow to.
+
+    TRIM: an offset for each partition.
+    """
 
     __slots__ = ("limits", "path", "topic", "verb")
 
@@ -223,9 +229,9 @@ def waiting(data: str) -> list[TopicRequest]:
 
 
 def refuse_requests(data: str, log: Logger) -> None:
-    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain` needs no record."""
+    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain`, `trim` need no record."""
     for request in waiting(data) if os.path.isdir(f"{data}/topics") else ():
-        if request.verb != RETAIN:
+        if request.verb not in (RETAIN, TRIM):
             reason = "this broker follows in its shard; ask the one that leads (kmq cluster status)"
             log.warn("request_refused", file=request.path, topic=request.topic, reason=reason)
             request.remove()

@@ -53,6 +53,7 @@ class Retention:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
+        self._needed_from: dict[tuple[str, int], int] = {}  # of logs of which whoever writes them needs only the rest
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
 
     def roll_over_soon(self) -> None:
@@ -128,12 +129,14 @@ class Retention:
             return False
         gone: list[Segment] = []
         now_s = self._context.now_s()
-        for (name, _), state in self._logs.states.items():
+        for at, state in self._logs.states.items():
             if len(gone) == AT_ONCE:
                 break
             if state.sealed and state.end_offset - state.start > 1:
-                limits, most = self._in_force.limits_of(name), AT_ONCE - len(gone)
+                limits, most = self._in_force.limits_of(at[0]), AT_ONCE - len(gone)
                 count = limits.expired(state.sealed, state.active_bytes, now_s, most)
+                if at in self._needed_from:
+                    count = max(count, min(most, self._trimmed(at, state)))
                 is_all = count == len(state.sealed) and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
         if gone:
@@ -150,6 +153,15 @@ class Retention:
             self._checkpoints.kept.append(kept)
             self._checkpoints.dirty += remnant.files(kept)
         return gone
+
+    def trim(self, topic: str, partition: int, offset: int) -> None:
+        """Let the next ticks retire the sealed segments of a log that lie in front of `offset`."""
+        self._needed_from[topic, partition] = offset
+
+    def _trimmed(self, at: tuple[str, int], state: PartitionState) -> int:
+        """Return how many of the oldest sealed segments nobody needs."""
+        ends = [*(segment.first for segment in state.sealed[1:]), state.base]
+        return sum(end <= self._needed_from[at] for end in ends)
 
     def make_room(self) -> None:
         """Retire segments. May be called in the middle of an append or a roll."""
@@ -251,8 +263,9 @@ class Queues:
         self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
         self.retention = Retention(context, in_force, logs, self.checkpoints)
+        retention = self.retention.roll_over, self.retention.trim
         self.changes = TopicChanges(
-            context, in_force, logs, self.declarations, self.sorter, self.checkpoints, self.retention.roll_over
+            context, in_force, logs, self.declarations, self.sorter, self.checkpoints, *retention
         )
 
     @property

@@ -53,9 +53,13 @@ class TopicChanges:
         sorter: Sorter,
         checkpoints: Checkpoints,
         retain: Callable[[], None],
+        trim: Callable[[str, int, int], None],
     ) -> None:
-        """Take the parts of the router. `retain` seals and deletes what is over its limits, at once."""
-        self._context, self._in_force, self._logs, self._retain = context, in_force, logs, retain
+        """Take the parts of the router. `retain` seals and deletes what is over its limits, at once.
+
+        `trim` takes a topic, a partition and an offset.
+        """
+        self._context, self._in_force, self._logs, self._retain, self._trim = context, in_force, logs, retain, trim
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
         self._read_mtime = 0  # mtime of topics/ when it was last read
         self._final = self._last_seq = 0  # see `recovered`
@@ -145,6 +149,9 @@ class TopicChanges:
                 self._delete(change, when)
             elif change.verb == topic_changes.RETAIN:
                 self._retain()
+            elif change.verb == topic_changes.TRIM:
+                for partition, offset in change.values.items():
+                    self._trim(self._topic_of(change).name, int(partition), int(offset))
             else:
                 raise ConfigError(f"unknown request {change.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:

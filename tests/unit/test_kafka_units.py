@@ -203,9 +203,7 @@ def chapter(monkeypatch):
     def made(link):
         partitions = SimpleNamespace(is_compacted=lambda topic: False)
         settings, core = SimpleNamespace(max_line=1 << 20), SimpleNamespace(partitions=partitions)
-        found = ProduceChapter(settings, core, lambda: 3, TailCache(0), Logger("gateway"))
-        found._units = link
-        return found
+        return ProduceChapter(settings, core, lambda: 3, TailCache(0), link, None, Logger("gateway"))
 
     monkeypatch.setattr(producing, "render", lambda each, *_, **__: RenderedLines(b"%d\n" % each.base_sequence, True))
     return made

@@ -443,7 +443,7 @@ class Groups:
         async with turn:
             await self.check_commit(group, member, generation, rows)
             name = member if member and coordinator.generation(group, member) is not None else ""  # SHARED may be none
-            has_waited = await self._check_ends(rows, deadline)
+            has_waited = await self.check_ends(rows, deadline)
             if await self._keep_on_the_way(group, name, rows) or has_waited:
                 # Meanwhile the member may have lost the partition.
                 coordinator.check_commit(group, member, generation, rows, time.monotonic())
@@ -528,7 +528,7 @@ class Groups:
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
-    async def _check_ends(self, rows: Mapping[Partition, OffsetCommit], deadline: float) -> bool:
+    async def check_ends(self, rows: Mapping[Partition, OffsetCommit], deadline: float) -> bool:
         """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip what comes there.
 
         What somebody has read is there, so an ordinary commit costs no look at a file. Return True if there was one.

@@ -199,6 +199,10 @@ class OffsetCommit(NamedTuple):
     metadata: str = ""
     leader_epoch: int | None = None
 
+    def by(self, member: str, generation: int, ts: float) -> CommittedOffset:
+        """Return what is stored of it."""
+        return CommittedOffset(self.offset, ts, member, generation, self.metadata, leader_epoch=self.leader_epoch)
+
 
 class _DeletedTopics:
     """Which records belong to a topic that was deleted after they were written."""
@@ -309,16 +313,19 @@ class OffsetStore:
         Whether this member may commit there is for the caller to know. Raises RequestRefused: then nothing is promised
         of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it.
         """
-        _check_name("group", group)
-        _check_name("member", member, least=0)
+        self.check(group, member, rows)
         now = round(time.time(), 3)  # as it is stored
         new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
-            _check_row(partition, asked.offset, asked.metadata)
-            new[RowKey(group, topic, partition)] = CommittedOffset(
-                asked.offset, now, member, generation, asked.metadata, leader_epoch=asked.leader_epoch
-            )
+            new[RowKey(group, topic, partition)] = asked.by(member, generation, now)
         await self._write(group, new)
+
+    def check(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> None:
+        """Raise RequestRefused for what `commit` will not store."""
+        _check_name("group", group)
+        _check_name("member", member, least=0)
+        for (_, partition), asked in rows.items():
+            _check_row(partition, asked.offset, asked.metadata)
 
     async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, NackRow]) -> None:
         """Remember messages that a member gave back, offset → row, or change that. Durable when this returns."""

@@ -36,6 +36,7 @@ _FORBIDDEN: Mapping[Key, ErrorCode] = {
     **dict.fromkeys((Key.DELETE_GROUPS, Key.OFFSET_DELETE), _GROUP),
 }  # any other one: _CLUSTER
 _TRANSACTIONS = 1  # key_type of FindCoordinator: what a producer asks for
+_OF_TRANSACTIONS = (Key.ADD_PARTITIONS_TO_TXN, Key.DESCRIBE_TRANSACTIONS)  # which name the id in another place
 
 
 class _NotKnown(Exception):
@@ -83,7 +84,7 @@ class AccessChapter:
             return None
         self._strangers.refuse(call.connection.peer, f"{key.act}: the token of {call.holder.name} may not")
         code = _FORBIDDEN.get(key, _CLUSTER)
-        if needed != key or getattr(call.body, "transactional_id", None) is not None:
+        if needed != key or key in _OF_TRANSACTIONS or getattr(call.body, "transactional_id", None) is not None:
             code = ErrorCode.transactional_id_authorization_failed
         call.errors.append(code)
         return wire.refusal(call.header, call.body, code, call.holder.refusal(needed.act))

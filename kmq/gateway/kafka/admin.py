@@ -1,4 +1,4 @@
-"""Administration by Kafka's clients: topics, their settings, sizes, users.
+"""Administration by Kafka's clients: topics, their settings, sizes, users, transactions.
 
 Owner       core/topics.py changes topics; this module translates its options, names and refusals.
 Settings    What KMQ has under another name can be set, and is read back as it was set. What is the same in every topic
@@ -11,8 +11,11 @@ Replicas    One, which is this broker.
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kmq.access.tokens import Tokens
@@ -24,6 +27,8 @@ from kmq.gateway.core.topics import UNLIMITED, TopicState, Value, limits_of
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
+from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY
+from kmq.gateway.kafka.transactions import Transaction, Transactions
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 from kmq.log import bounds
 from kmq.log.topics import MAX_PARTITIONS
@@ -181,9 +186,15 @@ class AdminChapter:
     """Answers what consoles and administrators ask."""
 
     def __init__(
-        self, settings: Settings, core: Core, tokens: Tokens | None, nodes: Callable[[Connection], BrokerNodes]
+        self,
+        settings: Settings,
+        core: Core,
+        tokens: Tokens | None,
+        nodes: Callable[[Connection], BrokerNodes],
+        transactions: Transactions,
     ) -> None:
         self._settings, self._topics, self._tokens, self._nodes = settings, core.topics, tokens, nodes
+        self._transactions = transactions
         self.handlers: dict[Key, Handler] = {
             Key.CREATE_TOPICS: self._create_topics,
             Key.DELETE_TOPICS: self._delete_topics,
@@ -195,6 +206,8 @@ class AdminChapter:
             Key.DESCRIBE_ACLS: self._describe_acls,
             Key.DESCRIBE_SCRAM_USERS: self._describe_scram_users,
             Key.ALTER_SCRAM_USERS: self._alter_scram_users,
+            Key.DESCRIBE_TRANSACTIONS: self._describe_transactions,
+            Key.LIST_TRANSACTIONS: self._list_transactions,
         }
 
     def forget(self, connection: Connection) -> None:
@@ -451,6 +464,52 @@ class AdminChapter:
         refused = {"error_code": ErrorCode.unsupported_version, "error_message": text}
         return {"results": [{"user": user} | refused for user in users]}
 
+    # --- transactions ------------------------------------------------------------------------------------------------
+
+    async def _describe_transactions(self, call: Call) -> Fields:
+        return {"transaction_states": [self._described(call, id) for id in dict.fromkeys(call.body.transactional_ids)]}
+
+    def _described(self, call: Call, id: str) -> Fields:
+        try:
+            txn = self._transactions.known().get(id)
+            code = ErrorCode.transactional_id_not_found
+        except RequestRefused:
+            txn, code = None, ErrorCode.coordinator_load_in_progress
+        if txn is None:
+            call.errors.append(code)
+            asked = SimpleNamespace(transactional_ids=[id])
+            row: Fields = wire.refusal(call.header, asked, code)["transaction_states"][0]
+            return row
+        numbers: dict[str, list[int]] = {}
+        for topic, number in sorted(txn.partitions):
+            numbers.setdefault(topic, []).append(number)
+        started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - txn.begun)
+        return {
+            "error_code": ErrorCode.none,
+            "transactional_id": id,
+            "transaction_state": _state_of(txn),
+            "transaction_timeout": timedelta(milliseconds=txn.timeout_ms),
+            "transaction_start_time": wire.NO_TIME if txn.first is None else started,
+            "producer_id": txn.pid,
+            "producer_epoch": txn.epoch,
+            "topics": [{"topic": topic, "partitions": each} for topic, each in numbers.items()],
+        }
+
+    async def _list_transactions(self, call: Call) -> Fields:
+        wanted, pids = call.body.state_filters, call.body.producer_id_filters
+        unknown = [each for each in wanted if each not in _TRANSACTION_STATES]
+        try:
+            known = self._transactions.known().values()
+        except RequestRefused:
+            code = ErrorCode.coordinator_load_in_progress
+            return {"error_code": code, "unknown_state_filters": unknown, "transaction_states": ()}
+        rows = [
+            {"transactional_id": txn.id, "producer_id": txn.pid, "transaction_state": _state_of(txn)}
+            for txn in known
+            if (not wanted or _state_of(txn) in wanted) and (not pids or txn.pid in pids)
+        ]
+        return {"error_code": ErrorCode.none, "unknown_state_filters": unknown, "transaction_states": rows}
+
 
 def _name_of(topic: Any) -> dict[str, Any]:
     return {"name": topic.name}
@@ -520,3 +579,13 @@ def _listed(row: Any, state: TopicState) -> str:
     if row.config_operation == _APPEND:
         return ",".join(words | change)
     return ",".join(word for word in words if word not in change)
+
+
+_TRANSACTION_STATES = ("Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort")
+_ENDED = {EMPTY: "Empty", COMMIT: "CompleteCommit", ABORT: "CompleteAbort"}
+
+
+def _state_of(txn: Transaction) -> str:
+    if txn.first is not None:
+        return "PrepareCommit" if txn.is_ending else "Ongoing"
+    return _ENDED[txn.outcome]

@@ -22,10 +22,12 @@ Not covered A message that was given back (nack) comes to members at other doors
 
 import asyncio
 import struct
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.producing import ANSWER_S
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
 from kmq.gateway.groups.membership import Groups
@@ -47,6 +49,7 @@ from kmq.gateway.groups.protocol import (
 )
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.transactions import TransactionRefused, Transactions
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key
 from kmq.message import record
 from kmq.wire.requests import TopicPartition
@@ -194,8 +197,8 @@ class _Waiting:
 class KafkaGroups:
     """The handlers of what is asked about groups."""
 
-    def __init__(self, groups: Groups, admin: GroupAdmin) -> None:
-        self._groups, self._admin = groups, admin
+    def __init__(self, groups: Groups, admin: GroupAdmin, transactions: Transactions) -> None:
+        self._groups, self._admin, self._transactions = groups, admin, transactions
         self.handlers: dict[Key, Handler] = {
             Key.JOIN_GROUP: self._join_group,
             Key.SYNC_GROUP: self._sync_group,
@@ -203,6 +206,7 @@ class KafkaGroups:
             Key.LEAVE_GROUP: self._leave_group,
             Key.OFFSET_COMMIT: self._offset_commit,
             Key.OFFSET_FETCH: self._offset_fetch,
+            Key.TXN_OFFSET_COMMIT: self._txn_offset_commit,
             Key.DESCRIBE_GROUPS: self._describe_groups,
             Key.LIST_GROUPS: self._list_groups,
             Key.DELETE_GROUPS: self._delete_groups,
@@ -379,28 +383,60 @@ class KafkaGroups:
     # --- offsets ------------------------------------------------------------------------------------------------------
 
     async def _offset_commit(self, call: Call) -> Fields:
-        topics = [(topic.name, topic.partitions) for topic in call.body.topics]
-        rows: dict[Partition, OffsetCommit] = {}
-        codes: dict[Partition, ErrorCode] = {}
-        for name, partitions in topics:
-            for each in partitions:
-                metadata = each.committed_metadata or ""
-                if len(metadata.encode()) > MAX_METADATA:
-                    codes[name, each.partition_index] = ErrorCode.offset_metadata_too_large
-                    call.errors.append(ErrorCode.offset_metadata_too_large)
-                else:
-                    epoch = getattr(each, "committed_leader_epoch", -1)
-                    leader_epoch = epoch if epoch >= 0 else None
-                    rows[name, each.partition_index] = OffsetCommit(each.committed_offset, metadata, leader_epoch)
-        codes |= await self._commit(call, rows)
+        rows, codes = self._asked_to_commit(call)
+        return self._committed(call, codes | await self._commit(call, rows))
 
-        def row(name: str, number: int) -> Fields:
-            return {"partition_index": number, "error_code": codes.get((name, number), ErrorCode.none)}
+    async def _txn_offset_commit(self, call: Call) -> Fields:
+        """Put offsets into a transaction: they are committed with it. They are fenced now, as others are."""
+        rows, codes = self._asked_to_commit(call)
+        return self._committed(call, codes | dict.fromkeys(rows, await self._hold_back(call, rows)))
 
-        found = [
-            {"name": name, "partitions": [row(name, each.partition_index) for each in some]} for name, some in topics
-        ]
-        return {"topics": found}
+    async def _hold_back(self, call: Call, rows: Mapping[Partition, OffsetCommit]) -> ErrorCode:
+        body, groups = call.body, self._groups
+        group, member, generation = body.group_id, getattr(body, "member_id", ""), getattr(body, "generation_id", -1)
+        producer = body.transactional_id, body.producer_id, body.producer_epoch
+
+        def check() -> None:
+            self._check_instance(group, member, _instance(body))
+            if member or generation >= 0:  # else an old client, which says only which producer it is
+                groups.coordinator.check_commit(group, member, generation, tuple(rows), time.monotonic())
+
+        try:
+            self._admit()
+            self._transactions.find(*producer)
+            groups.store.check(group, member, rows)
+            await groups.check_ends(rows, time.monotonic() + ANSWER_S)
+            held = {place: row.by(member, max(0, generation), round(time.time(), 3)) for place, row in rows.items()}
+            await self._transactions.hold_offsets(producer, group, held, check)
+        except TransactionRefused as err:
+            is_busy = err.code == ErrorCode.concurrent_transactions  # which clients do not expect here
+            call.errors.append(ErrorCode.coordinator_load_in_progress if is_busy else err.code)
+            return call.errors[-1]
+        except RequestRefused as err:
+            return _code(call, err)
+        return ErrorCode.none
+
+    def _asked_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
+        """Return what a request asks to commit, and why some of it is not."""
+        rows, codes = dict[Partition, OffsetCommit](), dict[Partition, ErrorCode]()
+        for topic, each in ((named.name, each) for named in call.body.topics for each in named.partitions):
+            at, metadata = (topic, each.partition_index), each.committed_metadata or ""
+            if len(metadata.encode()) > MAX_METADATA:
+                codes[at] = ErrorCode.offset_metadata_too_large
+                call.errors.append(codes[at])
+                continue
+            epoch = getattr(each, "committed_leader_epoch", -1)
+            rows[at] = OffsetCommit(each.committed_offset, metadata, epoch if epoch >= 0 else None)
+        return rows, codes
+
+    def _committed(self, call: Call, codes: Mapping[Partition, ErrorCode]) -> Fields:
+        """Return the response to a commit. Where there is no code it is done."""
+
+        def row(topic: str, number: int) -> Fields:
+            return {"partition_index": number, "error_code": codes.get((topic, number), ErrorCode.none)}
+
+        found = [(topic.name, [each.partition_index for each in topic.partitions]) for topic in call.body.topics]
+        return {"topics": [{"name": name, "partitions": [row(name, n) for n in numbers]} for name, numbers in found]}
 
     async def _commit(self, call: Call, rows: Mapping[Partition, OffsetCommit]) -> dict[Partition, ErrorCode]:
         """Commit, and return why partitions were not. One that is refused for itself does not stop the others."""
@@ -452,6 +488,9 @@ class KafkaGroups:
         elif code == ErrorCode.none or call.version < 2:  # which has no other place for an error
             wanted = {topic.name: topic.partition_indexes for topic in asked}
 
+        is_stable = code == ErrorCode.none and getattr(call.body, "require_stable", False)
+        pending = self._transactions.pending(group) if is_stable else ()  # nobody knows yet which one will be right
+
         def row(topic: str, number: int) -> Fields:
             found = committed.get((topic, number))
             return {
@@ -459,7 +498,7 @@ class KafkaGroups:
                 "committed_offset": found.offset if found else -1,
                 "committed_leader_epoch": -1 if found is None or found.leader_epoch is None else found.leader_epoch,
                 "metadata": found.metadata if found else "",
-                "error_code": code,
+                "error_code": ErrorCode.unstable_offset_commit if (topic, number) in pending else code,
             }
 
         topics = [{"name": name, "partitions": [row(name, n) for n in numbers]} for name, numbers in wanted.items()]

@@ -17,7 +17,7 @@ import asyncio
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -30,11 +30,12 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import BatchRefused, RecordBatch, RenderedLines, read_batches, render
-from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units
+from kmq.gateway.kafka.transactions import HeldBatch, TransactionRefused, Transactions
+from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units, split
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
-from kmq.message.record import count_lines, parse_stored
+from kmq.message.record import parse_stored
 from kmq.wire.requests import TopicPartition
 
 UNKNOWN = -1
@@ -112,10 +113,19 @@ class _Produced(NamedTuple):
 class ProduceChapter:
     """Produce requests of all connections."""
 
-    def __init__(self, settings: Settings, core: Core, life: Callable[[], int], cache: TailCache, log: Logger) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        core: Core,
+        life: Callable[[], int],
+        cache: TailCache,
+        units: Units,
+        transactions: Transactions,
+        log: Logger,
+    ) -> None:
         """`life`: the number of this gateway among all; 0: it is not known yet. `cache` serves consumers."""
         self._settings, self._core, self._life, self._cache, self._log = settings, core, life, cache, log
-        self._units: Units | None = None
+        self._units, self._transactions = units, transactions
         self._turns: dict[Connection, _Turn] = {}
         self._names: OrderedDict[tuple[int, int, int], _Name] = OrderedDict()  # the one used last at the end
         self._given = 0  # producer ids of this life
@@ -126,23 +136,27 @@ class ProduceChapter:
         self.handlers: dict[Key, Handler] = {Key.PRODUCE: self.produce, Key.INIT_PRODUCER_ID: self._init_producer_id}
 
     async def close(self) -> None:
-        if self._units is not None:
-            await self._units.close()
+        await self._units.close()
 
     # --- producer ids ------------------------------------------------------------------------------------------------
 
     async def _init_producer_id(self, call: Call) -> Fields:
-        code, pid, epoch = ErrorCode.none, UNKNOWN, UNKNOWN
         if call.body.transactional_id is not None:
-            code = ErrorCode.unsupported_version
-        elif not (life := self._life()):
-            code = ErrorCode.coordinator_load_in_progress
-        elif self._given >= _PER_LIFE:
-            code = ErrorCode.coordinator_not_available
-        else:
-            pid, epoch = life * _PER_LIFE + self._given, 0
-            self._given += 1
-        return {"error_code": code, "producer_id": pid, "producer_epoch": epoch}
+            return await self._transactions.init(call, self._give_pid)
+        try:
+            return {"error_code": ErrorCode.none, "producer_id": self._give_pid(), "producer_epoch": 0}
+        except RequestRefused as err:
+            is_loading = err.code == "not_ready"
+            code = ErrorCode.coordinator_load_in_progress if is_loading else ErrorCode.coordinator_not_available
+            return {"error_code": code, "producer_id": UNKNOWN, "producer_epoch": UNKNOWN}
+
+    def _give_pid(self) -> int:
+        """Return a producer id that was never given. Raises RequestRefused."""
+        pid = self._known_life() * _PER_LIFE + self._given
+        if self._given >= _PER_LIFE:
+            raise RequestRefused("busy", f"{_PER_LIFE} producer ids were given in this life of the gateway")
+        self._given += 1
+        return pid
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
@@ -182,38 +196,42 @@ class ProduceChapter:
             if not call.may(Key.PRODUCE):
                 return _Produced(ErrorCode.topic_authorization_failed)
             count, from_seq = self._core.partitions.declared(part.topic)
+            if part.topic.startswith("__"):
+                return _Produced(ErrorCode.invalid_topic_exception, text="topics of KMQ itself are not produced to")
             if not 0 <= part.partition < count or from_seq is None:
                 return _Produced(ErrorCode.unknown_topic_or_partition)
             batches = read_batches(part.records or b"")
             if len(batches) != 1:
                 return _Produced(ErrorCode.invalid_record, text=f"{len(batches)} batches, where there must be one")
             batch = batches[0]
-            if batch.is_transactional:
-                return _Produced(ErrorCode.invalid_txn_state, text="transactions are not served")
             async with asyncio.timeout_at(until):
+                if batch.is_transactional:
+                    return await self._begin_held(part, batch, from_seq)
                 if batch.producer_id < 0:
                     return await self._begin_own(own, part, batch, from_seq)
                 if not self._is_ours(batch.producer_id):
                     return _Produced(ErrorCode.unknown_producer_id, text=f"{batch.producer_id} was not given here")
+                if self._transactions.is_transactional(batch.producer_id):
+                    return _Produced(ErrorCode.invalid_txn_state, text="its producer sends in transactions alone")
                 return await self._begin_idempotent(part, batch, from_seq)
         except BatchRefused as err:
             return _Produced(err.code, text=str(err), record=err.index)
+        except TransactionRefused as err:
+            return _Produced(err.code, text=str(err))
         except RequestRefused as err:
             return _Produced(wire.code_of(err), text=str(err))
         except TimeoutError:
             return _Produced(ErrorCode.request_timed_out)
 
-    def _link(self) -> Units:
-        if self._units is None:
-            self._units = Units(self._settings, self._log)
-        return self._units
-
-    async def _lines(self, part: _ProducedPart, batch: RecordBatch, first_id: int) -> RenderedLines:
+    async def _lines(
+        self, part: _ProducedPart, batch: RecordBatch, first_id: int, held: HeldBatch | None = None
+    ) -> RenderedLines:
         requires_key = self._core.partitions.is_compacted(part.topic)
+        key = b"" if held is None else held.routing_key
 
         def work() -> RenderedLines:
             most = self._settings.max_line
-            return render(batch, part.topic, part.partition, first_id, most, requires_key=requires_key)
+            return render(batch, part.topic, part.partition, first_id, most, requires_key=requires_key, held=key)
 
         nbytes, records = _SMALL
         is_small = len(batch.data) <= (nbytes if batch.codec else _IN_THREAD) and batch.record_count <= records
@@ -235,14 +253,30 @@ class ProduceChapter:
         """Hand over a batch without a producer id."""
         life = self._known_life()
         async with own.turn, self._rendering:
-            await self._link().room()
+            await self._units.room()
             first_id = own.last + 1
             lines = await self._lines(part, batch, first_id)
             own.last += batch.record_count
             return self._hand_over(b"auto-k%d.%d" % (life, own.number), part, batch, from_seq, lines, None, first_id)
 
-    async def _begin_idempotent(
+    async def _begin_held(
         self, part: _ProducedPart, batch: RecordBatch, from_seq: int
+    ) -> "_Produced | asyncio.Task[_Produced]":
+        """Hand over a batch of a transaction, which is held back until it is committed."""
+        held = await self._transactions.hold(batch.producer_id, batch.producer_epoch, (part.topic, part.partition))
+        try:
+            begun = await self._begin_idempotent(part, batch, from_seq, held)
+        except BaseException:
+            held.leave()
+            raise
+        if isinstance(begun, _Produced):
+            held.leave()
+        else:
+            begun.add_done_callback(lambda _: held.leave())
+        return begun
+
+    async def _begin_idempotent(
+        self, part: _ProducedPart, batch: RecordBatch, from_seq: int, held: HeldBatch | None = None
     ) -> "_Produced | asyncio.Task[_Produced]":
         """Hand over a batch of a producer, if it is the one that comes next, or was stored before."""
         label = b"k%d.%d.%d" % (batch.producer_id, from_seq, part.partition)
@@ -253,18 +287,18 @@ class ProduceChapter:
             async with name.turn:
                 while True:
                     if name.last is None:
-                        name.last = await self._link().last_id(label)
+                        name.last = await self._units.last_id(label)
                     known = name.last, name.refused
                     first_id = _first_id(batch, name.last)
                     refused = _judge(batch, first_id, name)
                     if refused is not None:
                         return refused
                     async with self._rendering:
-                        await self._link().room()
-                        lines = await self._lines(part, batch, first_id)
+                        await self._units.room()
+                        lines = await self._lines(part, batch, first_id, held)
                         if (name.last, name.refused) == known:  # no batch before it was refused meanwhile
                             after = min(name.last or 0, first_id - 1)
-                            task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after)
+                            task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after, held)
                             break
                 name.last = max(known[0] or 0, first_id + batch.record_count - 1)
                 if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
@@ -295,9 +329,12 @@ class ProduceChapter:
         name: _Name | None,
         first_id: int,
         after: int = 0,
+        held: HeldBatch | None = None,
     ) -> "asyncio.Task[_Produced]":
         """Send the lines to ingress. `after`: the id of the name that must be stored before them."""
-        link, most = self._link(), self._settings.max_line + UNIT_BYTES
+        link, most = self._units, self._settings.max_line + UNIT_BYTES
+        if held is not None:
+            held.handed_over(len(lines.text))
         on_refused = (lambda: None) if name is None else partial(name.refuse, first_id)
         units = []
         for text, count in split(lines.text, batch.record_count, most):
@@ -305,10 +342,11 @@ class ProduceChapter:
             first_id += count
             after = first_id - 1
         kept = from_seq if lines.is_exact else None
-        task = asyncio.create_task(self._finish(part, batch, kept, units, name))
+        task = asyncio.create_task(self._finish(part, batch, kept, units, name, held))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
-        self._cache.expect(TopicPartition(part.topic, part.partition), task)
+        if held is None:
+            self._cache.expect(TopicPartition(part.topic, part.partition), task)
         return task
 
     async def _finish(
@@ -318,6 +356,7 @@ class ProduceChapter:
         from_seq: int | None,
         units: "list[asyncio.Future[list[SeqRun]]]",
         name: _Name | None,
+        held: HeldBatch | None,
     ) -> _Produced:
         """Wait until the lines are durable and routed, and find where they are. `from_seq` None: the batch is not kept."""
         try:
@@ -331,6 +370,9 @@ class ProduceChapter:
             if err.code == "id_reused":
                 self._log.warn("kafka_id_reused", topic=part.topic, partition=part.partition, reason=str(err))
             return _Produced(wire.code_of(err), text=str(err))
+        if held is not None:
+            held.stored(max(run.seq + run.lines - 1 for run in runs))
+            return _Produced()  # it has no offset before its transaction is committed
         try:
             offset, place = await self._offset(part, runs)
         except RequestRefused as err:
@@ -403,18 +445,6 @@ def _judge(batch: RecordBatch, first_id: int, name: _Name) -> _Produced | None:
 
 def _gap(batch: RecordBatch, why: str) -> _Produced:
     return _Produced(ErrorCode.out_of_order_sequence_number, text=f"sequence {batch.base_sequence}: {why}")
-
-
-def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
-    """Yield whole lines of at most `most` bytes, and how many they are. No line is longer."""
-    at = 0
-    while len(text) - at > most:
-        end = text.rindex(b"\n", at, at + most) + 1
-        some = text[at:end]
-        lines = count_lines(some)
-        yield some, lines
-        at, count = end, count - lines
-    yield text[at:], count
 
 
 # --- the request and the response ------------------------------------------------------------------------------------

@@ -189,14 +189,22 @@ def _too_large() -> BatchRefused:
 
 
 def render(
-    batch: RecordBatch, topic: str, partition: int, first_id: int, max_line: int, *, requires_key: bool = False
+    batch: RecordBatch,
+    topic: str,
+    partition: int,
+    first_id: int,
+    max_line: int,
+    *,
+    requires_key: bool = False,
+    held: bytes = b"",
 ) -> RenderedLines:
     """Return the records of a batch as lines with rising ids. Raises BatchRefused.
 
-    `max_line`: bytes of a line without its newline. `requires_key`: a null key is refused.
+    `max_line`: bytes of a line without its newline. `requires_key`: a null key is refused. `held`: the routing key of the
+    lines whose payloads these lines will be, without their ids (transactions.py); b"": none.
     """
     routing_key = make_routing_key(topic, partition=partition)
-    if batch.record_count * (len(routing_key) + 100) > MAX_TEXT:
+    if batch.record_count * (len(routing_key) + len(held) + 100) > MAX_TEXT:
         text = f"{batch.record_count} records would be over {MAX_TEXT} bytes as lines"
         raise BatchRefused(ErrorCode.message_too_large, text)
     body = _decompress(batch)
@@ -210,7 +218,7 @@ def render(
             raise _invalid("it ends before it should", first + len(parts) // _PARTS) from None
         except BatchRefused as error:
             raise BatchRefused(error.code, str(error), first + len(parts) // _PARTS) from None
-        lines = _joined(parts, first_id + first)
+        lines = _joined(parts, first_id + first, held)
         if len(lines) > max_line:
             _check_lengths(lines, max_line, first)
         texts.append(lines)
@@ -361,10 +369,15 @@ def _number(data: bytes, at: int, most: int = 5) -> tuple[int, int]:
     return number | byte << shift, at + 1
 
 
-def _joined(parts: list[bytes], first_id: int) -> bytes:
+def _joined(parts: list[bytes], first_id: int, held: bytes) -> bytes:
     """Return the lines of parsed records."""
     count = len(parts) // _PARTS
-    parts[2::_PARTS] = [b"%d" % id for id in range(first_id, first_id + count)]
+    ids = range(first_id, first_id + count)
+    if held:
+        heads = zip(ids, parts[0::_PARTS], strict=True)
+        parts[0::_PARTS] = [b"\n%b||%d|%b" % (held, id, head[1:]) for id, head in heads]
+    else:
+        parts[2::_PARTS] = [b"%d" % id for id in ids]
     parts[0] = parts[0][1:]  # each line begins with the newline of the line before
     parts.append(b"\n")
     if is_text(parts[4]):

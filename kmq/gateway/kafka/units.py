@@ -13,7 +13,7 @@ Memory      _MOST_BYTES of lines without a reply. `room` waits until there are f
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from kmq.config.values import KIB, MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.logfmt import Logger
+from kmq.message.record import count_lines
 from kmq.wire import refusals
 
 UNIT_BYTES = 64 * KIB  # that a unit may have beside the longest line (kmq/ingress/hello.py)
@@ -56,7 +57,7 @@ class _Unit:
         count: int,
         future: "asyncio.Future[list[SeqRun]]",
         on_refused: Callable[[], None],
-        after: int,
+        after: int | None,
     ) -> None:
         self.after = after
         self.name, self.text, self.count, self.future, self.on_refused = name, text, count, future, on_refused
@@ -69,7 +70,8 @@ class _Unit:
         self.refused: RequestRefused | None = None
 
     def head(self) -> bytes:
-        return b"!unit %d %d p=%b after=%d\n" % (self.count, len(self.text), self.name, self.after)
+        after = b"" if self.after is None else b" after=%d" % self.after
+        return b"!unit %d %d p=%b%b\n" % (self.count, len(self.text), self.name, after)
 
     def settle(self) -> None:
         """Tell who waits: all lines have their replies."""
@@ -130,11 +132,12 @@ class Units:
             await self._freed.wait()
 
     def send(
-        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None], after: int = 0
+        self, name: bytes, text: bytes, count: int, on_refused: Callable[[], None], after: int | None = None
     ) -> "asyncio.Future[list[SeqRun]]":
         """Hand over lines that belong together. The result: their seqs. Raises RequestRefused, also through the future.
 
-        `after`: they are refused unless this id of the name, or a later one, is stored; 0: none must be.
+        `after`: they have ids without a gap, and are refused unless this id of the name, or a later one, is stored. None:
+        their ids only rise.
         """
         future: asyncio.Future[list[SeqRun]] = asyncio.get_running_loop().create_future()
         self._put(_Unit(name, text, count, future, on_refused, after))
@@ -319,6 +322,18 @@ class Units:
         """Refuse everything from now on."""
         self._closed = why
         self._refuse_all(RequestRefused("stopping", why))
+
+
+def split(text: bytes, count: int, most: int) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines of at most `most` bytes, and how many they are. No line is longer."""
+    at = 0
+    while len(text) - at > most:
+        end = text.rindex(b"\n", at, at + most) + 1
+        some = text[at:end]
+        lines = count_lines(some)
+        yield some, lines
+        at, count = end, count - lines
+    yield text[at:], count
 
 
 class _Link(asyncio.Protocol):

@@ -51,6 +51,10 @@ class Key(IntEnum):
     DELETE_RECORDS = 21
     INIT_PRODUCER_ID = 22
     OFFSET_FOR_LEADER_EPOCH = 23
+    ADD_PARTITIONS_TO_TXN = 24
+    ADD_OFFSETS_TO_TXN = 25
+    END_TXN = 26
+    TXN_OFFSET_COMMIT = 28
     DESCRIBE_ACLS = 29
     DESCRIBE_CONFIGS = 32
     ALTER_CONFIGS = 33
@@ -64,6 +68,8 @@ class Key(IntEnum):
     ALTER_SCRAM_USERS = 51
     DESCRIBE_CLUSTER = 60
     DESCRIBE_PRODUCERS = 61
+    DESCRIBE_TRANSACTIONS = 65
+    LIST_TRANSACTIONS = 66
 
     @property
     def act(self) -> str:
@@ -104,6 +110,10 @@ VERSIONS: dict[Key, Versions] = {
     Key.DELETE_RECORDS: Versions(0, 2),
     Key.INIT_PRODUCER_ID: Versions(0, 4),
     Key.OFFSET_FOR_LEADER_EPOCH: Versions(2, 4),
+    Key.ADD_PARTITIONS_TO_TXN: Versions(0, 3),
+    Key.ADD_OFFSETS_TO_TXN: Versions(0, 3),
+    Key.END_TXN: Versions(0, 3),
+    Key.TXN_OFFSET_COMMIT: Versions(0, 3),
     Key.DESCRIBE_ACLS: Versions(1, 2),
     Key.DESCRIBE_CONFIGS: Versions(1, 4),
     Key.ALTER_CONFIGS: Versions(0, 1),
@@ -117,6 +127,8 @@ VERSIONS: dict[Key, Versions] = {
     Key.ALTER_SCRAM_USERS: Versions(0, 0),
     Key.DESCRIBE_CLUSTER: Versions(0, 0),
     Key.DESCRIBE_PRODUCERS: Versions(0, 0),
+    Key.DESCRIBE_TRANSACTIONS: Versions(0, 0),
+    Key.LIST_TRANSACTIONS: Versions(0, 0),
 }
 _FLEXIBLE_FROM = {Key.PRODUCE: 9, Key.FETCH: 12}  # of the keys that are read by hand
 MAX_ENTRIES = 20_000  # of all arrays of a request
@@ -432,6 +444,9 @@ def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) 
     return _refused(_response(found.key, found.version), body, code, text)
 
 
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+NO_TIME = _EPOCH - datetime.timedelta(milliseconds=1)  # where a response must name a moment, and there is none
+
 # What a refused request names; the response has an entry for each.
 _NAMED: tuple[str, ...] = (
     "topics",
@@ -442,11 +457,13 @@ _NAMED: tuple[str, ...] = (
     "coordinator_keys",
     "topic_names",
 )
-_NAMED += ("groups_names", "users", "deletions", "upsertions")
-_NAMES = ("name", "group_id", "key", "partition_index", "user")  # of an entry that the request names by one word
+_NAMED += ("groups_names", "users", "deletions", "upsertions", "v3_and_below_topics", "transactional_ids")
+# Of an entry that the request names by one word.
+_NAMES = ("name", "group_id", "key", "partition_index", "user", "transactional_id")
 _BLANK = {"node_id": -1, "host": "", "port": -1, "protocol_name": "", "leader": "", "member_id": "", "assignment": b""}
 _BLANK |= {"group_state": "", "protocol_type": "", "protocol_data": "", "committed_offset": -1, "metadata": ""}
-_BLANK |= {"low_watermark": -1, "producer_epoch": -1}
+_BLANK |= {"low_watermark": -1, "producer_id": -1, "producer_epoch": -1, "transaction_state": ""}
+_BLANK |= {"transaction_timeout": datetime.timedelta(0), "transaction_start_time": NO_TIME}
 
 
 def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
@@ -583,6 +600,3 @@ def milliseconds(moment: datetime.datetime | datetime.timedelta | None) -> int:
         return -1
     since = moment - _EPOCH if isinstance(moment, datetime.datetime) else moment
     return since // datetime.timedelta(milliseconds=1)
-
-
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

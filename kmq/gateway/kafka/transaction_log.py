@@ -1,0 +1,212 @@
+"""What transactions leave on disk: their states, and the lines that are held back.
+
+    __transactions/<t>     t = crc32 of the transactional id, mod 8. A line's key is <pid>-<epoch>-<n>, n the number of the
+                           transaction, and its payload the line to be written, without its id:
+                           `orders.@2.eu|1714500000.123|;trace=x|…`, or an offset: `__consumer_offsets.@.<group>.…|||offset=…`
+    __transaction_state    compacted; key <transactional id>; payload
+                           `pid= epoch= n= state=empty|commit|abort partition= first= end= copy= timeout=`
+
+State       `empty`: transaction n may be open. `commit`: n is decided, its lines are those with its key in first…end, and its
+            copies have the ids from `copy` on. `abort`: n is aborted, and n + 1 may be open. The last record of an id counts.
+Open        is a transaction that has lines and no state that decides it: nothing else says so.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+from zlib import crc32
+
+from kmq.config.values import MIB
+from kmq.gateway.groups.offset_table import TOPIC as OFFSETS
+from kmq.gateway.groups.offset_table import CommittedOffset, Partition, RowKey, decode_key, decode_payload
+from kmq.log import reader
+from kmq.log.deletions import Deleted
+from kmq.message import record
+from kmq.message.text import decode
+
+STATES, HELD = "__transaction_state", "__transactions"
+PARTITIONS = 8
+_NO_RETENTION = {"retention_age": "never", "retention_bytes": "none"}
+LIMITS = {
+    STATES: {"cleanup": "compact", "segment_bytes": "1 MiB", **_NO_RETENTION},
+    HELD: {"segment_bytes": "16 MiB", **_NO_RETENTION},
+}
+EMPTY, COMMIT, ABORT = "empty", "commit", "abort"
+READ_BYTES = MIB  # at once
+
+
+def partition_of(id: str) -> int:
+    """Return the partition of `__transactions` that has the lines of a transactional id."""
+    return crc32(id.encode()) % PARTITIONS
+
+
+class TransactionState(NamedTuple):
+    """A record of `__transaction_state`. `number`: of the transaction that it decides, or of the next one."""
+
+    id: str
+    pid: int
+    epoch: int
+    number: int
+    state: str
+    partition: int
+    first: int
+    end: int
+    copy: int
+    timeout_ms: int
+    seq: int = 0
+    seconds: int = 0  # when it was stored, since the epoch
+
+    @property
+    def held_key(self) -> bytes:
+        """Return the key of the lines of the transaction that it decides, or of the one that may be open."""
+        number = self.number + (self.state == ABORT)
+        return b"%d-%d-%d" % (self.pid, self.epoch, number)
+
+    def encode(self) -> bytes:
+        return (
+            f"pid={self.pid} epoch={self.epoch} n={self.number} state={self.state} partition={self.partition}"
+            f" first={self.first} end={self.end} copy={self.copy} timeout={self.timeout_ms}"
+        ).encode()
+
+
+_NUMBERS = ("pid", "epoch", "n", "partition", "first", "end", "copy", "timeout")
+
+
+def _decode_state(line: bytes) -> TransactionState | None:
+    """Return what a stored line says; None if it forgets its id. Raises ValueError or KeyError for any other line."""
+    stored = record.fields(line)
+    id = _id_of(stored.routing_key)
+    if not stored.payload:
+        return None
+    said = dict(word.split("=", 1) for word in stored.payload.decode("ascii").split(" "))
+    if (state := said.pop("state")) not in (EMPTY, COMMIT, ABORT):
+        raise ValueError(f"state {state!r}")
+    names = {"n": "number", "timeout": "timeout_ms"}
+    numbers = {names.get(name, name): int(said[name]) for name in _NUMBERS}
+    seconds = record.parse_ts(stored.recv_ts) // 1_000_000
+    return TransactionState(id=id, state=state, seq=int(stored.seq), seconds=seconds, **numbers)
+
+
+def _id_of(routing_key: bytes) -> str:
+    mark = record.marked(routing_key)
+    return decode(mark.key or b"") if mark is not None else ""
+
+
+def read_states(data: str) -> dict[str, TransactionState]:
+    """Return id → its last state. Raises DamageError. Call it in a thread."""
+    found: dict[str, TransactionState] = {}
+    if not os.path.isdir(f"{data}/topics/{STATES}"):
+        return found
+    for _, lines in reader.partition(data, STATES, 0).chunks(0, READ_BYTES):
+        for line in lines.split(b"\n"):
+            with suppress(ValueError, KeyError, TypeError):
+                if line and (state := _decode_state(line)) is not None:
+                    found[state.id] = state
+                elif line:
+                    found.pop(_id_of(record.routing_key_of(line)), None)
+    return found
+
+
+class HeldLines(NamedTuple):
+    """What an open transaction has sent. `first`: the offset of its first line. `offsets`: those among them, by group."""
+
+    first: int
+    lines: int
+    nbytes: int
+    offsets: frozenset[tuple[str, Partition]]
+    partitions: frozenset[Partition]
+
+
+_HELD_LINE = re.compile(
+    rb"(?m)^\d+\|[^|\n]*\|%b\.@\d+\.([0-9-]+)\|[^|\n]*\|[^|\n]*\|([^|\n]*)\|[^\n]*\n" % HELD.encode()
+)
+
+
+def read_held(data: str, keys: Iterable[bytes]) -> dict[bytes, HeldLines]:
+    """Return key → what is held of it, of these keys. Raises DamageError. Call it in a thread."""
+    wanted, found = frozenset(keys), dict[bytes, HeldLines]()
+    if not wanted or not os.path.isdir(f"{data}/topics/{HELD}"):
+        return found
+    for number in range(PARTITIONS):
+        log = reader.partition(data, HELD, number)
+        for first, lines in log.chunks(log.first_offset, READ_BYTES):
+            for ahead, match in enumerate(_HELD_LINE.finditer(lines)):
+                key, target = match.groups()
+                if key in wanted:
+                    before = found.get(key) or HeldLines(first + ahead, 0, 0, frozenset(), frozenset())
+                    mark = record.marked(target)
+                    offsets, partitions = before.offsets, before.partitions
+                    if mark is not None and mark.topic == OFFSETS.encode():
+                        with suppress(ValueError):
+                            row = decode_key(mark.key or b"")
+                            offsets |= {(row.group, (row.topic, row.partition))}
+                    elif mark is not None:
+                        partitions |= {(mark.topic.decode(), mark.partition)}
+                    nbytes = before.nbytes + match.end() - match.start()
+                    found[key] = HeldLines(before.first, before.lines + 1, nbytes, offsets, partitions)
+    return found
+
+
+def held_routing_key(partition: int, key: bytes) -> bytes:
+    return b"%b.@%d.%b" % (HELD.encode(), partition, key)
+
+
+# --- lines to be copied ----------------------------------------------------------------------------------------------
+
+
+class Copied(NamedTuple):
+    """What was copied. `next_id`: behind the ids of the copies. `dropped`: records whose topic was deleted."""
+
+    next_id: int
+    offsets: dict[RowKey, CommittedOffset]
+    dropped: int
+
+
+class RenderedCopies(NamedTuple):
+    """The same of a part, which has so many lines of all transactions. `text`: the lines to be written."""
+
+    lines: int
+    text: bytes
+    next_id: int
+    offsets: dict[RowKey, CommittedOffset]
+    dropped: int
+
+
+def render_copies(lines: bytes, most: int, key: bytes, id: int, deleted: Deleted) -> RenderedCopies:
+    """Return what the first `most` of these stored lines that have this routing key are in their topics."""
+    copies: list[bytes] = []
+    offsets: dict[RowKey, CommittedOffset] = {}
+    count = dropped = 0
+    for line in _first(lines, most):
+        count += 1
+        seq, _, line_key, _, held_id, payload = line.split(b"|", 5)  # hot loop: record.fields
+        if line_key != key:
+            continue
+        target, stamp, rest = payload.split(b"|", 2)
+        mark = record.marked(target)
+        topic = mark.topic.decode() if mark is not None else ""
+        if topic == OFFSETS and mark is not None:
+            row = decode_key(mark.key)
+            offset = decode_payload(rest.partition(b"|")[2], int(seq))
+            if isinstance(offset, CommittedOffset) and int(seq) > deleted.last_seq(row.topic):
+                offsets[row] = offset
+        elif deleted.lives and deleted.last_seq(topic) >= _from_seq(held_id):
+            dropped += 1
+        else:
+            copies.append(b"%b|%b|%d%b\n" % (target, stamp, id, rest))
+        id += 1
+    return RenderedCopies(count, b"".join(copies), id, offsets, dropped)
+
+
+def _first(lines: bytes, most: int) -> Iterator[bytes]:
+    for number, line in enumerate(lines[:-1].split(b"\n")):
+        if number >= most:
+            return
+        yield line
+
+
+def _from_seq(held_id: bytes) -> int:
+    """Return since when the topic was in force for which a line is held: its producer's name says it."""
+    return int(held_id.partition(b";p=k")[2].partition(b";")[0].split(b".")[1])

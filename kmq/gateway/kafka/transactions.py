@@ -1,0 +1,634 @@
+"""Transactions of Kafka's producers: what a transaction sends is held back, and written to its topics at the commit.
+
+Life        InitProducerId writes a state with the next epoch. AddPartitions and AddOffsets write nothing. Produce and
+            TxnOffsetCommit write lines of `__transactions`. EndTxn writes the state `commit` with the offsets first…end of
+            `__transactions` and the first id of the copies; then it reads first…end, writes the lines of this key under the
+            name `t<pid>` with ids copy, copy + 1, …, stores the offsets, and writes the state `empty` of the next n.
+            An abort is one record, and n goes on: nobody reads the lines of its key any more.
+Invariant   The record `commit` decides, once it is durable. Before it no line of the transaction is in its topic; after it
+            each is there once, at the latest when the gateway serves groups again.
+            A line of an older epoch or n has another key: it is in no first…end, whenever it comes.
+            Nobody but the holder of the last epoch writes to a transaction or ends it.
+Crash       Before the record: the transaction is open as it was, because its lines say it all, and its client goes on.
+            After it: the next life copies again from `copy`. What is there is known by its id (`!dup`), because the ids
+            are the same in each life: each line of first…end that has the key takes the next one, also a line that is not
+            copied. An offset is not stored again where the group has committed since the decision. The lines that a
+            former life has left in a socket are refused: the door's connection fences the older one before anything is
+            read, and what was taken before is on disk and routed then.
+Pending     Offsets of an open or decided transaction: OffsetFetch that asks for stable ones is told to wait. They are
+            found again in `__transactions`.
+Deleted     Records for a topic that was deleted since they were sent are left out, counted and logged.
+Memory      An entry for each transactional id, at most _MOST_IDS, and for each offset that is pending. A copy: READ_BYTES.
+Not covered A topic that is deleted in the moment in which its records are copied may come back, as with any producer.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kmq.config.settings import Settings
+from kmq.errors import KmqError
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.producing import ANSWER_S
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_table import (
+    CommittedOffset,
+    Partition,
+    RowKey,
+    encode_payload,
+    routing_key,
+)
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.transaction_log import (
+    ABORT,
+    COMMIT,
+    EMPTY,
+    HELD,
+    PARTITIONS,
+    STATES,
+    TransactionState,
+    held_routing_key,
+    partition_of,
+    read_held,
+    read_states,
+)
+from kmq.gateway.kafka.transaction_writer import TransactionWriter
+from kmq.gateway.kafka.units import Units
+from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
+from kmq.log import segment, topic_changes
+from kmq.log.damage import DamageError
+from kmq.logfmt import Logger
+from kmq.message.text import make_routing_key
+
+_MOST_EPOCH = 32_767
+_MOST_TIMEOUT_MS = 15 * 60 * 1000
+_MAX_ID = 200  # bytes of a transactional id
+_MOST_IDS = 20_000
+_IDLE_S = 7 * 86400.0  # after which an id is forgotten
+_TURN_S, _TRIM_S, _FORGET_S = 0.5, 10.0, 60.0
+_RETRY_S = 0.5  # between two tries to write what is decided
+_LOOK_S = 0.05  # between two looks whether the offsets are loaded
+_FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
+
+
+# --- in memory -------------------------------------------------------------------------------------------------------
+
+
+class TransactionRefused(Exception):
+    """A request of a transactional producer is refused."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def _fenced(text: str) -> TransactionRefused:
+    return TransactionRefused(ErrorCode.invalid_producer_epoch, text)
+
+
+def _concurrent(id: str) -> TransactionRefused:
+    return TransactionRefused(ErrorCode.concurrent_transactions, f"{id}: what is decided is being written")
+
+
+class Transaction:
+    """A transactional id and the transaction that is open, if there is one."""
+
+    def __init__(self, id: str) -> None:
+        self.id, self.pid, self.epoch, self.number, self.copy, self.timeout_ms = id, -1, -1, 0, 1, 0
+        self.partition = partition_of(id)
+        self.former: int | None = None  # an epoch whose holder may ask for the next one again
+        self.outcome = EMPTY  # of the last transaction
+        self.touched = time.monotonic()
+        self.turn = asyncio.Lock()  # of what changes the state
+        self.is_ending = False
+        self.opening = 0  # requests that look where it will begin
+        self.users = 0  # batches and offsets on their way
+        self.idle = asyncio.Event()
+        self.close()
+
+    def close(self) -> None:
+        """There is no open transaction any more."""
+        self.first: int | None = None  # an offset of `__transactions` before which it has no line; None: it is not open
+        self.begun, self.nbytes, self.last_seq = 0.0, 0, 0
+        self.partitions: set[Partition] = set()
+        self.offsets: set[tuple[str, Partition]] = set()
+
+    @property
+    def key(self) -> bytes:
+        return b"%d-%d-%d" % (self.pid, self.epoch, self.number)
+
+    @property
+    def is_late(self) -> bool:
+        return self.first is not None and time.monotonic() - self.begun > self.timeout_ms / 1000
+
+    def state(self, state: str, end: int = 0) -> TransactionState:
+        first = self.first or 0 if state == COMMIT else 0
+        numbers = self.partition, first, end, self.copy, self.timeout_ms
+        return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
+
+    def enter(self) -> None:
+        self.users += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self.idle.set()
+
+
+class HeldBatch(NamedTuple):
+    """A batch on its way into a transaction. `routing_key`: of its lines."""
+
+    transaction: Transaction
+    routing_key: bytes
+
+    def handed_over(self, nbytes: int) -> None:
+        self.transaction.nbytes += nbytes
+
+    def stored(self, seq: int) -> None:
+        self.transaction.last_seq = max(self.transaction.last_seq, seq)
+
+    def leave(self) -> None:
+        self.transaction.leave()
+
+
+_CODES = {"not_ready": ErrorCode.coordinator_load_in_progress}
+
+
+def _code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
+    """Return the error that says why a request is refused. `fenced_from`: the version that knows PRODUCER_FENCED."""
+    if isinstance(err, RequestRefused):
+        return _CODES.get(err.code, ErrorCode.coordinator_not_available)
+    if isinstance(err, TimeoutError):
+        return ErrorCode.concurrent_transactions
+    assert isinstance(err, TransactionRefused)
+    is_fenced = err.code == ErrorCode.invalid_producer_epoch and call.version >= fenced_from
+    return ErrorCode.producer_fenced if is_fenced else err.code
+
+
+_REFUSALS = (RequestRefused, TransactionRefused, TimeoutError)
+
+
+class Transactions:
+    """All transactional ids of the broker."""
+
+    def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:
+        self._settings, self._core, self._groups, self._log = settings, core, groups, log
+        self._writer = TransactionWriter(settings, core, groups, units)
+        self._transactions: dict[str, Transaction] = {}
+        self._by_pid: dict[int, Transaction] = {}
+        self._with_offsets: set[Transaction] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._forget_at = self._trim_at = 0.0
+        self.recovered = asyncio.Event()
+        self.handlers: dict[Key, Handler] = {
+            Key.ADD_PARTITIONS_TO_TXN: self._add_partitions,
+            Key.ADD_OFFSETS_TO_TXN: self._add_offsets,
+            Key.END_TXN: self._end_txn,
+        }
+
+    def forget(self, connection: Connection) -> None:
+        """A connection that ends ends no transaction."""
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # --- the task ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Finish what former lives have decided, then see to limits, until cancelled."""
+        told = ""
+        while not self.recovered.is_set():
+            try:
+                await self._recover()
+                self.recovered.set()
+            except (KmqError, DamageError, OSError) as err:
+                if str(err) != told:
+                    told = str(err)
+                    effect = "groups and transactions are not served; tried again"
+                    self._log.error("kafka_transactions_not_read", reason=err, effect=effect)
+                await asyncio.sleep(_RETRY_S)
+        while True:
+            await asyncio.sleep(_TURN_S)
+            for txn in [txn for txn in self._transactions.values() if txn.is_late]:
+                self._abort_soon(txn, "timeout")
+            if time.monotonic() >= self._forget_at:
+                self._forget_at = time.monotonic() + _FORGET_S
+                await self._forget_idle()
+            if time.monotonic() >= self._trim_at:
+                self._trim_at = time.monotonic() + _TRIM_S
+                with suppress(KmqError, OSError):  # tried again
+                    await self._trim()
+
+    async def _recover(self) -> None:
+        data = self._settings.data
+        if not os.path.isdir(f"{data}/topics/{STATES}"):
+            return
+        while not self._groups.store.is_loaded:
+            await asyncio.sleep(_LOOK_S)
+        await self._writer.take_over()
+        states = await asyncio.to_thread(read_states, data)
+        held = await asyncio.to_thread(read_held, data, [state.held_key for state in states.values()])
+        decided = []
+        for state in states.values():
+            txn = self._restored(state)
+            found = held.get(state.held_key)
+            if found is not None:
+                txn.first, txn.begun, txn.nbytes = found.first, time.monotonic(), found.nbytes
+                txn.partitions = set(found.partitions)
+                self._hold_back(txn, found.offsets)
+            if state.state == COMMIT:
+                txn.first, txn.is_ending = state.first, True
+                decided.append((txn, state))
+        if decided:
+            self._log.info("kafka_transactions_resumed", count=len(decided))
+        await asyncio.gather(*(self._finish(*each) for each in decided))
+
+    def _restored(self, state: TransactionState) -> Transaction:
+        txn = self._transactions[state.id] = Transaction(state.id)
+        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = state.pid, state.epoch, state.copy, state.timeout_ms
+        txn.number = state.number + (state.state == ABORT)
+        txn.touched = time.monotonic() - max(0.0, time.time() - state.seconds)
+        self._by_pid[state.pid] = txn
+        return txn
+
+    async def _trim(self) -> None:
+        """Let the router delete the segments of `__transactions` in front of what is open or decided."""
+        if not self._transactions:
+            return
+        # A transaction that begins from now on begins behind these ends; of one that is just beginning nobody knows.
+        needed = {number: await asyncio.to_thread(self._end_of, number) for number in range(PARTITIONS)}
+        for txn in self._transactions.values():
+            if txn.opening:
+                needed[txn.partition] = 0
+            elif txn.first is not None:
+                needed[txn.partition] = min(needed[txn.partition], txn.first)
+        data = self._settings.data
+
+        def submit() -> None:
+            starts = {}
+            for number, offset in needed.items():
+                segments = segment.listing(f"{data}/topics/{HELD}/{number}")
+                if len(segments) > 1 and segments[1][0] <= offset:
+                    starts[str(number)] = str(offset)
+            if starts:
+                topic_changes.submit(data, topic_changes.TRIM, HELD, starts)
+
+        await asyncio.to_thread(submit)
+
+    async def _forget_idle(self) -> None:
+        before = time.monotonic() - _IDLE_S
+        for txn in [txn for txn in self._transactions.values() if txn.touched < before and txn.first is None]:
+            async with txn.turn:
+                if txn.touched < before and txn.first is None and not txn.is_ending:
+                    with suppress(RequestRefused):
+                        await self._writer.write([(make_routing_key(STATES, txn.id), b"")])
+                        del self._transactions[txn.id], self._by_pid[txn.pid]
+
+    # --- what is asked -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if not self.recovered.is_set():
+            raise RequestRefused("not_ready", "the gateway finishes the transactions of its last life")
+
+    def find(self, id: str | None, pid: int, epoch: int) -> Transaction:
+        """Return the transaction that a request is for. Raises RequestRefused and TransactionRefused.
+
+        `id`: None where only the pid says it. Raises also while what is decided is being written.
+        """
+        txn = self._known(id, pid, epoch)
+        if txn.is_ending:
+            raise _concurrent(txn.id)
+        return txn
+
+    def _known(self, id: str | None, pid: int, epoch: int) -> Transaction:
+        self._admit()
+        txn = self._by_pid.get(pid)
+        if txn is None or id not in (None, txn.id):
+            raise TransactionRefused(ErrorCode.invalid_producer_id_mapping, f"{id or ''}: producer id {pid} is not its")
+        self._check_epoch(txn, epoch)
+        return txn
+
+    def _check_epoch(self, txn: Transaction, epoch: int) -> None:
+        if epoch != txn.epoch:
+            raise _fenced(f"{txn.id}: epoch {epoch}, where {txn.epoch} is in force")
+
+    def known(self) -> Mapping[str, Transaction]:
+        """Return all transactional ids. Do not change them. Raises RequestRefused."""
+        self._admit()
+        return self._transactions
+
+    def is_transactional(self, pid: int) -> bool:
+        """Return True for a producer id of a transactional id."""
+        return pid in self._by_pid
+
+    async def init(self, call: Call, give_pid: Callable[[], int]) -> Fields:
+        """Answer InitProducerId with a transactional id."""
+        body = call.body
+        timeout_ms = wire.milliseconds(body.transaction_timeout)
+        expected = None
+        if getattr(body, "producer_id", -1) >= 0:
+            expected = body.producer_id, body.producer_epoch
+        try:
+            self._admit()
+            if not 0 < len(body.transactional_id.encode()) <= _MAX_ID:
+                text = f"a transactional id has 1 to {_MAX_ID} bytes"
+                raise TransactionRefused(ErrorCode.invalid_request, text)
+            if not 0 < timeout_ms <= _MOST_TIMEOUT_MS:
+                text = f"transaction.timeout.ms={timeout_ms}: must be 1 to {_MOST_TIMEOUT_MS}"
+                raise TransactionRefused(ErrorCode.invalid_transaction_timeout, text)
+            work = self._init(body.transactional_id, timeout_ms, expected, give_pid)
+            txn = await self._in_task(work)
+        except _REFUSALS as err:
+            return {"error_code": _code(call, err, 4), "producer_id": -1, "producer_epoch": -1}
+        return {"error_code": ErrorCode.none, "producer_id": txn.pid, "producer_epoch": txn.epoch}
+
+    async def _init(
+        self, id: str, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
+    ) -> Transaction:
+        await self._writer.declare()
+        if id not in self._transactions and len(self._transactions) >= _MOST_IDS:
+            raise RequestRefused("busy", f"{_MOST_IDS} transactional ids are known")
+        txn = self._transactions.setdefault(id, Transaction(id))
+        async with txn.turn:
+            if self._transactions.setdefault(id, txn) is not txn:
+                raise _concurrent(id)
+            if expected is not None:
+                if txn.pid != expected[0]:
+                    raise TransactionRefused(ErrorCode.invalid_producer_id_mapping, f"{id}: has another producer id")
+                if txn.former == expected[1]:
+                    return txn  # it has not got the answer, or its transaction was aborted for it
+                self._check_epoch(txn, expected[1])
+            pid, epoch, number, copy = txn.pid, txn.epoch + 1, txn.number, txn.copy
+            if pid < 0 or epoch >= _MOST_EPOCH:
+                pid, epoch, copy = give_pid(), 0, 1
+            is_open = txn.first is not None
+            before, txn.is_ending = txn.epoch, True
+            try:
+                state = txn.state(ABORT if is_open else EMPTY)
+                await self._writer.write_state(state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
+            except BaseException:
+                if txn.pid < 0:
+                    del self._transactions[id]
+                raise
+            finally:
+                txn.is_ending = False
+            self._by_pid.pop(txn.pid, None)
+            txn.pid, txn.epoch, txn.copy, txn.timeout_ms = pid, epoch, copy, timeout_ms
+            txn.former = before if expected is not None else None
+            self._by_pid[pid] = txn
+            txn.number, txn.outcome = number + is_open, ABORT if is_open else EMPTY
+            if is_open:
+                reason = "a newer producer has its id" if expected is None else "its producer began anew"
+                self._note_abort(txn, txn.nbytes, reason)
+            self._close(txn)
+            return txn
+
+    async def _add_partitions(self, call: Call) -> Fields:
+        body = call.body
+        places = [(topic.name, number) for topic in body.v3_and_below_topics for number in topic.partitions]
+        codes: dict[Partition, ErrorCode] = {}
+        default = ErrorCode.none
+        try:
+            producer = body.v3_and_below_producer_id, body.v3_and_below_producer_epoch
+            txn = self.find(body.v3_and_below_transactional_id, *producer)
+            absent = [place for place in places if not self._is_there(*place)]
+            codes = dict.fromkeys(absent, ErrorCode.unknown_topic_or_partition)
+            if codes:
+                default = ErrorCode.operation_not_attempted
+            else:
+                await self._begin(txn)
+                txn.partitions.update(places)
+        except _REFUSALS as err:
+            default = _code(call, err, _FENCED_FROM)
+        call.errors.extend(code for code in {default, *codes.values()} if code)
+
+        def row(topic: str, number: int) -> Fields:
+            return {"partition_index": number, "partition_error_code": codes.get((topic, number), default)}
+
+        rows = [
+            {"name": topic.name, "results_by_partition": [row(topic.name, number) for number in topic.partitions]}
+            for topic in body.v3_and_below_topics
+        ]
+        return {"results_by_topic_v3_and_below": rows}
+
+    def _is_there(self, topic: str, number: int) -> bool:
+        try:
+            return not topic.startswith("__") and 0 <= number < self._core.partitions.declared(topic)[0]
+        except RequestRefused as err:
+            if err.code != "unknown_topic":
+                raise
+            return False
+
+    async def _add_offsets(self, call: Call) -> Fields:
+        body = call.body
+        try:
+            await self._begin(self.find(body.transactional_id, body.producer_id, body.producer_epoch))
+        except _REFUSALS as err:
+            return {"error_code": _code(call, err, _FENCED_FROM)}
+        return {"error_code": ErrorCode.none}
+
+    async def _begin(self, txn: Transaction) -> None:
+        """Open a transaction, unless it is open. Its lines will lie behind what is in its partition now."""
+        if txn.first is None:
+            key = txn.key
+            txn.opening += 1
+            try:
+                first = await asyncio.to_thread(self._end_of, txn.partition)
+            finally:
+                txn.opening -= 1
+            if txn.is_ending or txn.key != key:
+                raise _concurrent(txn.id)
+            if txn.first is None:
+                txn.first, txn.begun = first, time.monotonic()
+
+    def _end_of(self, partition: int) -> int:
+        try:
+            return self._core.partitions.open(HELD, partition).end()
+        except DamageError as err:
+            raise RequestRefused("damaged", str(err)) from err
+
+    # --- what is held back -------------------------------------------------------------------------------------------
+
+    async def hold(self, pid: int, epoch: int, place: Partition) -> HeldBatch:
+        """Let a batch into the transaction of its producer. Say `leave` of it in any case.
+
+        Raises RequestRefused and TransactionRefused.
+        """
+        txn = self._known(None, pid, epoch)
+        if txn.nbytes > self._settings.kafka_txn_bytes:
+            self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
+            raise _fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
+        txn = self.find(None, pid, epoch)
+        txn.enter()
+        try:
+            await self._begin(txn)
+            self._check_epoch(txn, epoch)
+        except BaseException:
+            txn.leave()
+            raise
+        txn.partitions.add(place)
+        return HeldBatch(txn, held_routing_key(txn.partition, txn.key))
+
+    async def hold_offsets(
+        self,
+        producer: tuple[str, int, int],
+        group: str,
+        rows: Mapping[Partition, CommittedOffset],
+        check: Callable[[], None],
+    ) -> None:
+        """Put offsets into a transaction; durable when this returns. Raises RequestRefused and TransactionRefused.
+
+        `producer`: transactional id, producer id and epoch. `check` raises RequestRefused if its member is fenced: at once
+        before others are told to wait, or the next reader of a partition could have read its offset in between.
+        """
+        txn = self.find(*producer)
+        txn.enter()
+        try:
+            await self._begin(txn)
+            self._check_epoch(txn, producer[2])
+            key = held_routing_key(txn.partition, txn.key)
+            check()
+            self._hold_back(txn, ((group, place) for place in rows))
+            lines = [
+                (key, b"%b|||%b" % (routing_key(RowKey(group, *place)), encode_payload(row)))
+                for place, row in rows.items()
+            ]
+            txn.nbytes += sum(len(payload) for _, payload in lines)
+            async with asyncio.timeout(ANSWER_S):
+                txn.last_seq = max(txn.last_seq, await self._writer.write(lines))
+        except TimeoutError:
+            raise RequestRefused("not_answered", f"ingress has not answered within {ANSWER_S} s") from None
+        finally:
+            txn.leave()
+
+    def _hold_back(self, txn: Transaction, offsets: Iterable[tuple[str, Partition]]) -> None:
+        txn.offsets.update(offsets)
+        if txn.offsets:
+            self._with_offsets.add(txn)
+
+    def pending(self, group: str) -> set[Partition]:
+        """Return where an open or decided transaction has an offset of the group."""
+        return {place for txn in self._with_offsets for name, place in txn.offsets if name == group}
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def _end_txn(self, call: Call) -> Fields:
+        body = call.body
+        try:
+            txn = self._known(body.transactional_id, body.producer_id, body.producer_epoch)
+            await self._in_task(self._end(txn, body.producer_epoch, is_commit=body.committed))
+        except _REFUSALS as err:
+            return {"error_code": _code(call, err, _FENCED_FROM)}
+        return {"error_code": ErrorCode.none}
+
+    async def _end(self, txn: Transaction, epoch: int, *, is_commit: bool) -> None:
+        """Decide, and write what is decided. A client that asks again waits for the first time it has asked."""
+        async with txn.turn:
+            self._check_epoch(txn, epoch)
+            if txn.first is None:
+                if txn.outcome == (ABORT if is_commit else COMMIT):
+                    text = f"{txn.id}: its last transaction has ended in another way"
+                    raise TransactionRefused(ErrorCode.invalid_txn_state, text)
+                return
+            txn.is_ending = True
+            try:
+                if not is_commit:
+                    await self._abort(txn, epoch)
+                    txn.is_ending = False
+                    return
+                decided = await self._decide(txn)
+            except BaseException:
+                txn.is_ending = False
+                raise
+            await self._finish(txn, decided)
+
+    async def _decide(self, txn: Transaction) -> TransactionState:
+        """Write that a transaction is committed, once all that it has sent is in its partition."""
+        if txn.users:
+            await txn.idle.wait()
+        watermark = self._core.watermark
+        await watermark.passed(max(txn.last_seq, watermark.durable))
+        end = await asyncio.to_thread(self._end_of, txn.partition)
+        decided, before = txn.state(COMMIT, end), watermark.durable
+        return decided._replace(seq=await self._writer.write_state(decided) or before)
+
+    async def _abort(self, txn: Transaction, epoch: int) -> None:
+        await self._writer.write_state(txn.state(ABORT)._replace(epoch=epoch))
+        txn.epoch, txn.number, txn.outcome = epoch, txn.number + 1, ABORT
+        self._close(txn)
+
+    def _abort_soon(self, txn: Transaction, reason: str) -> None:
+        """Abort the transaction in the broker's own name: its producer is fenced."""
+
+        async def abort() -> None:
+            async with txn.turn:
+                if txn.key == key and txn.first is not None:
+                    txn.is_ending = True
+                    try:
+                        nbytes = txn.nbytes
+                        await self._abort(txn, min(former + 1, _MOST_EPOCH))
+                    finally:
+                        txn.is_ending = False
+                    txn.former = former
+                    self._note_abort(txn, nbytes, reason)
+
+        key, former = txn.key, txn.epoch
+        if not txn.turn.locked():  # else it is ending, or comes again
+            self._start(abort())
+
+    def _note_abort(self, txn: Transaction, nbytes: int, reason: str) -> None:
+        self._log.warn("kafka_transaction_aborted", id=txn.id, pid=txn.pid, bytes=nbytes, reason=reason)
+
+    def _close(self, txn: Transaction) -> None:
+        txn.close()
+        txn.touched = time.monotonic()
+        self._with_offsets.discard(txn)
+
+    # --- the copy ----------------------------------------------------------------------------------------------------
+
+    async def _finish(self, txn: Transaction, decided: TransactionState) -> None:
+        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping)."""
+        told = ""
+        while True:
+            try:
+                copied = await self._writer.copy(decided)
+                await self._writer.store_offsets(copied.offsets, decided.seq)
+                txn.copy, txn.number = copied.next_id, decided.number + 1
+                await self._writer.write_state(txn.state(EMPTY))
+                break
+            except (KmqError, DamageError, OSError) as err:
+                if isinstance(err, RequestRefused) and err.code == "stopping":
+                    raise
+                if str(err) != told:
+                    told = str(err)
+                    effect = "its producer waits; tried again"
+                    self._log.warn("kafka_commit_waits", id=txn.id, pid=txn.pid, reason=err, effect=effect)
+                await asyncio.sleep(_RETRY_S)
+        if copied.dropped:
+            effect = "their topics were deleted since they were sent"
+            self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=copied.dropped, effect=effect)
+        txn.outcome, txn.is_ending = COMMIT, False
+        self._close(txn)
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Do this whatever becomes of who has asked for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited may have given up
+
+    async def _in_task(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do this whatever becomes of who has asked for it, and wait ANSWER_S for it. Raises TimeoutError."""
+        return await asyncio.wait_for(asyncio.shield(self._start(work)), ANSWER_S)
