@@ -438,10 +438,15 @@ POINTS = [
     *("before_write_state_commit", "after_write_state_commit", "copy_sent", "copy_stored", "after_copy"),
     *("before_store_offsets", "after_store_offsets", "after_write_state_empty", "after_write_state_abort"),
 ]
+_VICTIMS = (False, "gateway"), (True, "all")
+KILLS = [  # each step with one kind of kill; the other one in the soak
+    pytest.param(point, is_all, id=f"{point}-{name}", marks=[pytest.mark.soak] if at % 2 == is_all else [])
+    for at, point in enumerate(POINTS)
+    for is_all, name in _VICTIMS
+]
 
 
-@pytest.mark.parametrize("is_all", [False, True], ids=["gateway", "all"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("point", "is_all"), KILLS)
 def test_a_kill_at_any_step_leaves_each_record_of_a_commit_once_and_none_of_an_abort(broker, topic, point, is_all):
     with Peer.of(broker.pipes) as peer:
         assert peer.make_topic(f"{topic}-in") == 2
