@@ -6,10 +6,10 @@ import random
 import socket
 import ssl
 import struct
+import uuid
 from io import BytesIO
 from typing import Any
 
-from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 from kio.serial.errors import OutOfBoundValue
 
@@ -22,7 +22,7 @@ _FLAGS = {"include_cluster_authorized_operations": False, "include_topic_authori
 
 def request(api: Key, version: int, correlation: int = 1, client: str = "test", **fields: Any) -> bytes:
     """A request as it crosses the network, with its length. `fields`: by kio's names; entries of arrays are dicts."""
-    cls = load_request_schema(api, version)
+    cls = wire.request_class(api, version)
     name = client.encode()
     out = BytesIO()
     out.write(struct.pack(">hhih", api, version, correlation, len(name)) + name + b"\0" * cls.__flexible__)
@@ -68,7 +68,7 @@ class KafkaClient:
         return self.response(api, version)
 
     def response(self, api: Key, version: int) -> Any:
-        cls = load_response_schema(api, version)
+        cls = wire.response_class(api, version)
         at = 4 + (cls.__flexible__ and api != Key.API_VERSIONS)
         frame = self.frame()
         try:
@@ -112,6 +112,8 @@ def _value(rng: random.Random, field: Any) -> Any:
         return rng.choice([-1, 0, 1, 2, 4, rng.randrange(-most, most)])
     if field.kind.startswith("timedelta"):
         return datetime.timedelta(milliseconds=rng.randrange(-1, 1 << 31))
+    if field.kind == "uuid":
+        return uuid.UUID(int=rng.randrange(1, 1 << 128))
     return {
         "string": rng.choice(["", "orders", "schlüssel", "x" * 300]),
         "bytes": rng.randbytes(rng.choice([0, 3, 300])),

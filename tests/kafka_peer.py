@@ -9,8 +9,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
+
+from kmq.gateway.kafka import wire
 
 PATIENCE_S = 60.0
 
@@ -54,7 +55,7 @@ class Peer:
         self.sock.close()
 
     def send(self, key: int, version: int, **fields: Any) -> None:
-        cls, self.number = load_request_schema(key, version), self.number + 1
+        cls, self.number = wire.request_class(key, version), self.number + 1
         out = BytesIO()
         name = struct.pack(">h", len(self.client)) + self.client
         out.write(struct.pack(">hhi", key, version, self.number) + name + (b"\0" if cls.__flexible__ else b""))
@@ -76,7 +77,7 @@ class Peer:
         key, version, number = self.waiting.pop(0)
         data = self.read_raw()
         assert data, "the connection has ended"
-        cls = load_response_schema(key, version)
+        cls = wire.response_class(key, version)
         at = 5 if cls.__flexible__ and key != 18 else 4
         assert int.from_bytes(data[:4]) == number
         entity, size = entity_reader(cls)(data, at)

@@ -32,6 +32,7 @@ _ACTS = {
         *("Kafka.Fetch", "Kafka.ListOffsets", "Kafka.OffsetForLeaderEpoch", "Kafka.DescribeProducers"),
         *("Kafka.OffsetCommit", "Kafka.OffsetFetch", "Kafka.FindCoordinator", "Kafka.JoinGroup", "Kafka.SyncGroup"),
         *("Kafka.Heartbeat", "Kafka.LeaveGroup", "Kafka.DescribeGroups", "Kafka.ListGroups"),
+        *("Kafka.ConsumerGroupHeartbeat", "Kafka.ConsumerGroupDescribe"),
     ),
     ANY: (
         *(GET_ACK, GET_STATUS, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"),

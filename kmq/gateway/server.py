@@ -120,7 +120,9 @@ class Gateway:
             from kmq.gateway.kafka.door import Cluster, Kafka
             from kmq.gateway.kafka.fetching import FetchChapter
             from kmq.gateway.kafka.groups import KafkaGroups
+            from kmq.gateway.kafka.groups848 import ConsumerProtocol
             from kmq.gateway.kafka.producing import ProduceChapter
+            from kmq.gateway.kafka.topic_ids import TopicIds
             from kmq.gateway.kafka.transactions import Transactions
             from kmq.gateway.kafka.units import Units
         except ImportError as err:
@@ -134,11 +136,13 @@ class Gateway:
         producing = ProduceChapter(
             self.settings, self.core, lambda: self.groups.life, cache, units, self.transactions, self.log
         )
-        cluster = Cluster(self.settings, self.core, lambda: self.groups.epoch)
-        fetching = FetchChapter(self.core, cache, self.requests, self.incidents, cluster.epoch)
+        ids = TopicIds(self.core.partitions)
+        cluster = Cluster(self.settings, self.core, ids, lambda: self.groups.epoch)
+        fetching = FetchChapter(self.core, ids, cache, self.requests, self.incidents, cluster.epoch)
         admin = AdminChapter(self.settings, self.core, self.tokens, cluster.nodes, self.transactions)
-        groups = KafkaGroups(self.groups, self.admin, self.transactions)
-        chapters = (self.transactions, producing, fetching, groups, admin)
+        consumers = ConsumerProtocol(self.groups, ids)
+        groups = KafkaGroups(self.groups, self.admin, self.transactions, consumers.has)
+        chapters = (self.transactions, producing, fetching, groups, consumers, admin)
         return Kafka(cluster, self.tokens, self.strangers, self.requests, self.log, chapters)
 
     @property

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from consuls import free_ports
 from test_shard import BROKERS, PATIENCE_S, wait_for
@@ -88,7 +88,14 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
     wait_for("the address that c advertises", place)
 
 
-def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard):
+def id_of(options, topic):
+    """By which clients name the topic."""
+    admin = AdminClient(options)  # has to be there until it has answered
+    return str(admin.describe_topics(TopicCollection([topic]))[topic].result(PATIENCE_S).topic_id)
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard, protocol):
     """Each record is stored once, in order, at the offset that its producer was told.
 
     The group goes on from what it has committed: the next leader does not know its members.
@@ -97,7 +104,10 @@ def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard):
     producer = Producer(options | {"enable.idempotence": True, "linger.ms": 1, "acks": "all"})
     first = delivered(producer, "t", range(200))
     assert sorted(first) == list(range(200))
-    group = options | {"group.id": "g", "auto.offset.reset": "earliest", "session.timeout.ms": 6000}
+    group = options | {"group.id": "g", "auto.offset.reset": "earliest", "group.protocol": protocol}
+    group |= {"session.timeout.ms": 6000} if protocol == "classic" else {}
+    id = id_of(options, "t")
+    assert {*id} != {"A"}, "zeros, in base64"
     consumer = Consumer(group | {"enable.auto.commit": False})
     consumer.subscribe(["t"])
     read, is_over = [], threading.Event()
@@ -123,6 +133,7 @@ def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard):
         producing.join(PATIENCE_S)
         assert not producing.is_alive() and sorted(offsets) == list(range(200, 2000)), "the rest was not delivered"
         assert shard.leader() != leader
+        assert id_of(options, "t") == id, "replicas know it by another id"
         wait_for("all records", lambda: (1999, 1999) in read)
         looking, where = Consumer(group), [TopicPartition("t", 0)]
         wait_for("the last commit", lambda: looking.committed(where, PATIENCE_S)[0].offset == 2000)

@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "an older member of the same name comes back",
         stories.a_newer_member_of_the_same_name_takes_the_place_of_the_older,
-        ("coordinator", "if holder is not None and member is not None and holder != member:", "if False:"),
+        ("coordinator", "and holder != member and not takes_name:", "and False:"),
     ),
     Mutant(
         "who joins again has to give everything up",

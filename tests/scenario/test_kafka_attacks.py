@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from brokers import PATIENCE_S, Broker
 from kafka_client import KafkaClient, made_up, request
-from kio.index import load_request_schema
 
 from kmq.access import tokens
 from kmq.broker import stats
@@ -140,11 +139,13 @@ def test_requests_that_make_no_sense_are_answered(attacked, key):
         for _ in range(20):
             with attacked.known(attacked.admin) as client:
                 client.sock.settimeout(0.3 if key in WAITS else PATIENCE_S)
-                client.say(request(key, version, **made_up(rng, load_request_schema(key, version))))
+                client.say(request(key, version, **made_up(rng, wire.request_class(key, version))))
                 try:
                     client.response(key, version)
                 except TimeoutError:
                     assert key in WAITS
+                except ValueError as err:  # of kio, which does not know all errors
+                    assert f"{wire.INVALID_REGULAR_EXPRESSION} is not a valid ErrorCode" in str(err)
     attacked.check()
 
 

@@ -24,6 +24,7 @@ from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
 from kmq.gateway.kafka.door import Cluster, Kafka
 from kmq.gateway.kafka.fetching import FetchChapter
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
+from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.log import topics
 from kmq.wire.requests import TopicPartition
 
@@ -45,10 +46,10 @@ class Door:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         strangers = Strangers(self.page.rows["gateway"], self.incidents)
         self.core, counts = Core(self._settings, self.page, FakeLogger(), strangers), Requests()
-        self._fetching = FetchChapter(self.core, self.cache, counts, self.incidents, lambda: 0)
-        kafka = Kafka(
-            Cluster(self._settings, self.core, lambda: 0), None, strangers, counts, FakeLogger(), (self._fetching,)
-        )
+        ids = TopicIds(self.core.partitions)
+        self._fetching = FetchChapter(self.core, ids, self.cache, counts, self.incidents, lambda: 0)
+        cluster = Cluster(self._settings, self.core, ids, lambda: 0)
+        kafka = Kafka(cluster, None, strangers, counts, FakeLogger(), (self._fetching,))
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from kafka_client import made_up, request
-from kio.index import load_request_schema
 
 from kmq.access import roles
 from kmq.config.values import MIB
@@ -55,7 +54,7 @@ def read(frame: bytes) -> Any:
 def test_a_whole_request_is_read_field_by_field(key, version):
     rng = random.Random(version)
     for _ in range(5):
-        sent = made_up(rng, load_request_schema(key, version))
+        sent = made_up(rng, wire.request_class(key, version))
         frame = request(key, version, **sent)[4:]
         assert plain(read(frame)) == sent
         assert plain(read(frame + b"\0\0")) == sent  # librdkafka sends more than there is to be read
@@ -64,7 +63,7 @@ def test_a_whole_request_is_read_field_by_field(key, version):
 @pytest.mark.parametrize(("key", "version"), EVERY)
 def test_a_request_that_was_cut_is_refused_wherever_that_is(key, version):
     rng = random.Random(version)
-    frame = request(key, version, **made_up(rng, load_request_schema(key, version)))[4:]
+    frame = request(key, version, **made_up(rng, wire.request_class(key, version)))[4:]
     for length in {*range(min(len(frame), 50)), *rng.choices(range(len(frame)), k=50)}:
         with pytest.raises(BadRequest):
             read(frame[:length])
@@ -73,7 +72,7 @@ def test_a_request_that_was_cut_is_refused_wherever_that_is(key, version):
 @pytest.mark.parametrize(("key", "version"), EVERY)
 def test_a_spoiled_request_is_read_or_refused(key, version):
     rng = random.Random(version)
-    cls = load_request_schema(key, version)
+    cls = wire.request_class(key, version)
     tracemalloc.start()
     try:
         for _ in range(40):
@@ -98,7 +97,7 @@ def test_a_spoiled_request_is_read_or_refused(key, version):
 @pytest.mark.parametrize("count", [wire.MAX_ENTRIES - 9, 2 * MIB - 9])
 def test_a_request_of_tiny_entries_takes_neither_time_nor_memory(key, version, count):
     """As many zeros, ones or twos behind every number that could be a count."""
-    frame = request(key, version, **made_up(random.Random(0), load_request_schema(key, version)))[4:]
+    frame = request(key, version, **made_up(random.Random(0), wire.request_class(key, version)))[4:]
     flexible = wire.is_flexible(key, version)
     counted = wire.varint(count + 1) if flexible else struct.pack(">i", count)
     tails = [bytes([byte]) * (2 * MIB) for byte in range(3)]
@@ -139,7 +138,7 @@ def test_headers_of_any_bytes_are_read_or_refused():
 @pytest.mark.parametrize(("key", "version"), [each for each in EVERY if each.values[0] not in BEFORE])
 def test_every_request_can_be_refused_in_the_form_of_its_version(key, version):
     rng = random.Random(version)
-    frame = request(key, version, **made_up(rng, load_request_schema(key, version)))[4:]
+    frame = request(key, version, **made_up(rng, wire.request_class(key, version)))[4:]
     found = wire.header(memoryview(frame))
     if roles.NEEDED[key.act] != roles.ANY:
         assert wire.encode(found, wire.refusal(found, read(frame), ErrorCode.topic_authorization_failed, "no"))

@@ -301,7 +301,7 @@ class Coordinator:
         self._check_join(group, member, options, resume)
         if known:
             _check_attempt(known, options)
-        holder = _holder(found, member, options)
+        holder = _holder(found, member, options, resume.takes_name)
         if holder and found:
             _check_attempt(found.members[holder], options)
         if known is None and holder is None:
@@ -557,7 +557,7 @@ def _check_attempt(member: Member, options: MemberOptions) -> None:
         raise RequestRefused("fenced", text)
 
 
-def _holder(group: Group | None, member: str | None, options: MemberOptions) -> str | None:
+def _holder(group: Group | None, member: str | None, options: MemberOptions, takes_name: bool) -> str | None:
     """Return the member that a newcomer replaces under its static name, if there is one.
 
     Raises RequestRefused: fenced if a newer member has the name already, group_kind and assignor_differs if the others
@@ -566,7 +566,8 @@ def _holder(group: Group | None, member: str | None, options: MemberOptions) -> 
     if group is None:
         return None
     holder = group.statics.get(options.static_name) if options.static_name is not None else None
-    if holder is not None and member is not None and holder != member:
+    takes_name &= member not in group.members
+    if holder is not None and member is not None and holder != member and not takes_name:
         raise RequestRefused("fenced", f"member {options.static_name} of group {group.name}: a newer one has this name")
     replaced = group.members.get(holder or member or "")
     if not group.has_kind(options, replaced):

@@ -195,7 +195,7 @@ class Groups:
         self._settings, self._partitions, self._log = settings, partitions, log
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # group → its commits' turn
         self._topics = DeclaredTopics(settings.data, partitions, self._topics_changed, log)
-        self._partitions_of: dict[str, int] = {}
+        self.partitions_of: dict[str, int] = {}  # of all topics; another dict after each change
         self._beginning: list[Beginning] = []
         self._listeners: dict[tuple[str, str], Listener] = {}
         # group → of readers that wait for what its members give back
@@ -244,7 +244,7 @@ class Groups:
     # --- topics ------------------------------------------------------------------------------------------------------
 
     def _topics_changed(self, change: TopicChange) -> None:
-        self._partitions_of = change.partitions_of
+        self.partitions_of = change.partitions_of
         self.deliveries.forget_topics(change.again)
         for topic, before in change.young.items():
             if rows := self._begin_at_start(topic, before):
@@ -255,7 +255,7 @@ class Groups:
 
     def _tell_topics(self, again: Iterable[str] = ()) -> None:
         """Tell the coordinator of all topics, except of partitions in which groups are still to begin."""
-        counts = dict(self._partitions_of)
+        counts = dict(self.partitions_of)
         for topic, before in self._beginning:
             counts[topic] = min(before, counts.get(topic, 0))
         self.coordinator.topics_changed({name: n for name, n in counts.items() if n}, time.monotonic(), again)
@@ -274,7 +274,7 @@ class Groups:
         if older:
             found = ((group, self.store.committed(group)) for group in self.store.groups())
             groups |= {group for group, rows in found if all(place in rows for place in older)}
-        young = [(topic, number) for number in range(before, self._partitions_of[topic])]
+        young = [(topic, number) for number in range(before, self.partitions_of[topic])]
         asked = {group: [p for p in young if p not in self.store.committed(group)] for group in sorted(groups)}
         return {group: {place: OffsetCommit(0) for place in places} for group, places in asked.items() if places}
 

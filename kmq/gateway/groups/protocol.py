@@ -71,10 +71,14 @@ class MemberOptions(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What a member that comes back remembers: its last generation, and what it still reads (None: says nothing)."""
+    """What a member that comes back remembers: its last generation, and what it still reads (None: says nothing).
+
+    `takes_name`: it has chosen its id, and takes its static name from any other member.
+    """
 
     generation: int = 0
     owned: Collection[tuple[str, int]] | None = None
+    takes_name: bool = False
 
 
 class GroupLimits(NamedTuple):

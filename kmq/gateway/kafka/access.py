@@ -33,6 +33,7 @@ _FORBIDDEN: Mapping[Key, ErrorCode] = {
         (Key.OFFSET_COMMIT, Key.OFFSET_FETCH, Key.FIND_COORDINATOR, Key.JOIN_GROUP, Key.SYNC_GROUP), _GROUP
     ),
     **dict.fromkeys((Key.HEARTBEAT, Key.LEAVE_GROUP, Key.DESCRIBE_GROUPS, Key.LIST_GROUPS), _GROUP),
+    **dict.fromkeys((Key.CONSUMER_GROUP_HEARTBEAT, Key.CONSUMER_GROUP_DESCRIBE), _GROUP),
     **dict.fromkeys((Key.DELETE_GROUPS, Key.OFFSET_DELETE), _GROUP),
 }  # any other one: _CLUSTER
 _TRANSACTIONS = 1  # key_type of FindCoordinator: what a producer asks for

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, Protocol
+from uuid import UUID
 
 from kmq.access.tokens import Tokens
 from kmq.broker.door import KAFKA_ADVERTISED, known_shard
@@ -30,6 +31,7 @@ from kmq.gateway.core.metrics import Requests as RequestCounts
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.access import BEFORE, AccessChapter
 from kmq.gateway.kafka.connection import Call, Connection, Handler, Requests
+from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, Key, Unsupported
 from kmq.log import identity
 from kmq.logfmt import Logger
@@ -219,6 +221,7 @@ class Kafka:
 # --- the cluster -----------------------------------------------------------------------------------------------------
 
 _AUTO_CREATE = "on"
+_BY_ID_FROM = 12  # version of Metadata in which a topic may have no name
 
 
 class BrokerNodes(NamedTuple):
@@ -245,9 +248,9 @@ def asks_for_all(call: Call) -> bool:
 class Cluster:
     """What Metadata and its like say: brokers, topics, partitions."""
 
-    def __init__(self, settings: Settings, core: Core, epoch: Callable[[], int]) -> None:
+    def __init__(self, settings: Settings, core: Core, ids: TopicIds, epoch: Callable[[], int]) -> None:
         """`epoch`: in which this broker leads its shard; 0: it is alone."""
-        self._settings, self._core, self.epoch = settings, core, epoch
+        self._settings, self._core, self._ids, self.epoch = settings, core, ids, epoch
         self.handlers: dict[Key, Handler] = {
             Key.METADATA: self._metadata,
             Key.DESCRIBE_CLUSTER: self._describe,
@@ -301,13 +304,16 @@ class Cluster:
         if asks_for_all(call):
             names = await self._core.topics.names()
         else:
-            names = [*dict.fromkeys(topic.name for topic in asked)]
+            names = [*dict.fromkeys([topic.name for topic in asked if topic.name is not None])]
+        by_id = [topic.topic_id for topic in asked or () if topic.name is None]
         may_create = asked is not None and getattr(call.body, "allow_auto_topic_creation", True)
         rows, nodes = [], self.nodes(call.connection)
         for name in names:
             rows.append(await self._topic(call, name, may_create, nodes))
             if len(rows) % _MANY == 0:
                 await asyncio.sleep(0)
+        for id in dict.fromkeys(by_id):
+            rows.append(await self._topic_of(call, id, nodes))
         return {
             "brokers": nodes.rows(),
             "cluster_id": self._id(),
@@ -317,9 +323,10 @@ class Cluster:
 
     async def _topic(self, call: Call, name: str, may_create: bool, nodes: BrokerNodes) -> Fields:
         """Return what there is of a topic. Make it first if it is not there, and that is wanted and allowed."""
-        code, partitions = ErrorCode.none, 0
+        code, partitions, id = ErrorCode.none, 0, None
         try:
             partitions = await self.partitions(call, name, may_create)
+            id = self._ids.of(name)
         except RequestRefused as err:
             is_name = err.fields.get("field") == "name"
             code = ErrorCode.invalid_topic_exception if is_name else wire.code_of(err)
@@ -335,7 +342,17 @@ class Cluster:
             }
             for number in range(partitions)
         ]
-        return {"error_code": code, "name": name, "is_internal": name.startswith("__"), "partitions": rows}
+        is_internal = name.startswith("__")
+        return {"error_code": code, "name": name, "topic_id": id, "is_internal": is_internal, "partitions": rows}
+
+    async def _topic_of(self, call: Call, id: UUID | None, nodes: BrokerNodes) -> Fields:
+        """Return what there is of the topic with this id."""
+        name = None if id is None else await self._ids.topic(id)
+        row = None if name is None else await self._topic(call, name, False, nodes)
+        if row is not None and row["topic_id"] == id:
+            return row
+        code, none = ErrorCode.unknown_topic_id, None if call.version >= _BY_ID_FROM else ""
+        return {"error_code": code, "name": none, "topic_id": id, "is_internal": False, "partitions": ()}
 
     async def partitions(self, call: Call, name: str, may_create: bool) -> int:
         """Return how many partitions a topic has. Raises RequestRefused."""

@@ -18,9 +18,10 @@ import asyncio
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
+from uuid import UUID
 
 from kmq.broker.stats import Incidents
 from kmq.config.values import KIB, MIB
@@ -34,6 +35,7 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.cache import KeptBatch, TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import encode, patched
+from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.record import count_lines, stamp
@@ -64,11 +66,14 @@ class AskedPartition(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
+    """What is asked for. `ids`: topic → its id, of a client that names topics by ids."""
+
     wait_s: float
     min_bytes: int
     max_bytes: int
     is_incremental: bool  # it goes on with a session, which another broker has begun
     partitions: dict[TopicPartition, AskedPartition]
+    ids: dict[str, UUID]
 
 
 class _KnownPartition:
@@ -171,9 +176,15 @@ class FetchChapter:
     """What consumers ask for."""
 
     def __init__(
-        self, core: Core, cache: TailCache, counts: RequestCounts, incidents: Incidents, epoch: Callable[[], int]
+        self,
+        core: Core,
+        ids: TopicIds,
+        cache: TailCache,
+        counts: RequestCounts,
+        incidents: Incidents,
+        epoch: Callable[[], int],
     ) -> None:
-        self._core, self._cache, self._counts, self._incidents = core, cache, counts, incidents
+        self._core, self._ids, self._cache, self._counts, self._incidents = core, ids, cache, counts, incidents
         self._partitions, self._epoch = core.partitions, epoch
         self._consumers: OrderedDict[Connection, _Consumer] = OrderedDict()  # the one served last at the end
         self._known = 0  # of all consumers
@@ -201,14 +212,24 @@ class FetchChapter:
         request = read_request(call.body, call.version)
         if request.is_incremental:
             return response(call, {}, ErrorCode.fetch_session_id_not_found).frame()
+        if request.ids:
+            request = await self._named(request)
         consumer = self._consumer(call.connection, len(request.partitions))
         try:
             rows = await self._rows(call, consumer, request)
             call.errors.extend(consumer.told.values())
-            await consumer.send(response(call, rows))
+            await consumer.send(response(call, rows, ids=request.ids))
         finally:
             consumer.close()
         return None
+
+    async def _named(self, request: FetchRequest) -> FetchRequest:
+        """Return a request by ids with the names of the topics. A topic that is not known keeps its id for a name."""
+        names = {text: await self._ids.topic(id) or text for text, id in request.ids.items()}
+        partitions = {
+            TopicPartition(names[topic], number): asked for (topic, number), asked in request.partitions.items()
+        }
+        return request._replace(partitions=partitions, ids={names[text]: id for text, id in request.ids.items()})
 
     def _consumer(self, connection: Connection, asked: int) -> _Consumer:
         consumer = self._consumers.get(connection)
@@ -293,7 +314,8 @@ class FetchChapter:
         """Return where each partition begins and ends, or what is wrong with it."""
         rows = {}
         for place, asked in request.partitions.items():
-            code, row = self._tried(call, place, asked.epoch, self._look_at, consumer, place, asked.offset)
+            work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic)
+            code, row = self._tried(call, place, asked.epoch, *work)
             rows[place] = row or Row(code)
         return rows
 
@@ -317,8 +339,13 @@ class FetchChapter:
                 self._incidents.note("kafka_not_read", call.connection.peer, f"{place}: {err}")
             return ErrorCode.kafka_storage_error, None
 
-    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int) -> Row:
-        """Look at a partition, unless it is known that nothing has changed. Raises RequestRefused, DamageError."""
+    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None) -> Row:
+        """Look at a partition, unless it is known that nothing has changed. `id`: by which its topic is asked for.
+
+        Raises RequestRefused, DamageError.
+        """
+        if id is not None and place.topic == str(id):
+            raise RequestRefused("unknown_topic_id", f"no topic has the id {id}")
         is_quiet = consumer.is_quiet(place)
         known = consumer.known.get(place)
         if known is not None:
@@ -336,6 +363,9 @@ class FetchChapter:
             consumer.known.pop(place, None)
             known = consumer.known[place] = _KnownPartition(self._partitions.open(*place), offset)
             known.look()
+        if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
+            del consumer.known[place]
+            raise RequestRefused("unknown_topic_id", f"topic {place.topic} was made again, and has another id")
         row = Row(known=known)
         if not known.first <= offset <= known.end:
             row.code = wire.code_of(self._out_of_range(offset, known.end))
@@ -501,7 +531,7 @@ class _Form(NamedTuple):
     more: bytes
 
 
-_SESSION_FROM, _EPOCH_FROM, _FIRST_FROM, _RACK_FROM = 7, 9, 5, 11
+_SESSION_FROM, _EPOCH_FROM, _FIRST_FROM, _RACK_FROM, _IDS_FROM = 7, 9, 5, 11, 13
 _NULL = b"\xff" * 4  # an array that is null; or -1
 _FORMS = [
     _Form(4, struct.Struct(">iiiib"), struct.Struct(">iqi"), ">ihqq", _NULL),
@@ -531,13 +561,20 @@ def read_request(reader: Reader, version: int) -> FetchRequest:
         return range(count)
 
     def topic_name() -> str:
-        name = reader.text()
+        if version < _IDS_FROM:
+            name = reader.text()
+        elif (id := reader.uuid()) is None:
+            name = None
+        else:
+            name = str(id)
+            ids[name] = id
         if name is None:
             raise BadRequest("a topic without a name")
         return name
 
     _, wait_ms, min_bytes, max_bytes, _, *session = reader.unpack(form.head)
     partitions: dict[TopicPartition, AskedPartition] = {}
+    ids: dict[str, UUID] = {}
     for _ in entries():
         topic = topic_name()
         for _ in entries():
@@ -560,11 +597,14 @@ def read_request(reader: Reader, version: int) -> FetchRequest:
     wait_s = min(max(0, wait_ms), MAX_WAIT_MS) / 1000
     max_bytes = max(0, max_bytes)
     is_incremental = bool(session) and session[0] != 0 and session[1] > 0
-    return FetchRequest(wait_s, min(min_bytes, max(1, max_bytes), _ANSWER_BYTES), max_bytes, is_incremental, partitions)
+    min_bytes = min(min_bytes, max(1, max_bytes), _ANSWER_BYTES)
+    return FetchRequest(wait_s, min_bytes, max_bytes, is_incremental, partitions, ids)
 
 
-def response(call: Call, rows: Rows, code: ErrorCode = ErrorCode.none) -> wire.Writer:
-    """Return the response to a Fetch. `code`: what is wrong with the request as such."""
+def response(
+    call: Call, rows: Rows, code: ErrorCode = ErrorCode.none, ids: Mapping[str, UUID] | None = None
+) -> wire.Writer:
+    """Return the response to a Fetch. `code`: what is wrong with the request itself. `ids`: of the topics in `rows`."""
     form, out = _form(call.version), wire.Writer(wire.is_flexible(Key.FETCH, call.version))
     out.begin(call.header.correlation)
     out.pack(">i", 0)
@@ -575,7 +615,10 @@ def response(call: Call, rows: Rows, code: ErrorCode = ErrorCode.none) -> wire.W
         by_topic.setdefault(place.topic, []).append((place.partition, row))
     out.count(len(by_topic))
     for topic, found in by_topic.items():
-        out.text(topic)
+        if call.version >= _IDS_FROM:
+            out.raw((ids or {})[topic].bytes)
+        else:
+            out.text(topic)
         out.count(len(found))
         for number, row in found:
             ends = (row.end, row.end, row.first) if call.version >= _FIRST_FROM else (row.end, row.end)

@@ -23,7 +23,7 @@ Not covered A message that was given back (nack) comes to members at other doors
 import asyncio
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
@@ -119,14 +119,11 @@ def assignment_bytes(partitions: Iterable[TopicPartition]) -> bytes:
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
+_NO_ROOM = ("not_answered", "stopping", "disk_full", "quota", "not_enough_replicas")
 _CODES = {
     "not_ready": ErrorCode.coordinator_load_in_progress,
     "busy": ErrorCode.coordinator_load_in_progress,
-    "not_answered": ErrorCode.coordinator_not_available,
-    "stopping": ErrorCode.coordinator_not_available,
-    "disk_full": ErrorCode.coordinator_not_available,
-    "quota": ErrorCode.coordinator_not_available,
-    "not_enough_replicas": ErrorCode.coordinator_not_available,
+    **dict.fromkeys(_NO_ROOM, ErrorCode.coordinator_not_available),
     "no_leader": ErrorCode.not_coordinator,
     "forbidden": ErrorCode.group_authorization_failed,
     "bad_name": ErrorCode.invalid_group_id,
@@ -149,15 +146,14 @@ _CODES = {
     "offsets_full": ErrorCode.invalid_commit_offset_size,
 }
 # What differs in JoinGroup, which names no generation and commits nothing, and in SyncGroup, where clients expect less.
-_JOIN_CODES = {
-    "bad_request": ErrorCode.inconsistent_group_protocol,
-    "fenced": ErrorCode.unknown_member_id,
-}
-_SYNC_CODES = {
+_JOIN_CODES = {"bad_request": ErrorCode.inconsistent_group_protocol, "fenced": ErrorCode.unknown_member_id}
+_SYNC_NO_ROOM = ("not_answered", "stopping", "disk_full", "quota", "not_enough_replicas")
+_CODES = {
     "not_ready": ErrorCode.rebalance_in_progress,
     "rebalance_timeout": ErrorCode.rebalance_in_progress,
     "subscription_too_large": ErrorCode.unknown_server_error,
 }
+_EPOCH_CODES = {"fenced": ErrorCode.stale_member_epoch}  # of members that have an epoch (groups848.py): commit again
 _OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_instance_id)  # of several that leave
 _OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
 
@@ -166,7 +162,7 @@ class _FencedInstance(RequestRefused):
     """A newer member has the static name of this one."""
 
 
-def _code(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
+def code_of(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
     """Return the error that says why something is refused, and count it. `instead`: what differs from the usual."""
     if isinstance(refused, _FencedInstance):
         code = ErrorCode.fenced_instance_id
@@ -181,7 +177,7 @@ def _code(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] 
 _NOT_JOINED: dict[str, Any] = {"generation_id": -1, "protocol_name": "", "leader": "", "members": ()}
 
 
-class _Waiting:
+class Waiting:
     """A member that waits for an answer."""
 
     def __init__(self) -> None:
@@ -197,8 +193,11 @@ class _Waiting:
 class KafkaGroups:
     """The handlers of what is asked about groups."""
 
-    def __init__(self, groups: Groups, admin: GroupAdmin, transactions: Transactions) -> None:
-        self._groups, self._admin, self._transactions = groups, admin, transactions
+    def __init__(
+        self, groups: Groups, admin: GroupAdmin, transactions: Transactions, has_epoch: Callable[[str, str], bool]
+    ) -> None:
+        """`has_epoch`: whether a member of a group speaks the protocol of groups848.py."""
+        self._groups, self._admin, self._transactions, self._has_epoch = groups, admin, transactions, has_epoch
         self.handlers: dict[Key, Handler] = {
             Key.JOIN_GROUP: self._join_group,
             Key.SYNC_GROUP: self._sync_group,
@@ -238,7 +237,7 @@ class KafkaGroups:
         except RequestRefused as err:
             is_static = err.code == "fenced" and _instance(body) is not None
             refused = _FencedInstance("fenced", str(err)) if is_static else err
-            return _NOT_JOINED | {"error_code": _code(call, refused, _JOIN_CODES), "member_id": body.member_id}
+            return _NOT_JOINED | {"error_code": code_of(call, refused, _JOIN_CODES), "member_id": body.member_id}
 
     async def _join(self, call: Call) -> Fields:
         body, groups = call.body, self._groups
@@ -246,7 +245,7 @@ class KafkaGroups:
         asked = _asked(body, bool(groups.coordinator.protocol_type(group)))
         client = Client(call.header.client, call.connection.peer)
         is_known = groups.coordinator.generation(group, member) is not None
-        waiting = _Waiting()
+        waiting = Waiting()
         # A member that is known says in `_assigned` what it gives up.
         resume = Resume(owned=None if is_known else asked.owned)
         id = await groups.join(group, member, client, asked.options, waiting.hear, resume)
@@ -274,7 +273,7 @@ class KafkaGroups:
             for member, shown in rows
         ]
 
-    async def _assigned(self, group: str, member: str, owned: frozenset[Partition], waiting: _Waiting) -> Assignment:
+    async def _assigned(self, group: str, member: str, owned: frozenset[Partition], waiting: Waiting) -> Assignment:
         """Return what a member that has joined reads, when nothing is due that would change it.
 
         A member that still reads some of what it was asked for must hear of that first, and joins again when it has
@@ -303,7 +302,7 @@ class KafkaGroups:
             self._groups.sync(group, member, generation)
             assignment = await self._handed_out(call, found) if found.leader else assignment_bytes(found.partitions)
         except RequestRefused as err:
-            return {"error_code": _code(call, err, _SYNC_CODES), "assignment": b""}
+            return {"error_code": code_of(call, err, _SYNC_CODES), "assignment": b""}
         return {
             "error_code": ErrorCode.none,
             "protocol_type": getattr(body, "protocol_type", None),
@@ -316,7 +315,7 @@ class KafkaGroups:
 
         Raises RequestRefused: rebalance_timeout if another generation comes before, unknown_member if the member ends.
         """
-        body, groups, waiting = call.body, self._groups, _Waiting()
+        body, groups, waiting = call.body, self._groups, Waiting()
         group, member, generation = body.group_id, body.member_id, body.generation_id
         groups.listen(group, member, waiting.hear)
         try:
@@ -340,7 +339,7 @@ class KafkaGroups:
         try:
             found = self._beat(call)
         except RequestRefused as err:
-            return {"error_code": ErrorCode.none if err.code == "not_ready" else _code(call, err)}
+            return {"error_code": ErrorCode.none if err.code == "not_ready" else code_of(call, err)}
         is_over = call.body.generation_id < found.changed or bool(found.revoking)
         return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
 
@@ -374,7 +373,7 @@ class KafkaGroups:
                 self._check_instance(body.group_id, member, name)
                 self._groups.leave(body.group_id, member)
             except RequestRefused as err:
-                code = _code(call, err)
+                code = code_of(call, err)
             rows.append({"member_id": each.member_id, "group_instance_id": name, "error_code": code})
         codes = [row["error_code"] for row in rows]
         of_all = next((code for code in codes if call.version < 3 or code not in _OF_A_MEMBER), ErrorCode.none)
@@ -413,7 +412,7 @@ class KafkaGroups:
             call.errors.append(ErrorCode.coordinator_load_in_progress if is_busy else err.code)
             return call.errors[-1]
         except RequestRefused as err:
-            return _code(call, err)
+            return code_of(call, err)
         return ErrorCode.none
 
     def _asked_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
@@ -443,12 +442,13 @@ class KafkaGroups:
         body, groups = call.body, self._groups
         group, member, generation = body.group_id, body.member_id, body.generation_id_or_member_epoch
         by = (None, None) if generation < 0 and not member else (member, generation)  # who assigns itself is no member
+        instead = _EPOCH_CODES if self._has_epoch(group, member) else None
 
         async def one(place: Partition) -> ErrorCode:
             try:
                 await groups.commit(group, by[0], {place: rows[place]}, by[1])
             except RequestRefused as err:
-                return _code(call, err)
+                return code_of(call, err, instead)
             return ErrorCode.none
 
         try:
@@ -463,7 +463,7 @@ class KafkaGroups:
                     raise
                 return dict(zip(rows, await asyncio.gather(*map(one, rows)), strict=True))
         except RequestRefused as err:
-            return dict.fromkeys(rows, _code(call, err))
+            return dict.fromkeys(rows, code_of(call, err, instead))
         return {}
 
     async def _offset_fetch(self, call: Call) -> Fields:
@@ -480,7 +480,7 @@ class KafkaGroups:
             self._admit()
             committed = self._groups.committed(group)
         except RequestRefused as err:
-            code = _code(call, err)
+            code = code_of(call, err)
         wanted: dict[str, list[int]] = {}
         if asked is None:
             for topic, number in sorted(committed):
@@ -514,7 +514,7 @@ class KafkaGroups:
                 self._admit()
                 rows.append(row | self._described(group))
             except RequestRefused as err:
-                rows.append(row | {"error_code": _code(call, err)})
+                rows.append(row | {"error_code": code_of(call, err)})
         return {"groups": rows}
 
     def _described(self, group: str) -> dict[str, Any]:
@@ -549,7 +549,7 @@ class KafkaGroups:
                 if not wanted or state in wanted:
                     rows.append({"group_id": group, "protocol_type": protocol_type, "group_state": state})
         except RequestRefused as err:
-            code = ErrorCode.none if err.code == "forbidden" else _code(call, err)  # who may see none is shown none
+            code = ErrorCode.none if err.code == "forbidden" else code_of(call, err)  # who may see none is shown none
         return {"error_code": code, "groups": rows}
 
     async def _delete_groups(self, call: Call) -> Fields:
@@ -560,7 +560,7 @@ class KafkaGroups:
                 self._admit()
                 await self._admin.delete(group)
             except RequestRefused as err:
-                code = _code(call, err)
+                code = code_of(call, err)
             rows.append({"group_id": group, "error_code": code})
         return {"results": rows}
 
@@ -571,7 +571,7 @@ class KafkaGroups:
             places = {(name, number) for name, numbers in asked for number in numbers}
             kept = await self._admin.forget(call.body.group_id, places)
         except RequestRefused as err:
-            return {"error_code": _code(call, err), "topics": ()}
+            return {"error_code": code_of(call, err), "topics": ()}
 
         def row(name: str, number: int) -> Fields:
             code = ErrorCode.group_subscribed_to_topic if (name, number) in kept else ErrorCode.none

@@ -18,6 +18,7 @@ from enum import IntEnum
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from kio.index import load_request_schema, load_response_schema
 from kio.schema.errors import ErrorCode
@@ -26,6 +27,15 @@ from kio.serial import entity_writer
 from kmq.gateway.core.broker import RequestRefused
 
 __all__ = ["ErrorCode"]
+
+
+class _LateCode(IntEnum):
+    """Errors that kio does not know."""
+
+    invalid_regular_expression = 128
+
+
+INVALID_REGULAR_EXPRESSION = typing.cast(ErrorCode, _LateCode.invalid_regular_expression)
 
 
 class Key(IntEnum):
@@ -70,6 +80,8 @@ class Key(IntEnum):
     DESCRIBE_PRODUCERS = 61
     DESCRIBE_TRANSACTIONS = 65
     LIST_TRANSACTIONS = 66
+    CONSUMER_GROUP_HEARTBEAT = 68
+    CONSUMER_GROUP_DESCRIBE = 69
 
     @property
     def act(self) -> str:
@@ -89,12 +101,12 @@ VERSIONS: dict[Key, Versions] = {
     # 0 to 2 are told and refused: without them kcat stops to compress, and others take the broker for an old one.
     Key.PRODUCE: Versions(0, 9, 3),
     # librdkafka 2.6.0 sends 12, whatever it is told, and reads nothing if the answer is an older one.
-    Key.FETCH: Versions(4, 12),
+    Key.FETCH: Versions(4, 13),
     Key.LIST_OFFSETS: Versions(1, 6),
-    Key.METADATA: Versions(0, 9),
-    Key.OFFSET_COMMIT: Versions(2, 8),
+    Key.METADATA: Versions(0, 12),
+    Key.OFFSET_COMMIT: Versions(2, 9),
     # 7 and 8 have require_stable, without which exactly-once processing is not exact.
-    Key.OFFSET_FETCH: Versions(1, 8),
+    Key.OFFSET_FETCH: Versions(1, 9),
     Key.FIND_COORDINATOR: Versions(0, 4),
     Key.JOIN_GROUP: Versions(0, 7),
     Key.HEARTBEAT: Versions(0, 4),
@@ -129,6 +141,8 @@ VERSIONS: dict[Key, Versions] = {
     Key.DESCRIBE_PRODUCERS: Versions(0, 0),
     Key.DESCRIBE_TRANSACTIONS: Versions(0, 0),
     Key.LIST_TRANSACTIONS: Versions(0, 0),
+    Key.CONSUMER_GROUP_HEARTBEAT: Versions(0, 1),
+    Key.CONSUMER_GROUP_DESCRIBE: Versions(0, 0),
 }
 _FLEXIBLE_FROM = {Key.PRODUCE: 9, Key.FETCH: 12}  # of the keys that are read by hand
 MAX_ENTRIES = 20_000  # of all arrays of a request
@@ -226,6 +240,11 @@ class Reader:
         self.at += length
         return self.data[self.at - length : self.at]
 
+    def uuid(self) -> UUID | None:
+        """Return an id; None: it is zero."""
+        (data,) = self.unpack(_UUID)
+        return UUID(bytes=data) if any(data) else None
+
     def tags(self) -> None:
         """Skip the tagged fields, which a flexible version has at the end of each structure: none is known here."""
         count = self.varint() if self.is_flexible else 0
@@ -235,7 +254,7 @@ class Reader:
             self._bytes(self.varint())
 
 
-_SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
+_SHORT, _INT, _UUID = struct.Struct(">h"), struct.Struct(">i"), struct.Struct("16s")
 _SHIFTS = (0, 7, 14, 21, 28)
 _HEADER = struct.Struct(">hhi")
 
@@ -261,14 +280,30 @@ def _client(reader: Reader) -> str:
     return "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
 
 
-_request, _response = cache(load_request_schema), cache(load_response_schema)  # kio looks for them anew each time
+@cache
+def request_class(key: int, version: int) -> Any:
+    """Return kio's description of a request, which kio looks for anew each time."""
+    if (key, version) != (Key.CONSUMER_GROUP_HEARTBEAT, 1):
+        return load_request_schema(key, version)
+    # kio knows version 0 alone. The next one has a pattern behind the names of topics.
+    former = load_request_schema(key, 0)
+    rows = [(each.name, each.type, dataclasses.field(metadata=each.metadata)) for each in dataclasses.fields(former)]
+    pattern = ("subscribed_topic_regex", str | None, dataclasses.field(metadata={"kafka_type": "string"}))
+    rows.insert(1 + [name for name, *_ in rows].index("subscribed_topic_names"), pattern)
+    kept = {name: value for name, value in vars(former).items() if name in former.__annotations__ and name[0] == "_"}
+    return dataclasses.make_dataclass("ConsumerGroupHeartbeatRequest", rows, namespace=kept)
+
+
+@cache
+def response_class(key: int, version: int) -> Any:
+    return load_response_schema(key, 0 if key == Key.CONSUMER_GROUP_HEARTBEAT else version)
 
 
 def is_flexible(key: Key, version: int) -> bool:
     """Return True if that version has compact strings and arrays, and tagged fields."""
     if key in _FLEXIBLE_FROM:
         return version >= _FLEXIBLE_FROM[key]
-    return bool(_request(key, version).__flexible__)
+    return bool(request_class(key, version).__flexible__)
 
 
 def decode(found: Header, frame: memoryview) -> Any:
@@ -279,7 +314,7 @@ def decode(found: Header, frame: memoryview) -> Any:
     """
     reader = Reader(frame, found.body, is_flexible(Key(found.key), found.version))
     try:
-        return _object(reader, _request(found.key, found.version))
+        return _object(reader, request_class(found.key, found.version))
     except BadRequest as err:
         raise BadRequest(f"{Key(found.key).name}, version {found.version}: {err}") from None
 
@@ -321,6 +356,8 @@ def _single(field: "_Field") -> Callable[[Reader], Any]:
 
     if field.entry is not None:
         return lambda reader: _object(reader, field.entry)
+    if field.kind == "uuid":
+        return Reader.uuid
     form = _NUMBERS.get(field.kind, _INT)
     if field.kind in _NUMBERS:
         return time if field.kind.startswith("timedelta") else number
@@ -423,7 +460,7 @@ Fields = Mapping[str, Any]  # by kio's names, of all versions together
 
 def encode(found: Header, fields: Fields) -> bytes:
     """Return the response to a control message, with its length in front. What its version does not have is left out."""
-    cls = _response(found.key, found.version)
+    cls = response_class(found.key, found.version)
     out = _KioOutput()
     # Clients must be able to read this one before they know which versions there are.
     is_flexible = cls.__flexible__ and found.key != Key.API_VERSIONS
@@ -441,7 +478,7 @@ def unsupported_versions(correlation: int, served: Iterable[Key]) -> bytes:
 
 def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) -> Fields:
     """Return a response that refuses all of a control message, where its version has errors: as a whole, or each entry."""
-    return _refused(_response(found.key, found.version), body, code, text)
+    return _refused(response_class(found.key, found.version), body, code, text)
 
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -457,13 +494,14 @@ _NAMED: tuple[str, ...] = (
     "coordinator_keys",
     "topic_names",
 )
-_NAMED += ("groups_names", "users", "deletions", "upsertions", "v3_and_below_topics", "transactional_ids")
+_NAMED += ("groups_names", "group_ids", "users", "deletions", "upsertions", "v3_and_below_topics", "transactional_ids")
 # Of an entry that the request names by one word.
 _NAMES = ("name", "group_id", "key", "partition_index", "user", "transactional_id")
 _BLANK = {"node_id": -1, "host": "", "port": -1, "protocol_name": "", "leader": "", "member_id": "", "assignment": b""}
 _BLANK |= {"group_state": "", "protocol_type": "", "protocol_data": "", "committed_offset": -1, "metadata": ""}
 _BLANK |= {"low_watermark": -1, "producer_id": -1, "producer_epoch": -1, "transaction_state": ""}
 _BLANK |= {"transaction_timeout": datetime.timedelta(0), "transaction_start_time": NO_TIME}
+_BLANK |= {"heartbeat_interval": datetime.timedelta(0), "group_epoch": -1, "assignment_epoch": -1, "assignor_name": ""}
 
 
 def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
@@ -481,7 +519,7 @@ def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
             found[field.name] = getattr(asked, field.name)
         elif field.name == "user":
             found[field.name] = asked.name
-        elif field.name in _BLANK:
+        elif field.name in _BLANK and field.entry is None:
             found[field.name] = _BLANK[field.name]
     return found
 
@@ -538,7 +576,7 @@ def entity(cls: Any, fields: Fields) -> Any:
             elif is_array and value is not None:
                 value = tuple(value)
             elif kind == "error_code":
-                value = ErrorCode(value)
+                value = value if isinstance(value, _LateCode) else ErrorCode(value)
             values[name] = value
         elif name == "throttle_time":
             values[name] = _NO_TIME
@@ -560,6 +598,7 @@ _CODES = {
     "unauthorized": ErrorCode.sasl_authentication_failed,
     "forbidden": ErrorCode.topic_authorization_failed,
     "unknown_topic": ErrorCode.unknown_topic_or_partition,
+    "unknown_topic_id": ErrorCode.unknown_topic_id,
     "unknown_partition": ErrorCode.unknown_topic_or_partition,
     "bad_topic": ErrorCode.invalid_topic_exception,
     "reserved_topic": ErrorCode.invalid_topic_exception,

@@ -1,0 +1,369 @@
+"""Members of consumer groups by the newer protocol of Kafka's clients (KIP-848), in the groups that all doors share.
+
+One request says all: ConsumerGroupHeartbeat. Its answer says what the member is to read. There are no leaders.
+
+Epoch       of a member is the newest generation of its group when it was answered last. So who shows an epoch has heard
+            of all that was asked for up to it.
+Asked       What the coordinator asks a member to give up is missing in its next answer, and is given up when the member
+            says that it reads none of it any more. What it says before it has heard of that gives nothing up.
+Assignors   The client's choice is a vote: `uniform` (sticky) or `range`. A member offers every assignor that there is, so
+            it shares a group with members of all doors that leave the assigning to the broker.
+Pattern     of topics: letters, `.`, classes, groups, alternatives and few repetitions, because a match may not take
+            long, whatever the names are. It is matched anew when there are other topics. An empty one matches nothing.
+Static      A member that leaves for a while (-2) keeps what it has until its session ends, or a newer one takes its
+            name. While it is there nobody takes it.
+Crash       A new gateway knows no members: they hear UNKNOWN_MEMBER_ID, and join with what is committed.
+Not covered Racks. What clients say of the topics that they read but that were made again meanwhile.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
+from kmq.gateway.groups.membership import Groups, Listener
+from kmq.gateway.groups.offset_table import Partition
+from kmq.gateway.groups.protocol import (
+    MAX_POLL_S,
+    REBALANCE_S,
+    Assigned,
+    Client,
+    Ended,
+    Event,
+    MemberOptions,
+    MemberView,
+    Partitions,
+    Resume,
+    State,
+)
+from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.groups import code_of
+from kmq.gateway.kafka.topic_ids import TopicIds
+from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, Key
+from kmq.message import record
+
+_BEAT_EVERY = timedelta(seconds=2)  # each step of a rebalance waits for as long at most
+_JOINED_S = 2.0  # longest wait of a member that joins for its partitions
+_JOIN, _LEAVE, _LEAVE_FOR_A_WHILE = 0, -1, -2  # epochs that are none
+_ID_FROM = 1  # version from which on clients choose their ids
+_UNIFORM, _RANGE = "uniform", "range"
+_PREFERRED = {_UNIFORM: COOPERATIVE, _RANGE: "range"}
+_CODES = {
+    "fenced": ErrorCode.fenced_member_epoch,
+    "fenced_instance": ErrorCode.fenced_instance_id,
+    "unreleased": ErrorCode.unreleased_instance_id,
+    "unknown_assignor": ErrorCode.unsupported_assignor,
+    "bad_pattern": INVALID_REGULAR_EXPRESSION,
+    "bad_request": ErrorCode.invalid_request,
+    "bad_name": ErrorCode.invalid_request,
+    "group_kind": ErrorCode.group_id_not_found,  # its members need a leader
+}
+
+# --- what members say -------------------------------------------------------------------------------------------------
+
+_SAFE_PATTERN = re.compile(r"(?:[\w\-|()^$]|\\[.\-]|(?:\.|\[[\w.\-]+\])[*+?]?)*", re.ASCII)
+_MAX_PATTERN, _MAX_WAYS = 500, 200_000  # to match a name, which takes a few milliseconds
+_WAYS = {"*": 200, "+": 200, "?": 2, "|": 2}  # a name has 200 bytes
+
+
+def pattern_of(text: str) -> re.Pattern[str] | None:
+    """Return a pattern of topics; None if it is empty. Raises RequestRefused (bad_pattern) if a match may take long."""
+    if len(text) > _MAX_PATTERN or not _SAFE_PATTERN.fullmatch(text):
+        allowed = "letters, ., [classes], (groups), |, and *, +, ? behind . and classes"
+        raise RequestRefused("bad_pattern", f"pattern of topics: may have {allowed}")
+    if sum(_ways(text)) > _MAX_WAYS:
+        raise RequestRefused(
+            "bad_pattern", "pattern of topics: too many of *, + and | in groups; two in an alternative"
+        )
+    try:
+        return re.compile(text) if text else None
+    except re.error as err:
+        raise RequestRefused("bad_pattern", f"pattern of topics: {err}") from None
+
+
+def _ways(text: str) -> Iterator[int]:
+    """Yield in how many ways each alternative of a safe pattern may be tried on a name, at most."""
+    depth, ways = 0, 1
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "|" and depth == 0:
+            yield ways
+            ways = 1
+        else:
+            ways *= _WAYS.get(char, 1)
+    yield ways
+
+
+class _Wanted(NamedTuple):
+    """What a member wants to read, and how; each heartbeat may change some of it."""
+
+    names: tuple[str, ...] = ()
+    pattern: re.Pattern[str] | None = None
+    assignor: str = _UNIFORM
+    rebalance_s: float = REBALANCE_S[1]
+    static_name: str | None = None
+
+
+def _changed(wanted: _Wanted, body: Any) -> _Wanted:
+    """Return what is wanted after a heartbeat: what is null, or -1, is as before. Raises RequestRefused."""
+    pattern = getattr(body, "subscribed_topic_regex", None)
+    if body.subscribed_topic_names is not None:
+        names = {name for name in body.subscribed_topic_names if record.is_topic_name(name)}
+        wanted = wanted._replace(names=tuple(sorted(names)))
+    if pattern is not None:
+        wanted = wanted._replace(pattern=pattern_of(pattern))
+    if body.server_assignor is not None:
+        if body.server_assignor not in _PREFERRED:
+            raise RequestRefused("unknown_assignor", f"assignor: there are {', '.join(_PREFERRED)}")
+        wanted = wanted._replace(assignor=body.server_assignor)
+    rebalance_s = wire.milliseconds(body.rebalance_timeout) / 1000
+    if rebalance_s >= 0:
+        wanted = wanted._replace(rebalance_s=min(max(rebalance_s, REBALANCE_S[0]), REBALANCE_S[1]))
+    return wanted if body.instance_id is None else wanted._replace(static_name=body.instance_id)
+
+
+def _options(wanted: _Wanted, topics: Iterable[str]) -> MemberOptions:
+    """Return what is wanted as the coordinator takes it. `topics`: all there are."""
+    pattern, preferred = wanted.pattern, _PREFERRED[wanted.assignor]
+    matching = {name for name in topics if pattern and pattern.fullmatch(name) and not name.startswith("__")}
+    return MemberOptions(
+        tuple(sorted(matching.union(wanted.names))),
+        assignors=(preferred, *(name for name in ASSIGNORS if name != preferred)),
+        rebalance_s=wanted.rebalance_s,
+        max_poll_s=MAX_POLL_S[1],  # the client sees to that itself
+        static_name=wanted.static_name,
+    )
+
+
+class _Member:
+    """A member, and what it was told last. `topics`: all there were when its options were made."""
+
+    def __init__(self, wanted: _Wanted, topics: Mapping[str, int], options: MemberOptions) -> None:
+        self.wanted, self.topics, self.options = wanted, topics, options
+        self.told: Partitions | None = None  # None: it does not know all that it has
+        self.asked: frozenset[Partition] = frozenset()  # what it was asked to give up when it was told
+        self.has_left = False  # for a while
+        self.heard, self.has_ended = asyncio.Event(), False
+        self.listener: Listener = self.hear
+
+    def hear(self, event: Event) -> None:
+        self.has_ended |= isinstance(event, Ended)
+        if isinstance(event, Ended | Assigned):
+            self.heard.set()
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class ConsumerProtocol:
+    """The handlers of the newer protocol."""
+
+    def __init__(self, groups: Groups, ids: TopicIds) -> None:
+        self._groups, self._ids = groups, ids
+        self._members: dict[tuple[str, str], _Member] = {}
+        self.handlers: dict[Key, Handler] = {
+            Key.CONSUMER_GROUP_HEARTBEAT: self._heartbeat,
+            Key.CONSUMER_GROUP_DESCRIBE: self._describe,
+        }
+
+    def forget(self, connection: Connection) -> None:
+        """A connection that ends does not end its member."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def has(self, group: str, member: str) -> bool:
+        """Return True if a member of a group speaks this protocol."""
+        return (group, member) in self._members
+
+    def _admit(self) -> None:
+        """Raise RequestRefused unless groups can be served."""
+        if not self._groups.is_ready:
+            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
+
+    async def _heartbeat(self, call: Call) -> Fields:
+        body = call.body
+        group, id, epoch = body.group_id, body.member_id, body.member_epoch
+        try:
+            self._admit()
+            if epoch == _JOIN:
+                id = await self._join(call)
+                return self._answer(group, id, epoch)
+            self._check_instance(group, id, body.instance_id)
+            if epoch in (_LEAVE, _LEAVE_FOR_A_WHILE):
+                self._leave(group, id, epoch)
+                return _said(ErrorCode.none, id, epoch)
+            await self._beat(call)
+            return self._answer(group, id, epoch)
+        except RequestRefused as err:
+            return _said(code_of(call, err, _CODES), id, epoch) | {"error_message": str(err)}
+
+    def _answer(self, group: str, id: str, epoch: int) -> Fields:
+        """Return what a member is told that has shown this epoch. It is told what it has with each new one."""
+        member, found = self._known(group, id), self._groups.coordinator.assignment(group, id)
+        member.asked = frozenset(found.revoking)
+        fields = _said(ErrorCode.none, id, found.generation)
+        if found.generation != epoch or found.partitions != member.told:
+            rows = self._by_topic(found.partitions)
+            is_all = sum(len(row["partitions"]) for row in rows) == len(found.partitions)
+            member.told = found.partitions if is_all else None
+            fields["assignment"] = {"topic_partitions": rows}
+        return fields
+
+    def _by_topic(self, partitions: Partitions) -> list[Fields]:
+        """Return partitions as answers have them, without topics that have no id: they are not in force, or gone."""
+        rows: list[Fields] = []
+        for topic, found in groupby(partitions, lambda partition: partition.topic):
+            with suppress(RequestRefused):
+                if (id := self._ids.of(topic)) is not None:
+                    rows.append({"topic_id": id, "topic_name": topic, "partitions": [each.partition for each in found]})
+        return rows
+
+    def _known(self, group: str, id: str) -> _Member:
+        member = self._members.get((group, id))
+        if member is None:
+            raise RequestRefused("unknown_member", f"group {group} has no member {id}; join again")
+        return member
+
+    def _check_instance(self, group: str, id: str, name: str | None) -> None:
+        """Raise RequestRefused if a newer member has the static name that this one says; None: it says none."""
+        holder = None if name is None else self._groups.coordinator.static_member(group, name)
+        if holder not in (None, id):
+            raise RequestRefused("fenced_instance", f"a newer member of group {group} has the name {name}")
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    async def _join(self, call: Call) -> str:
+        """Let a member join, and return its id, when it is given something or there is nothing to wait for."""
+        body, groups, wanted = call.body, self._groups, _changed(_Wanted(), call.body)
+        group, id = body.group_id, body.member_id
+        if not id and call.version >= _ID_FROM:
+            raise RequestRefused("bad_request", "a member has an id")
+        if body.subscribed_topic_names is None and getattr(body, "subscribed_topic_regex", None) is None:
+            raise RequestRefused("bad_request", "who joins names topics, or a pattern of them")
+        name = wanted.static_name
+        holder = None if name is None else groups.coordinator.static_member(group, name)
+        if holder not in (None, id) and (known := self._members.get((group, holder))) and not known.has_left:
+            raise RequestRefused("unreleased", f"member {name} of group {group} has not left")
+        id = id or groups.coordinator.new_id(call.header.client)
+        # Who joins reads nothing yet, or any more.
+        member = await self._enter(call, id, wanted, Resume(owned=(), takes_name=True))
+        with groups.attending(group, id), suppress(TimeoutError):
+            async with asyncio.timeout(_JOINED_S):
+                await member.heard.wait()
+        self._known(group, id)
+        if not groups.coordinator.generation(group, id):
+            raise RequestRefused("not_ready", f"group {group} has no generation yet")  # an epoch of 0 would say nothing
+        return id
+
+    async def _enter(self, call: Call, id: str, wanted: _Wanted, resume: Resume | None = None) -> _Member:
+        """Let a member join, or ask for something else. If that is refused it is none any more, and joins again."""
+        groups, key = self._groups, (call.body.group_id, id)
+        former = self._members.pop(key, None)
+        if former is not None:
+            groups.stop_listening(*key, former.listener)
+        topics = groups.partitions_of
+        member = _Member(wanted, topics, await asyncio.to_thread(_options, wanted, topics))
+
+        def hear(event: Event) -> None:
+            member.hear(event)
+            if member.has_ended and self._members.get(key) is member:
+                del self._members[key]
+
+        member.listener = hear
+        await groups.join(*key, Client(call.header.client, call.connection.peer), member.options, hear, resume)
+        if not member.has_ended:
+            self._members[key] = member
+        return member
+
+    async def _beat(self, call: Call) -> None:
+        """Take what a member says that has joined. Raises RequestRefused (unknown_member, fenced …)."""
+        body, groups = call.body, self._groups
+        group, id, epoch = body.group_id, body.member_id, body.member_epoch
+        member = self._known(group, id)
+        groups.beat(group, id, polled=True, generation=epoch)
+        wanted = _changed(member.wanted, body)
+        if wanted != member.wanted or (wanted.pattern and member.topics is not groups.partitions_of):
+            told, asked = member.told, member.asked
+            member = await self._enter(call, id, wanted)
+            member.told, member.asked = told, asked
+        if member.asked and body.topic_partitions is not None and member.asked.isdisjoint(await self._owned(body)):
+            groups.revoked(group, id, epoch)
+        else:
+            groups.sync(group, id, epoch)
+
+    async def _owned(self, body: Any) -> set[Partition]:
+        """Return what a member says that it reads. Topics that are there no more are left out."""
+        ids = {each.topic_id for each in body.topic_partitions if each.topic_id is not None}
+        names = {id: await self._ids.topic(id) for id in ids}
+        named = [(names.get(each.topic_id), each.partitions) for each in body.topic_partitions]
+        return {(name, number) for name, numbers in named if name is not None for number in numbers}
+
+    def _leave(self, group: str, id: str, epoch: int) -> None:
+        member = self._known(group, id)
+        if epoch == _LEAVE or member.wanted.static_name is None:
+            self._groups.leave(group, id)
+        else:
+            member.has_left = True
+
+    # --- groups as people look after them -----------------------------------------------------------------------------
+
+    async def _describe(self, call: Call) -> Fields:
+        rows = []
+        for group in dict.fromkeys(call.body.group_ids):
+            row = {"group_id": group, "group_state": "", "group_epoch": -1, "assignment_epoch": -1}
+            row |= {"assignor_name": "", "members": ()}
+            try:
+                self._admit()
+                rows.append(row | self._described(group))
+            except RequestRefused as err:
+                rows.append(row | {"error_code": code_of(call, err, _CODES), "error_message": str(err)})
+        return {"groups": rows}
+
+    def _described(self, group: str) -> dict[str, Any]:
+        """Return a group that has members of this protocol. Clients ask for others by DescribeGroups."""
+        view = self._groups.describe(group)
+        if view is None or not any(self.has(group, member.id) for member in view.members):
+            raise RequestRefused("unknown_group", f"group {group} has no members of this protocol")
+        return {
+            "error_code": ErrorCode.none,
+            "group_state": _STATES[view.state],
+            "group_epoch": view.generation,
+            "assignment_epoch": view.generation,
+            "assignor_name": view.protocol,
+            "members": [self._shown(group, view.generation, member) for member in view.members],
+        }
+
+    def _shown(self, group: str, generation: int, member: MemberView) -> Fields:
+        known = self._members.get((group, member.id))
+        assignment = {"topic_partitions": self._by_topic(member.partitions)}
+        return {
+            "member_id": member.id,
+            "instance_id": member.static_name,
+            "member_epoch": generation,
+            "client_id": member.name,
+            "client_host": member.host,
+            "subscribed_topic_names": member.topics,
+            "subscribed_topic_regex": known.wanted.pattern.pattern if known and known.wanted.pattern else None,
+            "assignment": assignment,
+            "target_assignment": assignment,
+        }
+
+
+_STATES = {
+    State.EMPTY: "Empty",
+    State.PREPARING: "Assigning",
+    State.COMPLETING: "Reconciling",
+    State.STABLE: "Stable",
+    State.DEAD: "Dead",
+}
+
+
+def _said(code: ErrorCode, id: str, epoch: int) -> dict[str, Any]:
+    return {"error_code": code, "member_id": id, "member_epoch": epoch, "heartbeat_interval": _BEAT_EVERY}

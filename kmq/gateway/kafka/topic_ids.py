@@ -1,0 +1,64 @@
+"""Ids of topics, by which newer clients of Kafka name them.
+
+Invariant   An id is made of the lineage of the records, the topic's name, and the seq from which on it is in force. So
+            it is the same in every life of a gateway and in all replicas. A topic that is made again has another.
+Memory      An id and a name for each topic that was named, or found by the last look.
+"""
+
+import asyncio
+import time
+from functools import cached_property, lru_cache
+from uuid import UUID, uuid5
+
+from kmq.gateway.core.partitions import Partitions
+from kmq.log import identity, topics
+
+_LOOK_S = 1.0  # between two looks at all topics for an id that is not known: strangers may ask for any
+
+
+class TopicIds:
+    """Which topic has which id."""
+
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
+        self._topics: dict[UUID, str] = {}
+        self._ids: dict[str, UUID] = {}
+        self._looking, self._not_before = asyncio.Lock(), 0.0
+
+    @cached_property
+    def _lineage(self) -> UUID:
+        return UUID(identity.lineage(self._partitions.data))
+
+    def of_life(self, topic: str, from_seq: int | None) -> UUID | None:
+        """Return the id of a topic that is in force from this seq on; None while its declaration is pending."""
+        return None if from_seq is None else _made(self._lineage, topic, from_seq)
+
+    def of(self, topic: str) -> UUID | None:
+        """Return the id of a topic; None while its declaration is pending. Raises RequestRefused if there is none."""
+        id = self.of_life(topic, self._partitions.from_seq(topic))
+        before = self._ids.get(topic)
+        if id is not None and id != before:
+            if before is not None:
+                del self._topics[before]
+            self._ids[topic], self._topics[id] = id, topic
+        return id
+
+    async def topic(self, id: UUID) -> str | None:
+        """Return the name of the topic that has this id, or had it when it was looked at last."""
+        if id not in self._topics:
+            async with self._looking:
+                if id not in self._topics and time.monotonic() >= self._not_before:
+                    self._ids = await asyncio.to_thread(self._look)
+                    self._topics = {id: name for name, id in self._ids.items()}
+                    self._not_before = time.monotonic() + _LOOK_S
+        return self._topics.get(id)
+
+    def _look(self) -> dict[str, UUID]:
+        declared = self._partitions.declared_of(topics.names(self._partitions.data))
+        ids = {name: self.of_life(name, from_seq) for name, (_, from_seq) in declared.items()}
+        return {name: id for name, id in ids.items() if id is not None}
+
+
+@lru_cache(10_000)
+def _made(lineage: UUID, topic: str, from_seq: int) -> UUID:
+    return uuid5(lineage, f"{topic} {from_seq}")
