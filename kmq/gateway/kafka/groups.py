@@ -147,8 +147,7 @@ _CODES = {
 }
 # What differs in JoinGroup, which names no generation and commits nothing, and in SyncGroup, where clients expect less.
 _JOIN_CODES = {"bad_request": ErrorCode.inconsistent_group_protocol, "fenced": ErrorCode.unknown_member_id}
-_SYNC_NO_ROOM = ("not_answered", "stopping", "disk_full", "quota", "not_enough_replicas")
-_CODES = {
+_SYNC_CODES = {
     "not_ready": ErrorCode.rebalance_in_progress,
     "rebalance_timeout": ErrorCode.rebalance_in_progress,
     "subscription_too_large": ErrorCode.unknown_server_error,
