@@ -249,7 +249,7 @@ class Gateway:
     async def _run_groups(self) -> None:
         """Serve groups, once what transactions of the last life have decided is written: offsets are a part of it."""
         if self.transactions is not None:
-            await self.transactions.recovered.wait()
+            await self.transactions.may_serve_groups.wait()
         await self.groups.run()
 
     def _warn(self, event: str, **fields: object) -> None:

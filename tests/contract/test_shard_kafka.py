@@ -86,6 +86,8 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
         return found and (found.host, found.port) == ("kafka.example", 19092)
 
     wait_for("the address that c advertises", place)
+    with pytest.raises(KafkaException, match=r"(?i)version|unsupported"):
+        Producer(shard.bootstrap(leader) | {"transactional.id": "t"}).init_transactions(PATIENCE_S)
 
 
 def id_of(options, topic):

@@ -308,6 +308,41 @@ def test_a_time_that_is_too_long_is_refused(topic, peer, timeout_ms):
     assert raw.init(timeout_ms).error_code == ErrorCode.invalid_transaction_timeout
 
 
+def test_an_id_that_is_asked_for_with_a_producer_id_of_another_leaves_nothing(topic, peer):
+    asked = {"transactional_id": topic, "transaction_timeout": timedelta(seconds=60)}
+    found = peer.ask(INIT, 4, **asked, producer_id=7, producer_epoch=0)
+    assert found.error_code == ErrorCode.invalid_producer_id_mapping
+    rows = peer.ask(LIST, 0, state_filters=(), producer_id_filters=()).transaction_states
+    assert topic not in [row.transactional_id for row in rows]
+    assert Raw(peer, topic).pid >= 0
+
+
+def test_groups_are_served_by_a_start_without_room_for_a_transaction(new_broker):
+    made = new_broker()
+    made.env["KMQ_KAFKA_PORT"] = str(free_ports(1)[0])
+    made.up()
+    first = producer(made, "t")
+    first.begin_transaction()
+    first.produce("t", b"committed", partition=0)
+    first.commit_transaction(30)
+    made.send_lines([b"filler|||%b" % (b"x" * 60_000)] * 50)
+    made.down()
+    assert "quota" in made.kmq("up", KMQ_DATA_QUOTA="1 MiB").stderr
+    said = {"bootstrap.servers": address(made), "group.id": "g", "auto.offset.reset": "earliest", "log_level": 0}
+    consumer = Consumer(said | {"enable.auto.commit": False})
+    consumer.subscribe(["t"])
+    found = []
+
+    def read():
+        message = consumer.poll(0.1)
+        found.extend([message] if message is not None and not message.error() else [])
+        return found
+
+    made.wait(read, "the record")
+    assert found[0].value() == b"committed" and "kafka_transactions_not_read" in made.log()
+    consumer.close()
+
+
 def test_an_offset_in_a_transaction_makes_a_stable_fetch_wait_until_its_end(broker, topic, peer):
     raw = Raw(peer, topic)
     broker.send_lines([b"%b.@0|||%d" % (topic.encode(), number) for number in range(5)])

@@ -306,19 +306,26 @@ class OffsetStore:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     async def commit(
-        self, group: str, rows: Mapping[Partition, OffsetCommit], member: str = "", generation: int = 0
+        self,
+        group: str,
+        rows: Mapping[Partition, OffsetCommit],
+        member: str = "",
+        generation: int = 0,
+        *,
+        decided: bool = False,
     ) -> None:
         """Commit for some partitions. Returns once all rows are durable, and visible in `committed`.
 
         Whether this member may commit there is for the caller to know. Raises RequestRefused: then nothing is promised
-        of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it.
+        of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it. `decided`: by a
+        transaction, so there is no way back if there is no room.
         """
         self.check(group, member, rows)
         now = round(time.time(), 3)  # as it is stored
         new: dict[RowKey, OffsetRow] = {}
         for (topic, partition), asked in rows.items():
             new[RowKey(group, topic, partition)] = asked.by(member, generation, now)
-        await self._write(group, new)
+        await self._write(group, new, decided)
 
     def check(self, group: str, member: str, rows: Mapping[Partition, OffsetCommit]) -> None:
         """Raise RequestRefused for what `commit` will not store."""
@@ -412,9 +419,10 @@ class OffsetStore:
             left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))
         return left
 
-    async def _write(self, group: str, rows: Mapping[RowKey, OffsetRow]) -> None:
+    async def _write(self, group: str, rows: Mapping[RowKey, OffsetRow], decided: bool = False) -> None:
         if rows:
-            self.table.check_room(group, rows)
+            if not decided:
+                self.table.check_room(group, rows)
             await self._declare()
             await self._send(group, [*rows.items()])
 

@@ -314,6 +314,8 @@ class Cluster:
                 await asyncio.sleep(0)
         for id in dict.fromkeys(by_id):
             rows.append(await self._topic_of(call, id, nodes))
+            if len(rows) % _MANY == 0:
+                await asyncio.sleep(0)
         return {
             "brokers": nodes.rows(),
             "cluster_id": self._id(),

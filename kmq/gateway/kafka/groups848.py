@@ -9,20 +9,24 @@ Asked       What the coordinator asks a member to give up is missing in its next
 Assignors   The client's choice is a vote: `uniform` (sticky) or `range`. A member offers every assignor that there is, so
             it shares a group with members of all doors that leave the assigning to the broker.
 Pattern     of topics: letters, `.`, classes, groups, alternatives and few repetitions, because a match may not take
-            long, whatever the names are. It is matched anew when there are other topics. An empty one matches nothing.
+            long, whatever the names are. It is matched anew when there are other topics; those that would be too many are
+            left out. An empty one matches nothing.
 Static      A member that leaves for a while (-2) keeps what it has until its session ends, or a newer one takes its
             name. While it is there nobody takes it.
 Crash       A new gateway knows no members: they hear UNKNOWN_MEMBER_ID, and join with what is committed.
-Not covered Racks. What clients say of the topics that they read but that were made again meanwhile.
+Not covered Racks. A topic that a message makes and a pattern matches has no offset of the group until the next heartbeat: a
+            client that begins at the end does not get its first records. What clients say of the topics that they read
+            but that were made again meanwhile.
 """
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
@@ -68,8 +72,8 @@ _CODES = {
 # --- what members say -------------------------------------------------------------------------------------------------
 
 _SAFE_PATTERN = re.compile(r"(?:[\w\-|()^$]|\\[.\-]|(?:\.|\[[\w.\-]+\])[*+?]?)*", re.ASCII)
-_MAX_PATTERN, _MAX_WAYS = 500, 200_000  # to match a name, which takes a few milliseconds
-_WAYS = {"*": 200, "+": 200, "?": 2, "|": 2}  # a name has 200 bytes
+_MAX_PATTERN, _MAX_WAYS = 500, 40_000  # to match a name, which takes some 7 ms
+_WAYS = {"*": 200, "+": 200, "?": 2}  # a name has 200 bytes
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
@@ -77,7 +81,7 @@ def pattern_of(text: str) -> re.Pattern[str] | None:
     if len(text) > _MAX_PATTERN or not _SAFE_PATTERN.fullmatch(text):
         allowed = "letters, ., [classes], (groups), |, and *, +, ? behind . and classes"
         raise RequestRefused("bad_pattern", f"pattern of topics: may have {allowed}")
-    if sum(_ways(text)) > _MAX_WAYS:
+    if _ways(text) > _MAX_WAYS:
         raise RequestRefused(
             "bad_pattern", "pattern of topics: too many of *, + and | in groups; two in an alternative"
         )
@@ -87,17 +91,21 @@ def pattern_of(text: str) -> re.Pattern[str] | None:
         raise RequestRefused("bad_pattern", f"pattern of topics: {err}") from None
 
 
-def _ways(text: str) -> Iterator[int]:
-    """Yield in how many ways each alternative of a safe pattern may be tried on a name, at most."""
-    depth, ways = 0, 1
+def _ways(text: str) -> int:
+    """Return in how many ways a safe pattern may be tried on a name, at most; to try a group costs twice as much."""
+    groups = [(0, 1)]  # that are open: ways of the alternatives before this one, and of this one so far
     for char in text:
-        depth += (char == "(") - (char == ")")
-        if char == "|" and depth == 0:
-            yield ways
-            ways = 1
+        before, ways = groups.pop()
+        if char == "(":
+            groups += [(before, ways), (0, 1)]
+        elif char == "|":
+            groups.append((before + ways, 1))
+        elif char == ")" and groups:
+            outer, factor = groups.pop()
+            groups.append((outer, factor * (2 * (before + ways) if before else ways)))
         else:
-            ways *= _WAYS.get(char, 1)
-    yield ways
+            groups.append((before, ways * _WAYS.get(char, 1)))
+    return sum(map(sum, groups))
 
 
 class _Wanted(NamedTuple):
@@ -167,6 +175,7 @@ class ConsumerProtocol:
     def __init__(self, groups: Groups, ids: TopicIds) -> None:
         self._groups, self._ids = groups, ids
         self._members: dict[tuple[str, str], _Member] = {}
+        self._matching = asyncio.Lock()  # strangers' patterns take one thread
         self.handlers: dict[Key, Handler] = {
             Key.CONSUMER_GROUP_HEARTBEAT: self._heartbeat,
             Key.CONSUMER_GROUP_DESCRIBE: self._describe,
@@ -217,12 +226,11 @@ class ConsumerProtocol:
         return fields
 
     def _by_topic(self, partitions: Partitions) -> list[Fields]:
-        """Return partitions as answers have them, without topics that have no id: they are not in force, or gone."""
+        """Return partitions as answers have them, without topics that have no id."""
         rows: list[Fields] = []
         for topic, found in groupby(partitions, lambda partition: partition.topic):
-            with suppress(RequestRefused):
-                if (id := self._ids.of(topic)) is not None:
-                    rows.append({"topic_id": id, "topic_name": topic, "partitions": [each.partition for each in found]})
+            if (id := self._id(topic)) is not None:
+                rows.append({"topic_id": id, "topic_name": topic, "partitions": [each.partition for each in found]})
         return rows
 
     def _known(self, group: str, id: str) -> _Member:
@@ -263,13 +271,16 @@ class ConsumerProtocol:
         return id
 
     async def _enter(self, call: Call, id: str, wanted: _Wanted, resume: Resume | None = None) -> _Member:
-        """Let a member join, or ask for something else. If that is refused it is none any more, and joins again."""
+        """Let a member join, or ask for something else. If that is refused it is as it was."""
         groups, key = self._groups, (call.body.group_id, id)
-        former = self._members.pop(key, None)
-        if former is not None:
-            groups.stop_listening(*key, former.listener)
         topics = groups.partitions_of
-        member = _Member(wanted, topics, await asyncio.to_thread(_options, wanted, topics))
+        async with self._matching:
+            options = await asyncio.to_thread(_options, wanted, topics)
+        former = self._members.get(key)
+        if former is not None and resume is None and options == former.options:
+            former.wanted, former.topics = wanted, topics
+            return former
+        member = _Member(wanted, topics, options)
 
         def hear(event: Event) -> None:
             member.hear(event)
@@ -290,20 +301,39 @@ class ConsumerProtocol:
         groups.beat(group, id, polled=True, generation=epoch)
         wanted = _changed(member.wanted, body)
         if wanted != member.wanted or (wanted.pattern and member.topics is not groups.partitions_of):
-            told, asked = member.told, member.asked
-            member = await self._enter(call, id, wanted)
-            member.told, member.asked = told, asked
-        if member.asked and body.topic_partitions is not None and member.asked.isdisjoint(await self._owned(body)):
+            member = await self._ask_for(call, id, wanted, member)
+        is_whole = body.subscribed_topic_names is not None or getattr(body, "subscribed_topic_regex", None) is not None
+        if is_whole and body.topic_partitions is not None and wire.milliseconds(body.rebalance_timeout) >= 0:
+            member.told = None  # it has not got the last answer
+        if member.asked and body.topic_partitions is not None and not self._reads_asked(member, body):
             groups.revoked(group, id, epoch)
         else:
             groups.sync(group, id, epoch)
 
-    async def _owned(self, body: Any) -> set[Partition]:
-        """Return what a member says that it reads. Topics that are there no more are left out."""
-        ids = {each.topic_id for each in body.topic_partitions if each.topic_id is not None}
-        names = {id: await self._ids.topic(id) for id in ids}
-        named = [(names.get(each.topic_id), each.partitions) for each in body.topic_partitions]
-        return {(name, number) for name, numbers in named if name is not None for number in numbers}
+    async def _ask_for(self, call: Call, id: str, wanted: _Wanted, former: _Member) -> _Member:
+        """Let a member ask for something else, or for what its pattern matches now."""
+        topics = self._groups.partitions_of
+        try:
+            member = await self._enter(call, id, wanted)
+        except RequestRefused:
+            if wanted != former.wanted or former.has_ended:
+                raise
+            former.topics = topics  # others have made topics: it reads on, and does not get those that are too many
+            return former
+        if member is not former:
+            member.told, member.asked = former.told, former.asked
+        return member
+
+    def _reads_asked(self, member: _Member, body: Any) -> bool:
+        """Return True if a member says that it still reads something of what it was asked to give up."""
+        said = {(each.topic_id, number) for each in body.topic_partitions for number in each.partitions}
+        return any((id, number) in said for topic, number in member.asked if (id := self._id(topic)) is not None)
+
+    def _id(self, topic: str) -> UUID | None:
+        """Return the id of a topic; None if it has none: it is not in force, or gone."""
+        with suppress(RequestRefused):
+            return self._ids.of(topic)
+        return None
 
     def _leave(self, group: str, id: str, epoch: int) -> None:
         member = self._known(group, id)

@@ -30,7 +30,7 @@ STATES, HELD = "__transaction_state", "__transactions"
 PARTITIONS = 8
 _NO_RETENTION = {"retention_age": "never", "retention_bytes": "none"}
 LIMITS = {
-    STATES: {"cleanup": "compact", "segment_bytes": "1 MiB", **_NO_RETENTION},
+    STATES: {"cleanup": "compact", "segment_bytes": "16 MiB", **_NO_RETENTION},
     HELD: {"segment_bytes": "16 MiB", **_NO_RETENTION},
 }
 EMPTY, COMMIT, ABORT = "empty", "commit", "abort"
@@ -115,8 +115,8 @@ class HeldLines(NamedTuple):
     first: int
     lines: int
     nbytes: int
-    offsets: frozenset[tuple[str, Partition]]
-    partitions: frozenset[Partition]
+    offsets: set[tuple[str, Partition]]
+    partitions: set[Partition]
 
 
 _HELD_LINE = re.compile(
@@ -135,17 +135,16 @@ def read_held(data: str, keys: Iterable[bytes]) -> dict[bytes, HeldLines]:
             for ahead, match in enumerate(_HELD_LINE.finditer(lines)):
                 key, target = match.groups()
                 if key in wanted:
-                    before = found.get(key) or HeldLines(first + ahead, 0, 0, frozenset(), frozenset())
+                    before = found.get(key) or HeldLines(first + ahead, 0, 0, set(), set())
                     mark = record.marked(target)
-                    offsets, partitions = before.offsets, before.partitions
                     if mark is not None and mark.topic == OFFSETS.encode():
                         with suppress(ValueError):
                             row = decode_key(mark.key or b"")
-                            offsets |= {(row.group, (row.topic, row.partition))}
+                            before.offsets.add((row.group, (row.topic, row.partition)))
                     elif mark is not None:
-                        partitions |= {(mark.topic.decode(), mark.partition)}
+                        before.partitions.add((mark.topic.decode(), mark.partition))
                     nbytes = before.nbytes + match.end() - match.start()
-                    found[key] = HeldLines(before.first, before.lines + 1, nbytes, offsets, partitions)
+                    found[key] = before._replace(lines=before.lines + 1, nbytes=nbytes)
     return found
 
 

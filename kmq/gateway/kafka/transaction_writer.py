@@ -51,6 +51,10 @@ class TransactionWriter:
     async def take_over(self) -> None:
         """Fence the gateway before this one, and wait until what it has sent is routed: it writes nothing any more."""
         self._last = await self._units.last_id(_OWN)
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Wait until what is on disk is routed."""
         stored, _ = await asyncio.to_thread(wal.last_stored, self._settings.data)
         await self._core.watermark.passed(stored)
 
@@ -136,7 +140,7 @@ class TransactionWriter:
                 rows[row.topic, row.partition] = offset
         for (group, member, generation), rows in by_group.items():
             commits = {at: OffsetCommit(each.offset, each.metadata, each.leader_epoch) for at, each in rows.items()}
-            await self._groups.store.commit(group, commits, member, generation)
+            await self._groups.store.commit(group, commits, member, generation, decided=True)
             if self._groups.is_ready:  # else it finds them when it is restored
                 self._groups.coordinator.committed(group, time.monotonic())
                 for at, each in rows.items():

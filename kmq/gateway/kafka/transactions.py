@@ -18,8 +18,12 @@ Crash       Before the record: the transaction is open as it was, because its li
 Pending     Offsets of an open or decided transaction: OffsetFetch that asks for stable ones is told to wait. They are
             found again in `__transactions`.
 Deleted     Records for a topic that was deleted since they were sent are left out, counted and logged.
-Memory      An entry for each transactional id, at most _MOST_IDS, and for each offset that is pending. A copy: READ_BYTES.
-Not covered A topic that is deleted in the moment in which its records are copied may come back, as with any producer.
+Memory      An entry for each transactional id, at most _MOST_IDS, and for each offset that is pending, at most _MOST_OFFSETS
+            of a transaction. READ_BYTES of each of _COPIES copies at a time.
+No room     A start on a full disk serves groups, if nothing is decided: what is open is read, and no more.
+Not covered A shard: its followers would keep all that was ever held back. Segments of `__transaction_state` of which
+            compaction has left nothing: they stay, with a newline for each record. A topic that is deleted in the moment
+            in which its records are copied may come back, as with any producer.
 """
 
 import asyncio
@@ -69,6 +73,9 @@ _MOST_EPOCH = 32_767
 _MOST_TIMEOUT_MS = 15 * 60 * 1000
 _MAX_ID = 200  # bytes of a transactional id
 _MOST_IDS = 20_000
+_MOST_OFFSETS = 10_000  # of a transaction
+_COPIES = 8  # at a time
+_NO_ROOM = ("disk_full", "quota", "not_enough_replicas", "busy")
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
 _TURN_S, _TRIM_S, _FORGET_S = 0.5, 10.0, 60.0
 _RETRY_S = 0.5  # between two tries to write what is decided
@@ -185,7 +192,8 @@ class Transactions:
         self._with_offsets: set[Transaction] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forget_at = self._trim_at = 0.0
-        self.recovered = asyncio.Event()
+        self.recovered, self.may_serve_groups = asyncio.Event(), asyncio.Event()
+        self._copying = asyncio.Semaphore(_COPIES)
         self.handlers: dict[Key, Handler] = {
             Key.ADD_PARTITIONS_TO_TXN: self._add_partitions,
             Key.ADD_OFFSETS_TO_TXN: self._add_offsets,
@@ -208,10 +216,12 @@ class Transactions:
             try:
                 await self._recover()
                 self.recovered.set()
+                self.may_serve_groups.set()
             except (KmqError, DamageError, OSError) as err:
                 if str(err) != told:
                     told = str(err)
-                    effect = "groups and transactions are not served; tried again"
+                    groups = "" if self.may_serve_groups.is_set() else "groups and "
+                    effect = f"{groups}transactions are not served; tried again"
                     self._log.error("kafka_transactions_not_read", reason=err, effect=effect)
                 await asyncio.sleep(_RETRY_S)
         while True:
@@ -227,15 +237,30 @@ class Transactions:
                     await self._trim()
 
     async def _recover(self) -> None:
-        data = self._settings.data
-        if not os.path.isdir(f"{data}/topics/{STATES}"):
-            return
         while not self._groups.store.is_loaded:
             await asyncio.sleep(_LOOK_S)
-        await self._writer.take_over()
+        if not os.path.isdir(f"{self._settings.data}/topics/{STATES}"):
+            return
+        try:
+            await self._writer.take_over()
+        except RequestRefused as err:
+            if err.code in _NO_ROOM:  # who only reads needs none
+                await self._writer.settled()
+                if not await self._restore():
+                    self.may_serve_groups.set()
+            raise
+        decided = await self._restore()
+        if decided:
+            self._log.info("kafka_transactions_resumed", count=len(decided))
+        await asyncio.gather(*(self._finish(*each) for each in decided))
+
+    async def _restore(self) -> list[tuple[Transaction, TransactionState]]:
+        """Read what is open, and what is decided, which is returned."""
+        data = self._settings.data
         states = await asyncio.to_thread(read_states, data)
         held = await asyncio.to_thread(read_held, data, [state.held_key for state in states.values()])
         decided = []
+        self._with_offsets.clear()
         for state in states.values():
             txn = self._restored(state)
             found = held.get(state.held_key)
@@ -246,9 +271,7 @@ class Transactions:
             if state.state == COMMIT:
                 txn.first, txn.is_ending = state.first, True
                 decided.append((txn, state))
-        if decided:
-            self._log.info("kafka_transactions_resumed", count=len(decided))
-        await asyncio.gather(*(self._finish(*each) for each in decided))
+        return decided
 
     def _restored(self, state: TransactionState) -> Transaction:
         txn = self._transactions[state.id] = Transaction(state.id)
@@ -289,7 +312,8 @@ class Transactions:
                 if txn.touched < before and txn.first is None and not txn.is_ending:
                     with suppress(RequestRefused):
                         await self._writer.write([(make_routing_key(STATES, txn.id), b"")])
-                        del self._transactions[txn.id], self._by_pid[txn.pid]
+                        del self._transactions[txn.id]
+                        self._by_pid.pop(txn.pid, None)
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
@@ -336,6 +360,9 @@ class Transactions:
         if getattr(body, "producer_id", -1) >= 0:
             expected = body.producer_id, body.producer_epoch
         try:
+            if self._settings.shard:
+                text = "transactions are not served in a shard"
+                raise TransactionRefused(ErrorCode.unsupported_version, text)
             self._admit()
             if not 0 < len(body.transactional_id.encode()) <= _MAX_ID:
                 text = f"a transactional id has 1 to {_MAX_ID} bytes"
@@ -359,36 +386,44 @@ class Transactions:
         async with txn.turn:
             if self._transactions.setdefault(id, txn) is not txn:
                 raise _concurrent(id)
-            if expected is not None:
-                if txn.pid != expected[0]:
-                    raise TransactionRefused(ErrorCode.invalid_producer_id_mapping, f"{id}: has another producer id")
-                if txn.former == expected[1]:
-                    return txn  # it has not got the answer, or its transaction was aborted for it
-                self._check_epoch(txn, expected[1])
-            pid, epoch, number, copy = txn.pid, txn.epoch + 1, txn.number, txn.copy
-            if pid < 0 or epoch >= _MOST_EPOCH:
-                pid, epoch, copy = give_pid(), 0, 1
-            is_open = txn.first is not None
-            before, txn.is_ending = txn.epoch, True
             try:
-                state = txn.state(ABORT if is_open else EMPTY)
-                await self._writer.write_state(state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
+                return await self._begin_epoch(txn, timeout_ms, expected, give_pid)
             except BaseException:
-                if txn.pid < 0:
+                if txn.pid < 0:  # nothing is known of this id
                     del self._transactions[id]
                 raise
-            finally:
-                txn.is_ending = False
-            self._by_pid.pop(txn.pid, None)
-            txn.pid, txn.epoch, txn.copy, txn.timeout_ms = pid, epoch, copy, timeout_ms
-            txn.former = before if expected is not None else None
-            self._by_pid[pid] = txn
-            txn.number, txn.outcome = number + is_open, ABORT if is_open else EMPTY
-            if is_open:
-                reason = "a newer producer has its id" if expected is None else "its producer began anew"
-                self._note_abort(txn, txn.nbytes, reason)
-            self._close(txn)
-            return txn
+
+    async def _begin_epoch(
+        self, txn: Transaction, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
+    ) -> Transaction:
+        """Give the next epoch to a producer. What is open of the one before is aborted."""
+        id = txn.id
+        if expected is not None:
+            if txn.pid != expected[0]:
+                raise TransactionRefused(ErrorCode.invalid_producer_id_mapping, f"{id}: has another producer id")
+            if txn.former == expected[1]:
+                return txn  # it has not got the answer, or its transaction was aborted for it
+            self._check_epoch(txn, expected[1])
+        pid, epoch, number, copy = txn.pid, txn.epoch + 1, txn.number, txn.copy
+        if pid < 0 or epoch >= _MOST_EPOCH:
+            pid, epoch, copy = give_pid(), 0, 1
+        is_open = txn.first is not None
+        before, txn.is_ending = txn.epoch, True
+        try:
+            state = txn.state(ABORT if is_open else EMPTY)
+            await self._writer.write_state(state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
+        finally:
+            txn.is_ending = False
+        self._by_pid.pop(txn.pid, None)
+        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = pid, epoch, copy, timeout_ms
+        txn.former = before if expected is not None else None
+        self._by_pid[pid] = txn
+        txn.number, txn.outcome = number + is_open, ABORT if is_open else EMPTY
+        if is_open:
+            reason = "a newer producer has its id" if expected is None else "its producer began anew"
+            self._note_abort(txn, txn.nbytes, reason)
+        self._close(txn)
+        return txn
 
     async def _add_partitions(self, call: Call) -> Fields:
         body = call.body
@@ -461,11 +496,7 @@ class Transactions:
 
         Raises RequestRefused and TransactionRefused.
         """
-        txn = self._known(None, pid, epoch)
-        if txn.nbytes > self._settings.kafka_txn_bytes:
-            self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
-            raise _fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
-        txn = self.find(None, pid, epoch)
+        txn = self._with_room(None, pid, epoch)
         txn.enter()
         try:
             await self._begin(txn)
@@ -475,6 +506,14 @@ class Transactions:
             raise
         txn.partitions.add(place)
         return HeldBatch(txn, held_routing_key(txn.partition, txn.key))
+
+    def _with_room(self, id: str | None, pid: int, epoch: int) -> Transaction:
+        """Return the transaction that something is for. Abort it if it has too much."""
+        txn = self._known(id, pid, epoch)
+        if txn.nbytes > self._settings.kafka_txn_bytes:
+            self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
+            raise _fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
+        return self.find(id, pid, epoch)
 
     async def hold_offsets(
         self,
@@ -488,7 +527,10 @@ class Transactions:
         `producer`: transactional id, producer id and epoch. `check` raises RequestRefused if its member is fenced: at once
         before others are told to wait, or the next reader of a partition could have read its offset in between.
         """
-        txn = self.find(*producer)
+        txn = self._with_room(*producer)
+        if len(txn.offsets) + len(rows) > _MOST_OFFSETS:
+            raise RequestRefused("offsets_full", f"{txn.id}: a transaction has at most {_MOST_OFFSETS:,} offsets")
+        self._groups.store.table.check_room(group, {RowKey(group, *place): row for place, row in rows.items()})
         txn.enter()
         try:
             await self._begin(txn)
@@ -598,12 +640,13 @@ class Transactions:
         told = ""
         while True:
             try:
-                copied = await self._writer.copy(decided)
+                async with self._copying:
+                    copied = await self._writer.copy(decided)
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 txn.copy, txn.number = copied.next_id, decided.number + 1
                 await self._writer.write_state(txn.state(EMPTY))
                 break
-            except (KmqError, DamageError, OSError) as err:
+            except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     raise
                 if str(err) != told:
