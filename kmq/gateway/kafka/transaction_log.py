@@ -1,4 +1,4 @@
-"""What transactions leave on disk: their states, and the lines that are held back.
+"""What transactions leave on disk: their states, and the lines that are held back. And what is known of one that is open.
 
     __transactions/<t>     t = crc32 of the transactional id, mod 8. A line's key is <pid>-<epoch>-<n>, n the number of the
                            transaction, and its payload the line to be written, without its id:
@@ -11,8 +11,10 @@ State       `empty`: transaction n may be open. `commit`: n is decided, its line
 Open        is a transaction that has lines and no state that decides it: nothing else says so.
 """
 
+import asyncio
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -150,6 +152,55 @@ def read_held(data: str, keys: Iterable[bytes]) -> dict[bytes, HeldLines]:
 
 def held_routing_key(partition: int, key: bytes) -> bytes:
     return b"%b.@%d.%b" % (HELD.encode(), partition, key)
+
+
+# --- in memory -------------------------------------------------------------------------------------------------------
+
+
+class Transaction:
+    """A transactional id and the transaction that is open, if there is one."""
+
+    def __init__(self, id: str) -> None:
+        self.id, self.pid, self.epoch, self.number, self.copy, self.timeout_ms = id, -1, -1, 0, 1, 0
+        self.partition = partition_of(id)
+        self.former: int | None = None  # an epoch whose holder may ask for the next one again
+        self.outcome = EMPTY  # of the last transaction
+        self.touched = time.monotonic()
+        self.turn = asyncio.Lock()  # of what changes the state
+        self.is_ending = False
+        self.opening = 0  # requests that look where it will begin
+        self.users = 0  # batches and offsets on their way
+        self.idle = asyncio.Event()
+        self.close()
+
+    def close(self) -> None:
+        """There is no open transaction any more."""
+        self.first: int | None = None  # an offset of `__transactions` before which it has no line; None: it is not open
+        self.begun, self.nbytes, self.last_seq = 0.0, 0, 0
+        self.partitions: set[Partition] = set()
+        self.offsets: set[tuple[str, Partition]] = set()
+
+    @property
+    def key(self) -> bytes:
+        return b"%d-%d-%d" % (self.pid, self.epoch, self.number)
+
+    @property
+    def is_late(self) -> bool:
+        return self.first is not None and time.monotonic() - self.begun > self.timeout_ms / 1000
+
+    def state(self, state: str, end: int = 0) -> TransactionState:
+        first = self.first or 0 if state == COMMIT else 0
+        numbers = self.partition, first, end, self.copy, self.timeout_ms
+        return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
+
+    def enter(self) -> None:
+        self.users += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self.idle.set()
 
 
 # --- lines to be copied ----------------------------------------------------------------------------------------------

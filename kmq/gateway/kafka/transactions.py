@@ -55,9 +55,9 @@ from kmq.gateway.kafka.transaction_log import (
     HELD,
     PARTITIONS,
     STATES,
+    Transaction,
     TransactionState,
     held_routing_key,
-    partition_of,
     read_held,
     read_states,
 )
@@ -100,52 +100,6 @@ def _fenced(text: str) -> TransactionRefused:
 
 def _concurrent(id: str) -> TransactionRefused:
     return TransactionRefused(ErrorCode.concurrent_transactions, f"{id}: what is decided is being written")
-
-
-class Transaction:
-    """A transactional id and the transaction that is open, if there is one."""
-
-    def __init__(self, id: str) -> None:
-        self.id, self.pid, self.epoch, self.number, self.copy, self.timeout_ms = id, -1, -1, 0, 1, 0
-        self.partition = partition_of(id)
-        self.former: int | None = None  # an epoch whose holder may ask for the next one again
-        self.outcome = EMPTY  # of the last transaction
-        self.touched = time.monotonic()
-        self.turn = asyncio.Lock()  # of what changes the state
-        self.is_ending = False
-        self.opening = 0  # requests that look where it will begin
-        self.users = 0  # batches and offsets on their way
-        self.idle = asyncio.Event()
-        self.close()
-
-    def close(self) -> None:
-        """There is no open transaction any more."""
-        self.first: int | None = None  # an offset of `__transactions` before which it has no line; None: it is not open
-        self.begun, self.nbytes, self.last_seq = 0.0, 0, 0
-        self.partitions: set[Partition] = set()
-        self.offsets: set[tuple[str, Partition]] = set()
-
-    @property
-    def key(self) -> bytes:
-        return b"%d-%d-%d" % (self.pid, self.epoch, self.number)
-
-    @property
-    def is_late(self) -> bool:
-        return self.first is not None and time.monotonic() - self.begun > self.timeout_ms / 1000
-
-    def state(self, state: str, end: int = 0) -> TransactionState:
-        first = self.first or 0 if state == COMMIT else 0
-        numbers = self.partition, first, end, self.copy, self.timeout_ms
-        return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
-
-    def enter(self) -> None:
-        self.users += 1
-        self.idle.clear()
-
-    def leave(self) -> None:
-        self.users -= 1
-        if not self.users:
-            self.idle.set()
 
 
 class HeldBatch(NamedTuple):
