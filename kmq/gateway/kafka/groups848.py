@@ -72,8 +72,8 @@ _CODES = {
 # --- what members say -------------------------------------------------------------------------------------------------
 
 _SAFE_PATTERN = re.compile(r"(?:[\w\-|()^$]|\\[.\-]|(?:\.|\[[\w.\-]+\])[*+?]?)*", re.ASCII)
-_MAX_PATTERN, _MAX_WAYS = 500, 40_000  # to match a name, which takes some 7 ms
-_WAYS = {"*": 200, "+": 200, "?": 2}  # a name has 200 bytes
+_MAX_PATTERN, _MAX_WAYS = 500, 200_000  # to match a name, which takes 7 ms for each two of * or +
+_WAYS = {"*": 200, "+": 200, "?": 3}  # a name has 200 bytes; to leave something out costs more than to take one more
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
