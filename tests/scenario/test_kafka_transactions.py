@@ -346,6 +346,7 @@ def test_groups_are_served_by_a_start_without_room_for_a_transaction(new_broker)
 def test_an_offset_in_a_transaction_makes_a_stable_fetch_wait_until_its_end(broker, topic, peer):
     raw = Raw(peer, topic)
     broker.send_lines([b"%b.@0|||%d" % (topic.encode(), number) for number in range(5)])
+    broker.wait(lambda: len(stored(broker, topic)) == 5, "the records")
     for sequence, is_committed in enumerate((True, False)):
         before = committed(peer, topic, topic)
         assert raw.add_offsets(topic) == ErrorCode.none
