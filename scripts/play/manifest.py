@@ -102,14 +102,18 @@ def image_of(container: Document) -> str:
     return STAND_INS.get(image.rpartition(":")[0], image)
 
 
+_NAMESPACE = "default"
+
+
 def _environment(container: Document, documents: list[Document], pod: str) -> list[Document]:
-    """`env` with the values of Secrets and the name of the pod; without those that are optional and not there."""
+    """`env` with the values of Secrets and what names the pod; without those that are optional and not there."""
     found: list[Document] = []
+    fields = {"metadata.name": pod, "metadata.namespace": _NAMESPACE}
     for variable in container.get("env", []):
         source = variable.get("valueFrom", {})
         wanted = source.get("secretKeyRef")
-        if source.get("fieldRef", {}).get("fieldPath") == "metadata.name":
-            found.append({"name": variable["name"], "value": pod})
+        if (path := source.get("fieldRef", {}).get("fieldPath")) in fields:
+            found.append({"name": variable["name"], "value": fields[path]})
         elif "value" in variable:
             text = variable["value"]
             for each in found:
