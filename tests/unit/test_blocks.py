@@ -104,8 +104,10 @@ def test_control_lines_are_read_as_they_were_written():
             sender = Sender(b"1732190000.7", tag, right is not None)
             sender.sent = 41
             line = MESSAGES.fullmatch(sender.messages(128, 1732190000, 4000, 5000))
-            assert line.groups() == (b"1732190000.7", b"42", b"128", *piece, kind, name, right)
+            assert line.groups() == (b"1732190000.7", b"42", b"128", *piece, kind, name, None, right)
             assert sender.sent == 169
+            line = MESSAGES.fullmatch(sender.messages(1, 1732190000, 4000, 5000, b"k7 after=0"))
+            assert line.groups() == (b"1732190000.7", b"170", b"1", *piece, b"p", b"k7", b"0", right)
     assert LAST_ID.fullmatch(Sender(b"1.2", b"p=me").question(3)).groups() == (b"1.2", b"3", b"me")
     assert LINES.fullmatch(fifo.lines(1732190000, 7, 7)).groups() == (b"1732190000", b"7", b"7")
 
