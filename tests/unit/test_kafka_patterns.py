@@ -6,6 +6,7 @@ import pytest
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.kafka.groups848 import pattern_of
+from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION
 
 NAME = "a" * 199 + "-"  # as long as a name can be, and no pattern below matches it
 
@@ -37,7 +38,7 @@ def test_what_people_write_is_taken_and_quickly_matched(text):
 def test_what_may_take_long_is_refused(text):
     with pytest.raises(RequestRefused) as refused:
         pattern_of(text)
-    assert refused.value.code == "bad_pattern"
+    assert refused.value.error == INVALID_REGULAR_EXPRESSION
 
 
 @pytest.mark.parametrize("text", ["(a", "a)", "a))((", "(?:a)", "(a+)+", "a{2}", "\\d", "a" * 501])

@@ -36,7 +36,7 @@ from kmq.gateway.kafka.cache import KeptBatch, TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.topic_ids import TopicIds
-from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key, Reader
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.record import count_lines, stamp
 from kmq.wire.requests import MAX_WAIT_MS, Position, TopicPartition
@@ -345,7 +345,7 @@ class FetchChapter:
         Raises RequestRefused, DamageError.
         """
         if id is not None and place.topic == str(id):
-            raise RequestRefused("unknown_topic_id", f"no topic has the id {id}")
+            raise KafkaRefused(ErrorCode.unknown_topic_id, f"no topic has the id {id}")
         is_quiet = consumer.is_quiet(place)
         known = consumer.known.get(place)
         if known is not None:
@@ -365,7 +365,7 @@ class FetchChapter:
             known.look()
         if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
             del consumer.known[place]
-            raise RequestRefused("unknown_topic_id", f"topic {place.topic} was made again, and has another id")
+            raise KafkaRefused(ErrorCode.unknown_topic_id, f"topic {place.topic} was made again, and has another id")
         row = Row(known=known)
         if not known.first <= offset <= known.end:
             row.code = wire.code_of(self._out_of_range(offset, known.end))

@@ -50,7 +50,7 @@ from kmq.gateway.groups.protocol import (
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.transactions import TransactionRefused, Transactions
-from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key
 from kmq.message import record
 from kmq.wire.requests import TopicPartition
 
@@ -157,14 +157,10 @@ _OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_in
 _OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
 
 
-class _FencedInstance(RequestRefused):
-    """A newer member has the static name of this one."""
-
-
 def code_of(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
     """Return the error that says why something is refused, and count it. `instead`: what differs from the usual."""
-    if isinstance(refused, _FencedInstance):
-        code = ErrorCode.fenced_instance_id
+    if isinstance(refused, KafkaRefused):
+        code = refused.error
     else:
         code = (_CODES | dict(instead or {})).get(refused.code, ErrorCode.unknown_server_error)
     call.errors.append(code)
@@ -235,7 +231,7 @@ class KafkaGroups:
             return await self._join(call)
         except RequestRefused as err:
             is_static = err.code == "fenced" and _instance(body) is not None
-            refused = _FencedInstance("fenced", str(err)) if is_static else err
+            refused = KafkaRefused(ErrorCode.fenced_instance_id, str(err)) if is_static else err
             return _NOT_JOINED | {"error_code": code_of(call, refused, _JOIN_CODES), "member_id": body.member_id}
 
     async def _join(self, call: Call) -> Fields:
@@ -358,7 +354,7 @@ class KafkaGroups:
         if holder is None:
             raise RequestRefused("unknown_member", f"group {group} has no member {name}")
         if holder != member:
-            raise _FencedInstance("fenced", f"a newer member of group {group} has the name {name}")
+            raise KafkaRefused(ErrorCode.fenced_instance_id, f"a newer member of group {group} has the name {name}")
 
     async def _leave_group(self, call: Call) -> Fields:
         body = call.body

@@ -49,7 +49,7 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.groups import code_of
 from kmq.gateway.kafka.topic_ids import TopicIds
-from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, Key
+from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, KafkaRefused, Key
 from kmq.message import record
 
 _BEAT_EVERY = timedelta(seconds=2)  # each step of a rebalance waits for as long at most
@@ -60,10 +60,7 @@ _UNIFORM, _RANGE = "uniform", "range"
 _PREFERRED = {_UNIFORM: COOPERATIVE, _RANGE: "range"}
 _CODES = {
     "fenced": ErrorCode.fenced_member_epoch,
-    "fenced_instance": ErrorCode.fenced_instance_id,
-    "unreleased": ErrorCode.unreleased_instance_id,
     "unknown_assignor": ErrorCode.unsupported_assignor,
-    "bad_pattern": INVALID_REGULAR_EXPRESSION,
     "bad_request": ErrorCode.invalid_request,
     "bad_name": ErrorCode.invalid_request,
     "group_kind": ErrorCode.group_id_not_found,  # its members need a leader
@@ -77,18 +74,18 @@ _WAYS = {"*": 200, "+": 200, "?": 3}  # a name has 200 bytes; to leave something
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
-    """Return a pattern of topics; None if it is empty. Raises RequestRefused (bad_pattern) if a match may take long."""
+    """Return a pattern of topics; None if it is empty. Raises KafkaRefused if a match may take long."""
     if len(text) > _MAX_PATTERN or not _SAFE_PATTERN.fullmatch(text):
         allowed = "letters, ., [classes], (groups), |, and *, +, ? behind . and classes"
-        raise RequestRefused("bad_pattern", f"pattern of topics: may have {allowed}")
+        raise KafkaRefused(INVALID_REGULAR_EXPRESSION, f"pattern of topics: may have {allowed}")
     if _ways(text) > _MAX_WAYS:
-        raise RequestRefused(
-            "bad_pattern", "pattern of topics: too many of *, + and | in groups; two in an alternative"
+        raise KafkaRefused(
+            INVALID_REGULAR_EXPRESSION, "pattern of topics: too many of *, + and | in groups; two in an alternative"
         )
     try:
         return re.compile(text) if text else None
     except re.error as err:
-        raise RequestRefused("bad_pattern", f"pattern of topics: {err}") from None
+        raise KafkaRefused(INVALID_REGULAR_EXPRESSION, f"pattern of topics: {err}") from None
 
 
 def _ways(text: str) -> int:
@@ -243,7 +240,7 @@ class ConsumerProtocol:
         """Raise RequestRefused if a newer member has the static name that this one says; None: it says none."""
         holder = None if name is None else self._groups.coordinator.static_member(group, name)
         if holder not in (None, id):
-            raise RequestRefused("fenced_instance", f"a newer member of group {group} has the name {name}")
+            raise KafkaRefused(ErrorCode.fenced_instance_id, f"a newer member of group {group} has the name {name}")
 
     # --- members ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +255,7 @@ class ConsumerProtocol:
         name = wanted.static_name
         holder = None if name is None else groups.coordinator.static_member(group, name)
         if holder not in (None, id) and (known := self._members.get((group, holder))) and not known.has_left:
-            raise RequestRefused("unreleased", f"member {name} of group {group} has not left")
+            raise KafkaRefused(ErrorCode.unreleased_instance_id, f"member {name} of group {group} has not left")
         id = id or groups.coordinator.new_id(call.header.client)
         # Who joins reads nothing yet, or any more.
         member = await self._enter(call, id, wanted, Resume(owned=(), takes_name=True))

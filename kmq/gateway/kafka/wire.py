@@ -598,7 +598,6 @@ _CODES = {
     "unauthorized": ErrorCode.sasl_authentication_failed,
     "forbidden": ErrorCode.topic_authorization_failed,
     "unknown_topic": ErrorCode.unknown_topic_or_partition,
-    "unknown_topic_id": ErrorCode.unknown_topic_id,
     "unknown_partition": ErrorCode.unknown_topic_or_partition,
     "bad_topic": ErrorCode.invalid_topic_exception,
     "reserved_topic": ErrorCode.invalid_topic_exception,
@@ -628,9 +627,17 @@ _CODES = {
 }
 
 
+class KafkaRefused(RequestRefused):
+    """What is refused to clients of Kafka alone, with an error of theirs."""
+
+    def __init__(self, error: ErrorCode, text: str) -> None:
+        super().__init__("bad_request", text)
+        self.error = error
+
+
 def code_of(refused: RequestRefused, default: ErrorCode = ErrorCode.unknown_server_error) -> ErrorCode:
     """Return the error that clients of Kafka know for a refusal."""
-    return _CODES.get(refused.code, default)
+    return refused.error if isinstance(refused, KafkaRefused) else _CODES.get(refused.code, default)
 
 
 def milliseconds(moment: datetime.datetime | datetime.timedelta | None) -> int:
