@@ -16,7 +16,7 @@ MARKED = {
     "docs/kubernetes.md": {
         "needs a cluster": 3,
         "tests/unit/test_alerts.py renders it": 1,
-        "tests/unit/test_kubernetes_page.py renders it": 4,
+        "tests/unit/test_kubernetes_page.py renders it": 6,
     },
     "docs/kubernetes-backup.md": {"needs a cluster": 3, "tests/unit/test_kubernetes_page.py reads it": 1},
     "docs/kubernetes-pod.md": {"needs a cluster": 1},

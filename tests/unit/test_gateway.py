@@ -668,6 +668,11 @@ def test_a_gateway_whose_groups_are_kept_by_nobody_ends(tmp_path, monkeypatch):
         async with asyncio.timeout(30):
             await Gateway(broker.settings, broker.page, FakeLogger()).run()
 
+    async def nothing_is_open(self):
+        self.may_serve_groups.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kmq.gateway.kafka.transactions.Transactions.run", nothing_is_open)
     monkeypatch.setattr("kmq.gateway.groups.membership.Groups.run", fail)
     ports = dict.fromkeys(
         ("KMQ_GRPC_PORT", "KMQ_HTTP_PORT", "KMQ_METRICS_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT", "KMQ_KAFKA_PORT"),
