@@ -198,7 +198,8 @@ class Transactions:
         try:
             await self._writer.take_over()
         except RequestRefused as err:
-            if err.code in _NO_ROOM:  # who only reads needs none
+            has_read = self._transactions or self.may_serve_groups.is_set()
+            if err.code in _NO_ROOM and not has_read:  # who only reads needs none
                 await self._writer.settled()
                 if not await self._restore():
                     self.may_serve_groups.set()
