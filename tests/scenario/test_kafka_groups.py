@@ -149,18 +149,17 @@ def await_read(members, wanted):
     wait(lambda: wanted <= read(members), lambda: f"{wanted - read(members)}: {[*map(str, members)]}")
 
 
-# --- who reads what ---------------------------------------------------------------------------------------------------
+# --- what holds for members of either protocol (test_kafka_groups_848.py) ------------------------------------------------
 
 
-@pytest.mark.parametrize(("library", "settings"), CLIENTS)
-def test_members_share_a_topic_and_go_on_where_the_group_is(broker, topic, start, library, settings):
-    produce(broker, topic, 10)
-    first = start(library, settings)
+def check_sharing(broker, topic, start):
+    """A second member shares with the first one, goes on where that has committed, and has all when it leaves."""
+    first = start()
     first.await_assigned(*range(PARTITIONS))
     await_read([first], places(0, 10))
     for partition in range(PARTITIONS):
         assert first.ask(f"commit {partition} 10") == "10"
-    second = start(library, settings)
+    second = start()
     await_shared([first, second], PARTITIONS)
     assert second.ask(f"committed {min(second.assigned)}") == "10"
     produce(broker, topic, 5, begin=10)
@@ -170,6 +169,51 @@ def test_members_share_a_topic_and_go_on_where_the_group_is(broker, topic, start
     second.await_assigned(*range(PARTITIONS))
     assert not first.lost and not second.lost
     await_read([second], places(10, 15))
+
+
+def check_takeover(broker, topic, members):
+    """Of three members one is killed and one stopped beyond its session: the third reads on, and no commit is lost."""
+    await_shared(members, PARTITIONS)
+    killed, stopped, left = members
+    killed.process.kill()
+    stopped.process.send_signal(signal.SIGSTOP)
+    left.await_assigned(*range(PARTITIONS))
+    produce(broker, topic, 10)
+    await_read([left], places(0, 10))
+    for partition in range(PARTITIONS):
+        assert left.ask(f"commit {partition} 10") == "10"
+    stopped.process.send_signal(signal.SIGCONT)
+    await_shared([stopped, left], PARTITIONS)
+    assert stopped.lost, "it knows that others had its partitions"
+    produce(broker, topic, 5, begin=10)
+    await_read([left, stopped], places(10, 15))
+    assert all(stopped.ask(f"committed {partition}") == "10" for partition in range(PARTITIONS))
+
+
+def check_next_gateway(broker, topic, members):
+    """The gateway is killed: members come back, and go on where they have committed."""
+    await_shared(members, PARTITIONS)
+    produce(broker, topic, 10)
+    await_read(members, places(0, 10))
+    for member in members:
+        for partition in member.assigned:
+            member.ask(f"commit {partition} 10")
+        member.messages.clear()
+    broker.kill("gateway")
+    broker.wait(lambda: answers(broker), "the next gateway")
+    produce(broker, topic, 5, begin=10)
+    await_read(members, places(10, 15))
+    await_shared(members, PARTITIONS)
+    assert not read(members) & places(0, 10), "an empty answer would have sent them back to the start"
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("library", "settings"), CLIENTS)
+def test_members_share_a_topic_and_go_on_where_the_group_is(broker, topic, start, library, settings):
+    produce(broker, topic, 10)
+    check_sharing(broker, topic, lambda: start(library, settings))
 
 
 def test_members_of_different_clients_are_one_group(broker, topic, start):
@@ -223,21 +267,7 @@ def has_one(member):
 @pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
 def test_a_member_that_is_killed_or_stopped_loses_its_partitions_to_the_others(broker, topic, start, assignor):
     members = [start("confluent", {"partition.assignment.strategy": assignor}) for _ in range(3)]
-    await_shared(members, PARTITIONS)
-    killed, stopped, left = members
-    killed.process.kill()
-    stopped.process.send_signal(signal.SIGSTOP)
-    left.await_assigned(*range(PARTITIONS))
-    produce(broker, topic, 10)
-    await_read([left], places(0, 10))
-    for partition in range(PARTITIONS):
-        assert left.ask(f"commit {partition} 10") == "10"
-    stopped.process.send_signal(signal.SIGCONT)
-    await_shared([stopped, left], PARTITIONS)
-    assert stopped.lost, "it knows that others had its partitions"
-    produce(broker, topic, 5, begin=10)
-    await_read([left, stopped], places(10, 15))
-    assert all(stopped.ask(f"committed {partition}") == "10" for partition in range(PARTITIONS))
+    check_takeover(broker, topic, members)
 
 
 @pytest.mark.java
@@ -278,19 +308,7 @@ def test_a_static_member_that_starts_again_has_its_partitions_and_disturbs_nobod
 
 def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker, topic, start):
     members = [start("confluent"), start("aiokafka")]
-    await_shared(members, PARTITIONS)
-    produce(broker, topic, 10)
-    await_read(members, places(0, 10))
-    for member in members:
-        for partition in member.assigned:
-            member.ask(f"commit {partition} 10")
-        member.messages.clear()
-    broker.kill("gateway")
-    broker.wait(lambda: answers(broker), "the next gateway")
-    produce(broker, topic, 5, begin=10)
-    await_read(members, places(10, 15))
-    await_shared(members, PARTITIONS)
-    assert not read(members) & places(0, 10), "an empty answer would have sent them back to the start"
+    check_next_gateway(broker, topic, members)
 
 
 # --- what is said, byte by byte ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import signal
 import uuid
 from collections import Counter
 from datetime import timedelta
@@ -20,6 +19,9 @@ from test_kafka_groups import (
     PARTITIONS,
     answers,
     await_read,
+    check_next_gateway,
+    check_sharing,
+    check_takeover,
     commit,
     described,
     has_one,
@@ -62,57 +64,17 @@ def start(broker, group, topic):
 @pytest.mark.parametrize("library", CLIENTS)
 def test_members_share_a_topic_and_go_on_where_the_group_is(broker, topic, start, library):
     produce(broker, topic, 10)
-    first = start(library)
-    first.await_assigned(*range(PARTITIONS))
-    await_read([first], places(0, 10))
-    for partition in range(PARTITIONS):
-        assert first.ask(f"commit {partition} 10") == "10"
-    second = start(library)
-    await_shared([first, second], PARTITIONS)
-    assert second.ask(f"committed {min(second.assigned)}") == "10"
-    produce(broker, topic, 5, begin=10)
-    await_read([first, second], places(10, 15))
-    assert not read([second]) & places(0, 10), "the group has committed that"
-    first.close()
-    second.await_assigned(*range(PARTITIONS))
-    assert not first.lost and not second.lost
-    await_read([second], places(10, 15))
+    check_sharing(broker, topic, lambda: start(library))
 
 
 def test_a_member_that_is_killed_or_stopped_loses_its_partitions_to_the_others(broker, topic, start):
     members = [start() for _ in range(3)]
-    await_shared(members, PARTITIONS)
-    killed, stopped, left = members
-    killed.process.kill()
-    stopped.process.send_signal(signal.SIGSTOP)
-    left.await_assigned(*range(PARTITIONS))
-    produce(broker, topic, 10)
-    await_read([left], places(0, 10))
-    for partition in range(PARTITIONS):
-        assert left.ask(f"commit {partition} 10") == "10"
-    stopped.process.send_signal(signal.SIGCONT)
-    await_shared([stopped, left], PARTITIONS)
-    assert stopped.lost, "it knows that others had its partitions"
-    produce(broker, topic, 5, begin=10)
-    await_read([left, stopped], places(10, 15))
-    assert all(stopped.ask(f"committed {partition}") == "10" for partition in range(PARTITIONS))
+    check_takeover(broker, topic, members)
 
 
 def test_a_gateway_that_is_killed_forgets_no_offset_and_members_come_back(broker, topic, start):
     members = [start(), start()]
-    await_shared(members, PARTITIONS)
-    produce(broker, topic, 10)
-    await_read(members, places(0, 10))
-    for member in members:
-        for partition in member.assigned:
-            member.ask(f"commit {partition} 10")
-        member.messages.clear()
-    broker.kill("gateway")
-    broker.wait(lambda: answers(broker), "the next gateway")
-    produce(broker, topic, 5, begin=10)
-    await_read(members, places(10, 15))
-    await_shared(members, PARTITIONS)
-    assert not read(members) & places(0, 10), "an empty answer would have sent them back to the start"
+    check_next_gateway(broker, topic, members)
 
 
 @pytest.mark.parametrize("library", CLIENTS)
