@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[parts.Bench], Iterator[Figure]]] = {
     "bytes": parts.large,
     "async": parts.by_asyncio,
     "commits": parts.commits,
+    "redis": parts.beside_redis,
     "lines": parts.lines,
     "latency": parts.latency,
     "together": together.together,

@@ -1,7 +1,9 @@
 """The parts of the benchmark of consumers."""
 
+import importlib.util
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from bench import redis
 from bench.pod import Pod
 from bench.report import Figure, say
 from bench.sending import WAIT_S
@@ -63,14 +66,19 @@ class Bench:
 
     def read(self, role: str, topic: str, count: int) -> dict[str, float]:
         """What a reader in another process measures: the best of several runs by its rate."""
-        argv = [*COMMAND, role, str(self.port("egress")), topic, str(count)]
-        runs = []
-        for _ in range(self.runs):
-            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
-            if done.returncode:
-                raise SystemExit("bench: the reader failed")
-            runs.append(json.loads(done.stdout))
-        return min(runs, key=lambda run: run["seconds"])
+        return min((self.once(role, self.port("egress"), topic, count) for _ in range(self.runs)), key=_seconds)
+
+    def once(self, role: str, port: int, topic: str, count: int) -> dict[str, float]:
+        argv = [*COMMAND, role, str(port), topic, str(count)]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
+        if done.returncode:
+            raise SystemExit("bench: the reader failed")
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
+
+
+def _seconds(run: dict[str, float]) -> float:
+    return run["seconds"]
 
 
 def _figures(bench: Bench, part: str, role: str, what: str, topic: tuple[str, int], bar: str) -> Iterator[Figure]:
@@ -109,6 +117,26 @@ def commits(bench: Bench) -> Iterator[Figure]:
         what = f"a group, {topic[1]} B, commit per 500"
         yield Figure("commits", what, best["count"] / best["seconds"], "msg/s")
         yield Figure("commits", f"{what}, gateway", used * 1e6, "µs/msg", "≤ 2.4" if topic is LARGE else "")
+
+
+def beside_redis(bench: Bench) -> Iterator[Figure]:
+    """The same group, and one of Redis Streams by redis-py (XREADGROUP and XACK of 500), in turns."""
+    with redis.server(bench.running.home / "redis") as peer:
+        for topic, bar in ((SMALL, "≥ 1.5"), (LARGE, "≥ 1")):
+            what = f"a group, {topic[1]} B, commit per 500: kmq / Redis"
+            if not peer or not importlib.util.find_spec("redis"):
+                yield Figure("redis", what, None, "x", bar, "redis-server or redis-py not installed")
+                continue
+            count = bench.filled(*topic)
+            least = min(count, 100_000 if bench.quick else 300_000)
+            bench.once("_redis_fill", peer.port, f"{topic[0]}:{topic[1]}", least)
+            turns = []
+            for _ in range(bench.runs):
+                ours = bench.once("_commit", bench.port("egress"), topic[0], count)
+                turns.append((ours, bench.once("_redis", peer.port, f"{topic[0]}:{topic[1]}", least)))
+            rates = [[run["count"] / run["seconds"] for run in turn] for turn in turns]
+            note = "medians: kmq {:,.0f}, Redis {:,.0f} msg/s".format(*map(statistics.median, zip(*rates, strict=True)))
+            yield Figure("redis", what, statistics.median(ours / theirs for ours, theirs in rates), "x", bar, note)
 
 
 def lines(bench: Bench) -> Iterator[Figure]:

@@ -1,10 +1,12 @@
 """The processes that read: each prints what it has measured, as JSON."""
 
 import asyncio
+import importlib
 import json
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import kmq
 
@@ -48,6 +50,36 @@ def commit(port: str, topic: str, count: str) -> None:
                 left -= 1
             consumer.commit()
         _print(begin, cpu, int(count), nbytes)
+
+
+def redis_fill(port: str, topic: str, count: str) -> None:
+    """A stream of messages, and a group that has read none of them. The topic's name says their size behind a colon."""
+    server = _redis(port)
+    begin, cpu, nbytes = time.monotonic(), time.process_time(), int(topic.rpartition(":")[2])
+    for at in range(0, int(count), 1000):
+        pipe = server.pipeline(transaction=False)
+        for _ in range(min(1000, int(count) - at)):
+            pipe.xadd(topic, {"value": b"x" * nbytes})
+        pipe.execute()
+    _print(begin, cpu, int(count), int(count) * nbytes)
+
+
+def redis_commit(port: str, topic: str, count: str) -> None:
+    """What `commit` does, with Redis Streams."""
+    server, group, left, nbytes = _redis(port), f"commit-{time.time()}", int(count), 0
+    server.xgroup_create(topic, group, id="0")
+    begin, cpu = time.monotonic(), time.process_time()
+    while left > 0:
+        ((_, messages),) = server.xreadgroup(group, "member", {topic: ">"}, count=500)
+        for _, fields in messages:
+            nbytes += len(fields[b"value"])
+            left -= 1
+        server.xack(topic, group, *[number for number, _ in messages])
+    _print(begin, cpu, int(count), nbytes)
+
+
+def _redis(port: str) -> Any:
+    return importlib.import_module("redis").Redis(port=int(port), protocol=2)
 
 
 def by_asyncio(port: str, topic: str, count: str) -> None:
@@ -186,6 +218,8 @@ ROLES: dict[str, Callable[..., None]] = {
     "_iterate": iterate,
     "_poll": poll,
     "_commit": commit,
+    "_redis": redis_commit,
+    "_redis_fill": redis_fill,
     "_async": by_asyncio,
     "_lines": lines,
     "_wait": wait,
