@@ -3,7 +3,8 @@
     python scripts/bench_kafka.py [PART …] [--only PART] [--quick] [--json FILE] [--dir DIR]
 
 CPU is that of all four stages, and of the gateway, for one message; lines are measured in the same run, in turns. The
-client's processes share the two cores.
+client's processes share the two cores. A producer with `enable.idempotence` spins while five of its requests wait for
+their answers, so it takes most of a core from what is measured; it has rows of its own.
 """
 
 import argparse
@@ -54,7 +55,9 @@ COMPRESSED, RAW = (
     Workload("1 KB, lz4", 1000, options="compression.type=lz4"),
     Workload("1 KB, binary", 1000, is_text=False),
 )
-RATES = {SMALL: "≥ 230000", LARGE: "≥ 90000", COMPRESSED: "≥ 90000", RAW: "≥ 50000"}
+_ONCE = "enable.idempotence=true"
+IDEMPOTENT = Workload("100 B, idempotent", 100, options=_ONCE), Workload("1 KB, idempotent", 1000, options=_ONCE)
+RATES = {SMALL: "≥ 230000", LARGE: "≥ 90000", COMPRESSED: "≥ 90000", RAW: "≥ 50000"} | dict.fromkeys(IDEMPOTENT, "")
 _PACE, _SETTLE_S = 10_000, 1.0  # records a second, and how long before they are measured
 DOOR = {SMALL: "≤ 0.8", LARGE: "≤ 0.7"}  # its CPU, of that of the stages
 
@@ -228,9 +231,7 @@ def _client(role: str, port: str, topic: str, nbytes: str, is_text: str, amount:
     value = Workload("", int(nbytes), bool(int(is_text))).value
     cpu = time.process_time()
     if role == "produce":
-        producer = Producer(
-            servers | {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": 200_000}
-        )
+        producer = Producer(servers | {"linger.ms": 5, "queue.buffering.max.messages": 200_000})
         begin, count, failed = time.monotonic(), 0, 0
 
         def hear(error: object, message: object) -> None:
