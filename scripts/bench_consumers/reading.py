@@ -79,7 +79,7 @@ def redis_commit(port: str, topic: str, count: str) -> None:
 
 
 def _redis(port: str) -> Any:
-    return importlib.import_module("redis").Redis(port=int(port), protocol=2)
+    return importlib.import_module("redis").from_url(f"redis://127.0.0.1:{port}?protocol=2")
 
 
 def by_asyncio(port: str, topic: str, count: str) -> None:
