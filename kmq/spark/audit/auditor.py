@@ -69,7 +69,7 @@ class QueueAuditor:
             if block.places is not None:
                 blanks.append(block.offset + np.setdiff1d(np.arange(total), block.places))
             if block.count:
-                seqs.append(block.seq().to_numpy())
+                seqs.append(block.seqs)
                 offsets.append(block.offsets())
                 lines.append(block.line())
         self._seqs, self._offsets = concatenated(seqs), concatenated(offsets)
@@ -228,7 +228,7 @@ def _check_older(reader: AuditReader, task: OlderTask, evidence: Evidence) -> No
     for block in reader.read(task.place, task.offsets):
         if isinstance(block, UnreadableOffsets):
             continue
-        seqs = block.seq().to_numpy() if block.count else np.empty(0, np.int64)
+        seqs = block.seqs if block.count else np.empty(0, np.int64)
         late = np.flatnonzero(np.diff(seqs, prepend=before) <= 0)
         evidence.add_runs("out_of_order", task.place, seqs, late, block.offsets())
         before = int(seqs.max(initial=before))
@@ -270,7 +270,7 @@ class Auditor:
                 continue
             if not block.count:
                 continue
-            seqs, times = block.offsets(), block.recv_ts().cast(pa.int64()).to_numpy()
+            seqs, times = block.offsets(), block.recv_micros()
             targets = self._routes.targets(block, seqs)
             self._arrivals.add(block, times, targets, self._routes.places)
             before = self._check_clock(seqs, times, before)
@@ -315,11 +315,10 @@ class Auditor:
         if is_all and block.places is None and (targets == targets[0]).all():
             yield int(targets[0]), pa.py_buffer(block.lines)
             return
-        lines = block.span(block.starts[0], block.ends[-1] + 1)  # with their newlines
         order = np.argsort(targets.astype(np.int16) if len(self._routes.places) < 1 << 15 else targets, kind="stable")
         if not is_all:
             order = order[wanted[order]]
-        lines = lines.take(pa.array(order))
+        lines = block.span(block.starts[0], block.ends[-1] + 1, order)  # with their newlines
         offsets = np.frombuffer(lines.buffers()[1], np.int32)[: len(lines) + 1]
         each, firsts = np.unique(targets[order], return_index=True)
         for target, (low, high) in zip(each.tolist(), pairwise([*firsts.tolist(), len(order)]), strict=True):

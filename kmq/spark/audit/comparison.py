@@ -105,9 +105,8 @@ class AuditReader:
 
 def _is_sound(block: Block) -> bool:
     """Return True if each line has its five bars and begins with a number."""
-    block.seq()
     begins, ends = block.starts, block.ends
-    return bool((begins[1] > begins[0]).all() and (begins[5] <= ends[5]).all())
+    return bool((begins[1] > begins[0]).all() and (begins[5] <= ends[5]).all() and len(block.seqs))
 
 
 # --- routes ----------------------------------------------------------------------------------------------------------
@@ -148,12 +147,13 @@ class Routes:
         coded = block.field(2).dictionary_encode()
         keys, codes = coded.dictionary.to_pylist(), coded.indices.to_numpy()
         epochs = np.searchsorted(self._epochs, seqs, "right")
-        targets = np.empty(len(seqs), np.int64)
-        for epoch in np.unique(epochs).tolist() if len(self._epochs) else [0]:
-            found = np.array([self._target(key, epoch) for key in keys], np.int64).reshape(-1, 3)
-            chosen = epochs == epoch
-            first, partitions, run = found[codes[chosen]].T
-            targets[chosen] = first + seqs[chosen] // run % partitions
+        targets: Numbers = np.zeros(len(seqs), np.int64)
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            firsts, partitions, runs = np.array([self._target(key, epoch) for key in keys], np.int64).T
+            found = firsts[codes]
+            if (partitions > 1).any():
+                found += seqs // runs[codes] % partitions[codes]
+            targets = np.where(epochs == epoch, found, targets)
         return targets
 
     def _target(self, key: bytes, epoch: int) -> tuple[int, int, int]:

@@ -305,7 +305,10 @@ class Block:
         # Where the six fields of each line begin and end: one array per field.
         self.starts = [starts, *(found + 1 for found in find_bars(self.bytes, starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
-        self.ascii = lines.data.isascii()
+
+    @cached_property
+    def ascii(self) -> bool:
+        return self.lines.isascii()
 
     def only(self, low: int, high: int) -> "Block":
         """Return the records with offsets low…high-1."""
@@ -315,7 +318,7 @@ class Block:
             return self
         made = object.__new__(Block)
         made.__dict__.update(
-            {name: it for name, it in self.__dict__.items() if name not in ("id", "value", "_id_and_pairs")}
+            {name: it for name, it in self.__dict__.items() if name not in ("id", "value", "_id_and_pairs", "seqs")}
         )
         made.starts = [each[first:last] for each in self.starts]
         made.ends = [each[first:last] for each in self.ends]
@@ -326,9 +329,9 @@ class Block:
 
     # --- fields ------------------------------------------------------------------------------------------------------
 
-    def span(self, begins: Numbers, ends: Numbers) -> pa.Array:
-        """Return the bytes begins[i]…ends[i] of the buffer as a binary array."""
-        return _cut(self._buffer, begins, ends)
+    def span(self, begins: Numbers, ends: Numbers, order: Numbers | None = None) -> pa.Array:
+        """Return the bytes begins[i]…ends[i] of the buffer as a binary array. `order`: which i, and in which order."""
+        return _cut(self._buffer, begins, ends, order)
 
     def field(self, number: int) -> pa.Array:
         """Return one field of each record, as stored: 0 (seq) to 5 (payload)."""
@@ -337,26 +340,27 @@ class Block:
     def line(self) -> pa.Array:
         return self.span(self.starts[0], self.ends[-1])
 
-    def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
+    def numbers(self, begins: Numbers, ends: Numbers) -> Numbers:
         """Return the decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid if one is not a number."""
         found = parse_numbers(self.bytes, begins, ends)
-        return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
+        if found is None:
+            found = self.span(begins, ends).cast(pa.string()).cast(pa.int64()).to_numpy()
+        return found
 
-    def seq(self) -> pa.Array:
-        return self.number(self.starts[0], self.ends[0])
+    @cached_property
+    def seqs(self) -> Numbers:
+        return self.numbers(self.starts[0], self.ends[0])
 
     def offsets(self) -> Numbers:
         """Return the offset of each record."""
         if self.by_seq:
-            found: Numbers = self.seq().to_numpy()
-            return found
+            return self.seqs
         return self.offset + (np.arange(self.count) if self.places is None else self.places)
 
-    def recv_ts(self) -> pa.Array:
+    def recv_micros(self) -> Numbers:
         """Return recv_ts in microseconds since the epoch; it always has six decimals."""
         begins, ends = self.starts[1], self.ends[1]
-        seconds, micros = self.number(begins, ends - 7), self.number(ends - 6, ends)
-        return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
+        return self.numbers(begins, ends - 7) * 1_000_000 + self.numbers(ends - 6, ends)
 
     def key(self) -> pa.Array:
         if self.by_seq:
@@ -378,7 +382,7 @@ class Block:
         dots, ats = data[np.minimum(begins, ends)], data[np.minimum(begins + 1, ends)]
         is_mark = (dots == ord(".")) & (ats == ord("@"))
         if self.marks_from:
-            is_mark &= self.seq().to_numpy() >= self.marks_from
+            is_mark &= self.seqs >= self.marks_from
         at = np.where(is_mark, begins + 2, ends)
         while (digits := (at < ends) & (data[at] >= ord("0")) & (data[at] <= ord("9"))).any():
             at = at + digits
@@ -457,8 +461,8 @@ def _base64(text: bytes | None) -> bytes:
         return text or b""
 
 
-def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
-    """Return the bytes begins[i]…ends[i] of `data` as a binary array.
+def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers, order: Numbers | None = None) -> pa.Array:
+    """Return the bytes begins[i]…ends[i] of `data` as a binary array. `order`: which i, and in which order.
 
     One array of offsets cuts the buffer into wanted and unwanted parts, without a copy; `take` gathers the wanted ones.
     """
@@ -466,7 +470,7 @@ def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
     cuts[0:-1:2], cuts[1:-1:2] = begins, ends
     cuts[-1] = cuts[-2] if len(begins) else 0
     pieces = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, [None, pa.py_buffer(cuts), data])
-    return pieces.take(pa.array(np.arange(0, len(cuts) - 1, 2, dtype=np.int32)))
+    return pieces.take(pa.array(2 * (np.arange(len(begins), dtype=np.int32) if order is None else order)))
 
 
 def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -541,8 +545,8 @@ _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
     "topic": lambda block, where, exact: _same(where.topic, block.count),
     "partition": lambda block, where, exact: pa.array(np.full(block.count, where.partition, np.int32)),
     "offset": lambda block, where, exact: pa.array(block.offsets(), pa.int64()),
-    "seq": lambda block, where, exact: block.seq(),
-    "recv_ts": lambda block, where, exact: block.recv_ts(),
+    "seq": lambda block, where, exact: pa.array(block.seqs),
+    "recv_ts": lambda block, where, exact: pa.array(block.recv_micros()).cast(pa.timestamp("us", "UTC")),
     "key": lambda block, where, exact: block.key() if exact else decoded(text(block.key(), block.ascii)),
     "routing_key": lambda block, where, exact: block.field(2) if exact else text(block.field(2), block.ascii),
     "producer_ts": lambda block, where, exact: block.field(3) if exact else text(block.field(3), block.ascii),
