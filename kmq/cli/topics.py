@@ -1,4 +1,4 @@
-"""`kmq topics …`: declare topics, list them, change their limits, delete them."""
+"""`kmq topics …`: declare topics, list them, change their limits, delete them or their first messages."""
 
 import json
 import os
@@ -11,18 +11,18 @@ import typer
 
 from kmq.broker import status
 from kmq.broker.data_directory import known_id
-from kmq.cli.elsewhere import ask, elsewhere
+from kmq.cli.elsewhere import ask, elsewhere, need_files
 from kmq.cli.output import examples, existing_data, table
 from kmq.config import terminal
 from kmq.config.settings import SETTINGS, Settings, load
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import BusyError, ConfigError, KmqError
-from kmq.log import topic_changes, topics
-from kmq.log.bounds import measure
+from kmq.log import reader, topic_changes, topics
+from kmq.log.bounds import PartitionSize, measure
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
-from kmq.log.segment import LIMITS, Limits
+from kmq.log.segment import COMPACT, LIMITS, Limits
 from kmq.log.topic_changes import TopicRequest
 from kmq.logfmt import pairs
 
@@ -414,6 +414,89 @@ def _text(limit: str, value: str | float | None) -> str:
     units = _BYTES if limit.endswith("bytes") else _AGES
     unit, size = next((unit, size) for unit, size in units if value % size == 0 or size < 1)
     return f"{value / size:,.0f}{unit}"
+
+
+# --- truncate --------------------------------------------------------------------------------------------------------
+
+_END = "end"
+
+
+@topics_app.command(
+    "truncate",
+    epilog=examples(
+        "kmq topics truncate orders --before end --dry-run",
+        "kmq topics truncate orders --partition 2 --before end --yes",
+    ),
+)
+def truncate(
+    name: Annotated[str, _NAME],
+    before: Annotated[str, typer.Option("--before", help="The first offset that stays, or end: nothing stays.")],
+    partition: Annotated[
+        int | None, typer.Option("--partition", "-p", help="One partition; with --before end all without it.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how many messages would go, and change nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Delete the first messages of a topic's partitions, for good: those before an offset. The others keep their offsets.
+
+    The WAL keeps the messages until its own retention deletes them, but no rebuild brings them back.
+    """
+    settings = load()
+    need_files("topics truncate")
+    if name.startswith("__"):
+        raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be truncated")
+    _require(settings, name)
+    _require_leader(settings)
+    declared = topics.read(settings.data, name)
+    limits = Limits.of(settings).with_changes(declared.limits)
+    if limits.cleanup == COMPACT and limits.retention_age == FOREVER and not limits.retention_bytes:
+        raise ConfigError(f"topic {name}: its rows stay, because it is compacted; a tombstone deletes a row")
+    sizes = measure(settings.data, name, declared.partitions)
+    starts = _starts(name, sizes, before, partition)
+    count = sum(max(0, offset - sizes[number].first_offset) for number, offset in starts.items())
+    what = f"topic {name}: {count:,} messages before {before} in {len(starts)} partition(s)"
+    if dry_run or not count:
+        print(f"{what} {'would be deleted' if count else 'are there; nothing is deleted'}")
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete them")
+        typer.confirm(f"{what}. Delete them for good?", abort=True)
+    request = topic_changes.begin_at(settings.data, name, topics.known_from_seq(settings.data, name), starts)
+    if not _is_carried_out(settings, request):
+        print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
+        return
+    if not _have_begun(settings, name, starts):
+        raise KmqError(f"{what}: not all are deleted yet; the log of the broker may say why (event start_postponed)")
+    print(f"{what}: deleted. The WAL keeps them until its retention deletes them")
+
+
+def _starts(name: str, sizes: list[PartitionSize], before: str, partition: int | None) -> dict[int, int]:
+    """Return with which offset each partition shall begin. Raises ConfigError."""
+    if before != _END and not before.isdecimal():
+        raise ConfigError(f"--before {before}: must be an offset, or {_END}")
+    if partition is None and before != _END and len(sizes) > 1:
+        raise ConfigError(f"topic {name}: has {len(sizes)} partitions, each with offsets of its own; give --partition")
+    if partition is not None and not 0 <= partition < len(sizes):
+        raise ConfigError(f"topic {name}: has {len(sizes)} partition(s), so there is no {partition}")
+    chosen = sizes if partition is None else sizes[partition : partition + 1]
+    starts = {size.partition: size.end_offset if before == _END else int(before) for size in chosen}
+    for size in chosen:
+        if starts[size.partition] > size.end_offset:
+            raise ConfigError(f"topic {name}/{size.partition}: ends with offset {size.end_offset}, before {before}")
+    return starts
+
+
+def _have_begun(settings: Settings, name: str, starts: dict[int, int]) -> bool:
+    """Return True once the partitions begin with these offsets, or later; False if that takes too long."""
+    deadline = time.monotonic() + _ADOPT_S
+    while any(reader.partition(settings.data, name, each).first_offset < offset for each, offset in starts.items()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 # --- delete ----------------------------------------------------------------------------------------------------------

@@ -29,14 +29,17 @@ import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
+from typing import NamedTuple
 
 from kmq.errors import CorruptError, RetryError
 from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log import dedupe_file, deletions, reader, remnant, segment, topic_changes, topics, wal
 from kmq.log.damage import DamageError
 from kmq.log.partition import EMPTY, PartitionState, directory_of
+from kmq.log.remnant import Kept
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.logfmt import Logger
@@ -79,7 +82,7 @@ def text(seq: int, states: Rows, table: Iterable[Topic]) -> bytes:
     rows = [f"{seq}\n"]
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
     here = [topic for topic in table if not topic.is_gone]
-    are_named = any(topic.needs_newest for topic in here)
+    are_named = any(topic.is_rerouted for topic in here)
     for topic in here:
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
         grown = f"|{topics.encode_growth(topic.grown)}" if topic.grown else ""
@@ -119,6 +122,9 @@ def wal_is_free_up_to(data: str) -> int:
 # --- the writer ------------------------------------------------------------------------------------------------------
 
 
+_CHECK_S = 0.5
+
+
 class Checkpointer:
     """Writes router.ckpt in a thread, one checkpoint at a time."""
 
@@ -134,27 +140,30 @@ class Checkpointer:
             raise RetryError(f"checkpoint failed: {self._error}") from self._error
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
+    def start(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Kept] = ()) -> None:
         """In a thread: sync the files `dirty`, write `content`, then delete the segments `retired`.
 
-        `kept`: copies of last records, which then get their names (remnant.py).
+        `kept`: copies of the ends of such segments, which then get their names (remnant.py).
         """
         self._thread = threading.Thread(target=self.run, args=(content, dirty, retired, kept), daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait until the checkpoint is written. Raises RetryError if that failed."""
-        if self._thread is not None:
-            self._thread.join()
+    def finish(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until the checkpoint is written; `check` is called meanwhile. Raises RetryError if that failed."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_CHECK_S)
+            check()
         _ = self.busy
 
     def _wait(self, path: str) -> None:
         if not remnant.release_spare(self._data):
             self._wait_for_room(path)
 
-    def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
+    def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Kept] = ()) -> None:
         """Do in this thread what `start` does in another. An error is raised by `busy` and `finish`."""
         try:
+            for copy in kept:
+                copy.fill()
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -172,8 +181,8 @@ class Checkpointer:
                 segment.remove(gone := list(group))
                 for part in gone:
                     self._log.info("segment_deleted", file=part.path, first_offset=part.first, bytes=part.size)
-            for part in kept:
-                remnant.settle(os.path.dirname(part.path), part.first)
+            for copy in kept:
+                remnant.settle(os.path.dirname(copy.segment.path))
         except Exception as err:
             self._error = err
 
@@ -220,6 +229,31 @@ def recorded_topics(data: str) -> RecordedTopics:
     except DamageError:
         return {}
     return found
+
+
+class RecordedStart(NamedTuple):
+    """The highest offset with which a partition was to begin, and the seq of the last record that says so."""
+
+    offset: int
+    seq: int
+
+
+def recorded_starts(data: str) -> dict[tuple[str, int, int], RecordedStart]:
+    """Return (topic, from_seq, partition) → where the records let it begin; none if the records are damaged."""
+    found: dict[tuple[str, int, int], RecordedStart] = {}
+    try:
+        for change in _recorded_changes(data):
+            with suppress(ValueError):  # the router has refused it
+                for number, offset in change.starts.items() if change.verb == topic_changes.START else ():
+                    at = change.topic, change.incarnation, number
+                    if offset >= found.get(at, NO_START).offset:
+                        found[at] = RecordedStart(offset, change.seq)
+    except DamageError:
+        return {}
+    return found
+
+
+NO_START = RecordedStart(0, 0)
 
 
 def _recorded_changes(data: str) -> Iterator[topic_changes.TopicChange]:

@@ -16,6 +16,10 @@ does the same for an early version 2, which has no `marks_from`.
 Version 3: a topic has another partitioner than crc32, or has grown. Releases that know neither would lead its records
 to other partitions, and the number makes them refuse the directory. The router raises version 2 to 3 before it puts
 the first such topic in force. docs/decisions/topic-growth.md
+
+Version 4: a record has said where partitions begin. Releases that do not know it would bring back what it has deleted,
+and number records behind an empty start wrongly. The router raises older versions to 4 before it carries out the first.
+docs/decisions/starts.md
 """
 
 import contextlib
@@ -28,7 +32,8 @@ from kmq.errors import WRONG_KIND, ConfigError, CorruptError, RetryError
 from kmq.files import FULL, replace_file, sync_directory
 
 LABELLED = 2  # indexes have labels, and keys may have marks
-FORMAT = 3
+ROUTED = 3  # topics may have another partitioner than crc32, or have grown
+FORMAT = 4  # partitions may begin where a record says
 NEVER = 1 << 62  # a seq that no record has
 _LONGEST = 128  # bytes of `format`, and of `replica` up to its shard
 _SHARD = re.compile(r" shard=(\S+) ")
@@ -187,12 +192,12 @@ def raise_version(path: str, next_seq: int) -> bool:
     return True
 
 
-def routed_text(path: str) -> str:
-    """Return the content of `format` with version 3; "" if the directory has it already, or no readable `format`."""
+def raised_text(path: str, number: int) -> str:
+    """Return the content of `format` with this version; "" if it has no lower one, or cannot be read."""
     with contextlib.suppress(FileNotFoundError):
         parsed = _parse(read(path, "format"))
-        if parsed is not None and parsed[0] < FORMAT:
-            return format_text(*parsed[1:], FORMAT)
+        if parsed is not None and parsed[0] < number:
+            return format_text(*parsed[1:], number)
     return ""
 
 

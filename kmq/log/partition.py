@@ -64,9 +64,10 @@ class PartitionState:
         self.start = self.sealed[0].first if self.sealed else self.base
         return gone
 
-    def keep(self, last: Segment) -> None:
-        """Count `last` as the only sealed segment: it holds a copy of the last retired record (remnant.py)."""
-        self.sealed, self.size, self.start = [last], last.size, last.first
+    def keep(self, kept: Segment) -> None:
+        """Count `kept` as the first sealed segment: it holds a copy of the end of the last retired one (remnant.py)."""
+        self.sealed = [kept, *self.sealed]
+        self.size, self.start = self.size + kept.size, kept.first
 
 
 EMPTY = PartitionState()

@@ -1,31 +1,34 @@
-"""The last record of a log when all its segments are due: retention keeps it, alone in a segment of its own.
+"""The end of a segment that has to stay when the segment is deleted: it is kept in a segment of its own.
+
+The last record of a log stays when all its segments are due by retention: the next seq, offset and time follow from it.
+The records from the start of a queue on stay when the start lies inside a segment.
 
 Also the spare: a reserve on the disk, which retention releases when there is no room for that, or for a checkpoint.
 
-The next seq, offset and time follow from the last record, so it has to stay. The records in front of it need not.
-
 Owner       the owner of the log: durability for the WAL, the router for a queue.
-Invariant   A record always marks the end of the log: before this, after it, and once a start has finished what a kill
-            interrupted. A reader never sees the record twice: until the old segment is removed, the copy has a name
-            that readers ignore.
-Crash       laid out      `<first>.kept` and an index for it lie beside the old segment: the next start removes both,
-                          and retention tries again;
+Invariant   What has to stay can always be read, and never twice: the copy is ignored while there is an older segment, and
+            is the first one from the moment on in which that is removed (segment.listing). It is on disk before (for a
+            queue: and router.ckpt begins with it).
+Crash       laid out      `<first>.log.kept` and an index for it lie beside the old segment: the next start removes both,
+                          and whoever wanted the copy tries again;
             old removed   (for a queue: and router.ckpt says so) the next start gives the copy its name;
             named         done.
 """
 
 import contextlib
+import errno
 import os
 import zlib
+from collections import namedtuple
 
 from kmq.config.values import MIB
+from kmq.errors import CorruptError
 from kmq.files import FULL, find_tail, sync_directory
 from kmq.log import index, reader, segment
 from kmq.log.damage import DamageError
-from kmq.log.segment import Segment, is_stored
+from kmq.log.segment import KEPT, Segment, is_stored
+from kmq.log.segment_reader import SegmentReader
 from kmq.message import record
-
-_SUFFIX = ".kept"
 
 
 def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | None:
@@ -47,7 +50,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     line = tail.last + b"\n"
     entry = index.IndexEntry(first, 0, zlib.crc32(line), record.format_ts(found[1]))
     try:
-        for name, text in ((segment.index_path(path), index.label(path) + entry.line()), (path + _SUFFIX, line)):
+        for name, text in ((segment.index_path(path), index.label(path) + entry.line()), (path + KEPT, line)):
             with open(name, "wb") as file:
                 file.write(text)
     except OSError as err:
@@ -59,31 +62,86 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     return Segment(first, path, len(line))
 
 
+class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0))):
+    """A copy that was laid out. It still lacks the bytes of the segment `source` from `position` on, if one is named."""
+
+    __slots__ = ()
+
+    def fill(self) -> None:
+        """Copy what the copy lacks, and sync it."""
+        if not self.source:
+            return
+        at, end = self.position, self.position + self.segment.size
+        with open(self.source, "rb") as old, open(self.segment.path + KEPT, "r+b") as new:
+            while at < end and (sent := os.sendfile(new.fileno(), old.fileno(), at, min(_SYNC_BYTES, end - at))):
+                os.fdatasync(new.fileno())
+                at += sent
+        if at < end:
+            raise CorruptError(f"{self.source}: was cut while it was copied")
+
+
+_SYNC_BYTES = 4 * MIB  # written between two syncs: one sync of a large file would delay the WAL's
+
+
+def lay_out_rest(part: Segment, offset: int) -> Kept:
+    """Lay out a copy of a queue's sealed segment from record `offset` on, which lies inside it; `fill` completes it.
+
+    It begins later where compaction has removed that record. Raises DamageError, and OSError if the disk is full.
+    """
+    with SegmentReader(part.path, part.first, by_seq=False, sealed=True) as old:
+        for block in old.checked_lines(offset):
+            lines = block.lines.split(b"\n", max(0, offset - block.offset))[-1].lstrip(b"\n")
+            if lines:
+                break
+        else:
+            raise old.damage(0, old.size, part.first, offset, "the log ends before the next segment")
+    first, position = block.next_offset - record.count_lines(lines), block.end - len(lines)
+    path = f"{os.path.dirname(part.path)}/{segment.name(first)}"
+    later = [each for each in index.read_entries(segment.index_path(part.path), part.size) if each.position > position]
+    if (later[0].position if later else part.size) != block.end:
+        raise old.damage(block.position, block.end, block.offset, first, "the index does not name the next block")
+    entries = [index.IndexEntry(first, 0, zlib.crc32(lines), record.format_ts(record.stamp(lines)[1]))]
+    entries += [index.IndexEntry(each.offset, each.position - position, each.crc, each.recv_ts) for each in later]
+    try:
+        with open(segment.index_path(path), "wb") as file:
+            file.write(index.label(path) + b"".join(entry.line() for entry in entries))
+        with open(path + KEPT, "wb") as file:
+            _reserve(file.fileno(), part.size - position)
+    except OSError:
+        _remove(path)
+        raise
+    return Kept(Segment(first, path, part.size - position), part.path, position)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Reserve room on the disk. Where the file system cannot do that, the copy may wait for room."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as err:
+        if err.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
 def files(kept: Segment) -> list[str]:
     """Return the files of the copy: they must be synced before the old segment is removed."""
-    return [segment.index_path(kept.path), kept.path + _SUFFIX]
+    return [segment.index_path(kept.path), kept.path + KEPT]
 
 
-def settle(directory: str, first: int) -> bool:
-    """Give the copy of record `first` its name, after the old segments are removed; return True if there was a copy.
-
-    Any other copy is left from an interrupted attempt, and is removed.
-    """
-    settled = False
-    for name in [each.removesuffix(_SUFFIX) for each in os.listdir(directory) if each.endswith(_SUFFIX)]:
-        path = f"{directory}/{name}"
-        if name == segment.name(first):
-            os.rename(path + _SUFFIX, path)
-            settled = True
+def settle(directory: str) -> None:
+    """Give a copy its name if it is the first segment. Any other one is left from an interrupted attempt, and is removed."""
+    there = segment.listing(directory)
+    copies = [each for each in os.listdir(directory) if each.endswith(KEPT)] if os.path.isdir(directory) else []
+    for name in copies:
+        path = f"{directory}/{name.removesuffix(KEPT)}"
+        if path + KEPT == there[0][1]:
+            os.rename(path + KEPT, path)
+            sync_directory(directory)
         else:
             _remove(path)
-    if settled:
-        sync_directory(directory)
-    return settled
 
 
 def _remove(path: str) -> None:
-    leftover = [path + _SUFFIX] if os.path.exists(path) else [path + _SUFFIX, segment.index_path(path)]
+    leftover = [path + KEPT] if os.path.exists(path) else [path + KEPT, segment.index_path(path)]
     for name in leftover:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

@@ -30,6 +30,9 @@ _OF_GATEWAY = ("max_deliveries", "message_timestamp_type")
 LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", *_OF_GATEWAY)
 
 
+KEPT = ".kept"  # behind the name of a copy that is not in force yet
+
+
 def name(first: int) -> str:
     return f"{first:020d}.log"
 
@@ -47,16 +50,22 @@ def is_being_swapped(log_path: str) -> bool:
 
 
 def index_path(log_path: str) -> str:
-    return log_path.removesuffix(".log") + ".idx"
+    return log_path.removesuffix(KEPT).removesuffix(".log") + ".idx"
 
 
 def listing(directory: str) -> list[tuple[int, str]]:
-    """Return (first record, path) of the segments in `directory`, in order; [] if it does not exist."""
+    """Return (first record, path) of the segments in `directory`, in order; [] if it does not exist.
+
+    A copy that was kept (remnant.py) is the first one as soon as what it is a copy of is deleted, before it has its name:
+    no reader finds its records twice, or misses them.
+    """
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    return sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(".log") and n[:-4].isdigit())
+    found = sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(".log") and n[:-4].isdigit())
+    kept = sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(KEPT))
+    return [*(each for each in kept if each < found[0]), *found] if kept and found else kept or found
 
 
 class Segment:

@@ -12,24 +12,25 @@ that are in force.
     partitions=4
     delete orders
     incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
-    retain                           seal what is over its limits now; the next tick deletes what is due
-    trim __transactions              delete whole segments in front of these offsets, by partition
+    start orders                     its partitions begin with these offsets: what comes before is deleted
+    incarnation=17
     3=4711
+    retain                           seal what is over its limits now; the next tick deletes what is due
 
-A record has the routing key `__kmq.topic`. docs/decisions/topic-records.md says why there are any.
+A record has the routing key `__kmq.topic`, or `__kmq.start`. docs/decisions/topic-records.md says why there are any.
 
     __kmq.topic|<ts>|;request=<name>|create orders incarnation=0 partitions=4 partitioner=murmur2 retention_age=30d
     __kmq.topic|<ts>|;request=<name>|set orders incarnation=17 retention_bytes=10%20GiB segment_age=
     __kmq.topic|<ts>|;request=<name>|grow orders incarnation=17 partitions=8
     __kmq.topic|<ts>|;request=<name>|delete orders incarnation=17
+    __kmq.start|<ts>|;request=<name>|orders incarnation=17 3=4711
 
     incarnation   the from_seq of the topic that is changed; 0: there must be none
     request       the request that asked for it
     values        percent-encoded
 
 Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/topics.py), and
-            the router, which carries the record out, removes it. `retain` and `trim` have no record: the router carries
-            them out. `trim` is for what its asker never needs again, so a rebuild from the WAL may bring it back.
+            the router, which carries the record out, removes it. `retain` has no record: the router carries it out.
             If the broker is down, its next start does that.
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
             names, which begin with the time.
@@ -44,7 +45,7 @@ import re
 import stat
 import time
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kmq.config.values import KIB
 from kmq.files import replace_file, sync_directory
@@ -55,8 +56,10 @@ from kmq.message import record
 
 TOPIC = "__kmq"  # the topic of these records; nobody may declare it or write to it
 KEY = b"__kmq.topic"
-CREATE, SET, GROW, DELETE = "create", "set", "grow", "delete"
-VERBS = (CREATE, SET, GROW, DELETE)
+START_KEY = b"__kmq.start"
+KEYS = (KEY, START_KEY)
+CREATE, SET, GROW, DELETE, START = "create", "set", "grow", "delete", "start"
+VERBS = (CREATE, SET, GROW, DELETE, START)
 
 _OWN = b"|__kmq."
 _LINE = re.compile(rb"(?m)^\d+\|[^|\n]*\|(__kmq\.[^|\n]*)\|[^\n]*\n")
@@ -81,24 +84,38 @@ class TopicChange(
         """Return the limits among the values."""
         return {name: text for name, text in self.values.items() if name not in ("partitions", "partitioner")}
 
+    @property
+    def starts(self) -> dict[int, int]:
+        """Return the offset with which each partition begins. Raises ValueError if these are no numbers."""
+        if not all(text.isdecimal() for pair in self.values.items() for text in pair):
+            raise ValueError(f"{self.values}: expected <partition>=<offset>")
+        return {int(partition): int(offset) for partition, offset in self.values.items()}
+
 
 def encode(change: TopicChange, now: bytes) -> bytes:
     """Return the record as sent, without newline. `now`: its producer_ts."""
-    words = [change.verb, change.topic, f"incarnation={change.incarnation}"]
+    words = [] if change.verb == START else [change.verb]
+    words += [change.topic, f"incarnation={change.incarnation}"]
     words += [f"{_quote(name)}={_quote(text)}" for name, text in change.values.items()]
-    return b"%b|%b|;request=%b|%b" % (KEY, now, change.request.encode(), " ".join(words).encode())
+    return b"%b|%b|;request=%b|%b" % (_key_of(change.verb), now, change.request.encode(), " ".join(words).encode())
 
 
 def decode(line: bytes) -> TopicChange:
     """Return the change in a stored record. Raises ValueError if it is none."""
     stored = record.fields(line.rstrip(b"\n"))
-    verb, topic, *words = stored.payload.decode("ascii").split(" ")
+    words = stored.payload.decode("ascii").split(" ")
+    verb, topic, *words = [START, *words] if stored.routing_key == START_KEY else words
     pairs = [word.partition("=") for word in words]
     values = {_unquote(name): _unquote(text) for name, _, text in pairs}
-    if stored.routing_key != KEY or verb not in VERBS or not record.is_topic_name(topic) or "incarnation" not in values:
+    is_known = verb in VERBS and stored.routing_key == _key_of(verb)
+    if not is_known or not record.is_topic_name(topic) or "incarnation" not in values:
         raise ValueError(f"{stored.payload[:80]!r}: is no change of a topic")
     incarnation, request = int(values.pop("incarnation")), stored.id.partition(b";request=")[2].decode("ascii")
     return TopicChange(verb, topic, incarnation, values, request, int(stored.seq), stored.recv_ts.decode("ascii"))
+
+
+def _key_of(verb: str) -> bytes:
+    return START_KEY if verb == START else KEY
 
 
 def are_own(lines: bytes) -> bool:
@@ -124,7 +141,7 @@ def parts(lines: bytes) -> Iterator[tuple[bytes, bytes]]:
 def changes(lines: bytes) -> Iterator[TopicChange]:
     """Yield the changes in whole stored lines; records that cannot be read are passed over."""
     for text, key in parts(lines):
-        if key == KEY:
+        if key in KEYS:
             try:
                 yield decode(text)
             except ValueError:
@@ -149,13 +166,12 @@ _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record
 _MOST_BYTES = 64 * KIB  # of a request: its record must fit into a ring
 _INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
-RETAIN, TRIM = "retain", "trim"
+RETAIN = "retain"
 
 
 class TopicRequest:
-    """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, or the partitions to grow to.
-
-    TRIM: an offset for each partition.
+    """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, the partitions to grow to, or an
+    offset for each partition.
     """
 
     __slots__ = ("limits", "path", "topic", "verb")
@@ -212,6 +228,12 @@ def delete(data: str, topic: str, from_seq: int | None) -> TopicRequest:
     return submit(data, DELETE, topic, {} if from_seq is None else {_INCARNATION: str(from_seq)})
 
 
+def begin_at(data: str, topic: str, from_seq: int | None, starts: Mapping[int, int]) -> TopicRequest:
+    """Ask that partitions of the topic that is in force from `from_seq` on (see `delete`) begin with these offsets."""
+    incarnation = {} if from_seq is None else {_INCARNATION: str(from_seq)}
+    return submit(data, START, topic, incarnation | {str(number): str(offset) for number, offset in starts.items()})
+
+
 def named(data: str, name: str) -> TopicRequest:
     """Return the request of this name, without its content: to be removed."""
     return TopicRequest(f"{data}/topics/{_PREFIX}{name}", "", "", {})
@@ -229,9 +251,9 @@ def waiting(data: str) -> list[TopicRequest]:
 
 
 def refuse_requests(data: str, log: Logger) -> None:
-    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain`, `trim` need no record."""
+    """Refuse the requests that wait: this broker follows, so no framer numbers them. `retain` needs no record."""
     for request in waiting(data) if os.path.isdir(f"{data}/topics") else ():
-        if request.verb not in (RETAIN, TRIM):
+        if request.verb != RETAIN:
             reason = "this broker follows in its shard; ask the one that leads (kmq cluster status)"
             log.warn("request_refused", file=request.path, topic=request.topic, reason=reason)
             request.remove()

@@ -330,7 +330,7 @@ class Wal:
             _sync_path(path)
         sync_directory(self.directory)
         segment.remove([last])
-        remnant.settle(self.directory, kept.first)
+        remnant.settle(self.directory)
         self._sealed = [kept]
         return True
 
@@ -365,8 +365,7 @@ class Wal:
 
 def settle(directory: str) -> None:
     """Finish a retention that a kill interrupted, also before the copy of the last record got its name (remnant.py)."""
-    there = segment.listing(directory)
-    remnant.settle(directory, there[0][0] - 1 if there else 0)
+    remnant.settle(directory)
     segment.settle(directory)
 
 

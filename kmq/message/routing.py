@@ -132,7 +132,7 @@ class Topic:
         return self.from_seq == _NEVER
 
     @property
-    def needs_newest(self) -> bool:
+    def is_rerouted(self) -> bool:
         """Return True if releases before format 3 would lead some of its records to other partitions."""
         return bool(self.grown) or self.partitioner is not CRC32
 

@@ -175,6 +175,8 @@ class QueueHealer:
         self.table = topics.table(self.data)
         self.topic = self.table.get(topic.encode()) or Topic(topic, 1, 1)
         self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
+        self.has_rest = self.wal_first <= self.topic.from_seq  # else retention may have deleted the records here, too
+        self.begins = deletions.Deleted.of(self.data).first_offset(topic, number)
 
     def heal(self) -> None:
         """Rewrite each segment that is damaged or not indexed."""
@@ -194,9 +196,11 @@ class QueueHealer:
         `row`: the queue in router.ckpt.
         """
         segments = self.log.segments()
-        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have deleted the records here, too
-        begins = deletions.Deleted.of(self.data).first_offset(self.topic.name, self.number)
-        start = row.start if row else begins if has_rest or not segments else segments[0][0]
+        start = row.start if row else self.begins if self.has_rest or not segments else segments[0][0]
+        if not row and segments:
+            at = self.topic.name, self.topic.from_seq, self.number
+            recorded = checkpoint.recorded_starts(self.data).get(at, checkpoint.NO_START)
+            start = max(start, min(recorded.offset, segments[0][0]))
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
 
@@ -243,6 +247,8 @@ class QueueHealer:
                 is_end = not ahead and next_base is None
                 if is_end and not bad and offset is not None and row.end_offset > offset:
                     records = row.end_offset - offset
+                if records is None and not last_seq and scan.first > self.begins:
+                    last_seq = self._seq_before(scan.first, row)
                 patches.append(Patch(start, position, last_seq + 1, last, bad, offset, records, is_end))
                 offset = next_offset
             if block is not None:
@@ -250,11 +256,20 @@ class QueueHealer:
                 last_seq, bad = block.last_seq or last_seq, []
         return patches
 
+    def _seq_before(self, first: int, row: PartitionState) -> int:
+        """Return the seq before the record at the offset `first`, with which the queue begins; 0 if it is not known."""
+        if self.has_rest:
+            seqs = sorted(self._from_wal(self.topic.from_seq, self.wal_end))
+            return next(iter(seqs[first - self.begins - 1 :]), 0)
+        seqs = sorted(self._from_wal(self.wal_first, row.last_seq))
+        count = row.end_offset - first
+        return seqs[-count - 1] if 0 < count < len(seqs) else 0
+
     @staticmethod
     def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: PartitionState) -> bool:
         """Return True if records are missing at the end of a segment that ends at `offset` and `last_seq`."""
         if next_base is None:
-            return row.last_seq > last_seq
+            return row.last_seq > last_seq and row.end_offset > row.start  # else a start has deleted all that it had
         return offset is not None and next_base > offset
 
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:

@@ -234,8 +234,17 @@ class SegmentLocator:
         if _by_seq(log):
             return base <= self.known + 1
         topic, _, number = name.rpartition("/")
-        is_known = base <= self.rows.get((topic, int(number)), EMPTY).end_offset or len(before) < len(others)
+        end = max(self.rows.get((topic, int(number)), EMPTY).end_offset, self._recorded(topic, int(number)))
+        is_known = base <= end or len(before) < len(others)
         return is_known or (bool(entries) and _end_offset(before[-1], entries[-1]) == base)
+
+    def _recorded(self, topic: str, number: int) -> int:
+        """Return the highest offset with which a record has let a partition begin: it had that many records."""
+        return max([0, *(start.offset for at, start in self._starts.items() if (at[0], at[2]) == (topic, number))])
+
+    @cached_property
+    def _starts(self) -> dict[tuple[str, int, int], checkpoint.RecordedStart]:
+        return checkpoint.recorded_starts(self.data)
 
 
 def _end_offset(log: str, last: IndexEntry) -> int:

@@ -128,8 +128,7 @@ def heal_identity(directory: DataDirectory, rewriter: Rewriter) -> None:
         rewriter.report(f"{data}/lineage", what)
     if identity.version(data) is None and not identity.is_unknown(data):
         from_seq = reader.wal(data).end_offset() if labels[""] else 1
-        number = identity.FORMAT if _needs_newest(data) else identity.LABELLED
-        text = identity.mended(data) or identity.format_text(from_seq, from_seq, number)
+        text = identity.mended(data) or identity.format_text(from_seq, from_seq, _version(data))
         replace_file(f"{data}/format", f"{text}\n".encode())
         rewriter.report(f"{data}/format", "written again")
 
@@ -173,8 +172,12 @@ def heal(directory: DataDirectory, rewriter: Rewriter) -> None:
             _topic(rewriter, name, since.get(name), had[name])
 
 
-def _needs_newest(data: str) -> bool:
-    return any(topic.needs_newest for topic in checkpoint.next_table(data).values())
+def _version(data: str) -> int:
+    """Return the version that `format` needs for what the other files say."""
+    if checkpoint.recorded_starts(data):
+        return identity.FORMAT
+    is_rerouted = any(topic.is_rerouted for topic in checkpoint.next_table(data).values())
+    return identity.ROUTED if is_rerouted else identity.LABELLED
 
 
 def _set_aside(rewriter: Rewriter, name: str, what: str) -> None:

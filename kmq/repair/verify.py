@@ -155,7 +155,8 @@ class Verifier:
         current = self._directory.load_checkpoint()[1].keys()  # a topic may have been deleted meanwhile
         for (topic, number), row in rows.items():
             last_seq = ends.get((topic, number), 0)
-            if (topic, number) in current and last_seq < row.last_seq:
+            is_empty = row.start == row.end_offset  # a start has deleted all that it had
+            if (topic, number) in current and not is_empty and last_seq < row.last_seq:
                 what = "cut off or missing: router.ckpt has had it"
                 yield Finding.of_records(f"topics/{topic}/{number}", what, (last_seq + 1, row.last_seq))
 

@@ -89,7 +89,7 @@ class Declarations:
         """Put a topic in force as declared, with its from_seq; its directory may be there."""
         logger, data = self._context.logger, self._context.data
         topic = declared.topic(name)
-        self._in_force.raise_format(topic)
+        self._in_force.raise_format_for(topic)
         with_room(
             topics.toml_path(data, name),
             self._context.wait_for_room,

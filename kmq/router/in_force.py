@@ -84,17 +84,22 @@ class TopicsInForce:
 
     def put(self, topic: Topic) -> None:
         """Put a topic in force, from its `from_seq` on."""
-        self.raise_format(topic)
+        self.raise_format_for(topic)
         topic.lives = self.deleted.lives.get(topic.name, ())
         self.table[topic.name.encode()] = topic
         self._forget_routes()
 
-    def raise_format(self, topic: Topic) -> None:
+    def raise_format_for(self, topic: Topic) -> None:
         """Raise the directory's format if older releases would lead records of this topic to other partitions."""
-        if topic.needs_newest and (text := identity.routed_text(self._context.data)):
+        if topic.is_rerouted:
+            self.raise_format(identity.ROUTED, topic, "its partitioner or its growth")
+
+    def raise_format(self, number: int, topic: Topic, what: str) -> None:
+        """Raise the directory's format to this version, so that releases that do not know `what` do not open it."""
+        if text := identity.raised_text(self._context.data, number):
             self._context.replace(f"{self._context.data}/format", f"{text}\n".encode())
-            effect = "releases that do not know its partitioner or its growth do not open the directory any more"
-            self._context.logger.info("format_raised", to=identity.FORMAT, topic=topic.name, effect=effect)
+            effect = f"releases that do not know {what} do not open the directory any more"
+            self._context.logger.info("format_raised", to=number, topic=topic.name, effect=effect)
 
     def forget(self, topic: Topic) -> None:
         """Take a deleted topic out of force."""

@@ -102,6 +102,8 @@ class PartitionLogs:
             low = record.seq_of(end.last) + 1 if end.last else topic.from_seq
             if wal.first_seq(self._context.data) <= low:
                 lines = b"".join(self.wal_records(topic, log.number, SeqRange(low, state.last_seq)))
+                if not end.last:  # the WAL may also have what lies before the start of the log
+                    lines = _last_lines(lines, state.end_offset - state.base)
                 file.seek(end.position)
                 if file.read() != lines:
                     self._context.logger.warn(
@@ -192,6 +194,11 @@ class _GoodEnd(namedtuple("_GoodEnd", ("position", "offset", "last", "entries"))
     """Where an active segment stops being whole: byte, next offset, last line, index entries of the blocks before."""
 
     __slots__ = ()
+
+
+def _last_lines(lines: bytes, count: int) -> bytes:
+    """Return the last `count` of whole lines."""
+    return b"\n".join(lines.split(b"\n")[-count - 1 :])
 
 
 def _good_end(fd: int, path: str, state: PartitionState, damaged_at: int) -> _GoodEnd:

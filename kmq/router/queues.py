@@ -3,8 +3,8 @@
 Owner       the router process (lock topics/.owner).
 Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of
             deleted topics (sorting.py). The logs on disk are at least what router.ckpt says (recovery.py).
-            Retention deletes a segment only after a checkpoint on disk no longer counts it. The last record of a log
-            always stays.
+            A segment is deleted only after a checkpoint on disk no longer counts it. Retention never deletes the last
+            record of a log; a start may, and then router.ckpt and the record of that start say which seq it had.
             A segment is replaced by a compacted one only while it is sealed and synced, and only by one that covers
             exactly its records.
 Crash       The logs are copies, and the WAL is the truth. A start examines every log, then replays the WAL from the
@@ -17,7 +17,7 @@ Memory      A cold partition is one small object, its PartitionState. At most `m
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ from kmq.log import compaction, remnant, segment, topic_changes
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.partition import PartitionLog, PartitionState, directory_of
+from kmq.log.remnant import Kept
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -53,7 +54,6 @@ class Retention:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
-        self._needed_from: dict[tuple[str, int], int] = {}  # of logs of which whoever writes them needs only the rest
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
 
     def roll_over_soon(self) -> None:
@@ -135,8 +135,6 @@ class Retention:
             if state.sealed and state.end_offset - state.start > 1:
                 limits, most = self._in_force.limits_of(at[0]), AT_ONCE - len(gone)
                 count = limits.expired(state.sealed, state.active_bytes, now_s, most)
-                if at in self._needed_from:
-                    count = max(count, min(most, self._trimmed(at, state)))
                 is_all = count == len(state.sealed) and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
         if gone:
@@ -149,19 +147,64 @@ class Retention:
         kept = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
         gone = state.retire(len(state.sealed) - (kept is None))
         if kept is not None:
-            state.keep(kept)
-            self._checkpoints.kept.append(kept)
-            self._checkpoints.dirty += remnant.files(kept)
+            self._keep(state, Kept(kept))
         return gone
 
-    def trim(self, topic: str, partition: int, offset: int) -> None:
-        """Let the next ticks retire the sealed segments of a log that lie in front of `offset`."""
-        self._needed_from[topic, partition] = offset
+    def _keep(self, state: PartitionState, kept: Kept) -> None:
+        """Let a log begin with a copy that gets its name with the next checkpoint."""
+        state.keep(kept.segment)
+        self._checkpoints.kept.append(kept)
+        self._checkpoints.dirty += remnant.files(kept.segment)
 
-    def _trimmed(self, at: tuple[str, int], state: PartitionState) -> int:
-        """Return how many of the oldest sealed segments nobody needs."""
-        ends = [*(segment.first for segment in state.sealed[1:]), state.base]
-        return sum(end <= self._needed_from[at] for end in ends)
+    # --- starts ------------------------------------------------------------------------------------------------------
+
+    def begin_at(self, starts: Iterable[tuple[PartitionLog, int]]) -> None:
+        """Let logs begin with these offsets, at most their ends; a log that begins later stays as it is.
+
+        Begins a checkpoint. When it is on disk, the files begin there.
+        """
+        starts = [(log, offset) for log, offset in starts if offset > log.state.start]
+        if not starts:
+            return
+        self._checkpoints.finish()  # else a log may begin with a copy that has no name yet
+        gone: list[Segment] = []
+        for log, offset in starts:
+            gone += self._retire_before(log, min(offset, log.state.end_offset))
+            self._logs.unsynced.add(log)
+            begin = log.state.start
+            self._context.logger.info("start_moved", topic=log.topic, partition=log.number, offset=begin)
+        self._checkpoints.start(gone)
+
+    def _retire_before(self, log: PartitionLog, offset: int) -> list[Segment]:
+        """Retire all records before `offset`, in a log that has it or ends there.
+
+        At damage, and without room for a copy of the records behind it, the segment that holds them stays as a whole.
+        """
+        state = log.state
+        if offset > state.base and not self._has_rolled(log):
+            self._tell_start_postponed(log, offset, "no room to seal the active segment")
+        ends = [*(part.first for part in state.sealed[1:]), state.base]
+        whole = sum(end <= offset for end in ends[: len(state.sealed)])
+        kept = None
+        if whole < len(state.sealed) and state.sealed[whole].first < offset:
+            try:
+                kept = remnant.lay_out_rest(state.sealed[whole], offset)
+            except DamageError as err:
+                self._context.logger.error("damaged", file=err.path, reason=err)
+                self._context.damaged(err)
+            except OSError as err:
+                if err.errno not in FULL:
+                    raise
+                self._tell_start_postponed(log, offset, "no room for a copy of the rest of a segment")
+        gone = state.retire(whole + (kept is not None))
+        if kept is not None:
+            self._keep(state, kept)
+        return gone
+
+    def _tell_start_postponed(self, log: PartitionLog, offset: int, why: str) -> None:
+        effect = "only whole segments are deleted; ask again when there is room"
+        names = {"topic": log.topic, "partition": log.number, "offset": offset}
+        self._context.logger.warn("start_postponed", **names, reason=why, effect=effect)
 
     def make_room(self) -> None:
         """Retire segments. May be called in the middle of an append or a roll."""
@@ -263,7 +306,7 @@ class Queues:
         self.sorter = Sorter(context, in_force, logs, self.declarations, routes)
         self.checkpoints = Checkpoints(context, in_force, logs, self.sorter)
         self.retention = Retention(context, in_force, logs, self.checkpoints)
-        retention = self.retention.roll_over, self.retention.trim
+        retention = self.retention.roll_over, self.retention.begin_at
         self.changes = TopicChanges(
             context, in_force, logs, self.declarations, self.sorter, self.checkpoints, *retention
         )
@@ -368,5 +411,5 @@ class Queues:
 
 def _is_change(block: Block) -> bool:
     """Return True if a block is the record of a change of a topic, which has a block of its own."""
-    is_key = block.count == 1 and block.key_length == len(topic_changes.KEY)
-    return is_key and record.routing_key_of(bytes(block.data)) == topic_changes.KEY
+    is_key = block.count == 1 and block.key_length in map(len, topic_changes.KEYS)
+    return is_key and record.routing_key_of(bytes(block.data)) in topic_changes.KEYS

@@ -24,6 +24,7 @@ from kmq.log.dropped import SeqRange
 from kmq.log.index import IndexWriter
 from kmq.log.partition import PartitionLog, PartitionPlace, PartitionState, directory_of
 from kmq.log.partition_recovery import Gap, Remains, WalRange, fits, recover
+from kmq.log.remnant import Kept
 from kmq.log.segment import Segment
 from kmq.log.topics import Since
 from kmq.message import record
@@ -48,7 +49,7 @@ class Checkpoints:
         # The writer's thread only waits for room: making room changes the logs, which belong to the routing thread.
         self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
         self.dirty: list[str] = []  # files repaired or made since the last checkpoint, besides those in `logs.unsynced`
-        self.kept: list[Segment] = []  # last records that outlive their segments with the next checkpoint
+        self.kept: list[Kept] = []  # ends of segments that outlive them with the next checkpoint
         self.started_at = time.monotonic_ns()
         self._bytes_then = 0
 
@@ -82,13 +83,13 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is on disk. Raises RetryError if it failed."""
-        self.writer.finish()
+        self.writer.finish(self._context.check)
 
     def forget(self, topic: Topic) -> None:
         """Drop the files of a topic from those to sync, because they are about to be deleted."""
         directory = f"{self._context.data}/topics/{topic.name}/"
         self.dirty = [path for path in self.dirty if not path.startswith(directory)]
-        self.kept = [segment for segment in self.kept if not segment.path.startswith(directory)]
+        self.kept = [kept for kept in self.kept if not kept.segment.path.startswith(directory)]
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
@@ -114,6 +115,7 @@ class Recovery:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._checkpoints = declarations, checkpoints
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
+        self._recorded_starts: dict[tuple[str, int, int], checkpoint.RecordedStart] | None = None  # read when needed
 
     def run(self, high: int) -> int:
         """Examine every log; return the seq from which to replay the WAL. `high`: the last durable seq."""
@@ -184,7 +186,10 @@ class Recovery:
         known = row.known
         # Without a checkpoint, retention may have deleted the front, or it was lost; the WAL may still have it.
         may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
-        remains = recover(segments, known, wal_range, known.start if may_begin else segments[0].first)
+        begin = known.start if may_begin else segments[0].first
+        if segments and not known.last_seq:
+            begin = max(begin, min(self._recorded_start(row).offset, segments[0].first))
+        remains = recover(segments, known, wal_range, begin)
         where = self._path_of(row, remains)
         if remains.cut:
             self._context.logger.warn("torn_tail_cut", file=where, bytes=remains.cut, last_seq=remains.state.last_seq)
@@ -226,6 +231,8 @@ class Recovery:
         """Decide how a short log gets its missing end: as one more gap, or from a replay. Return what `_mend` returns."""
         state, known = remains.state, row.known
         is_short = state.end_offset < known.end_offset
+        if not state.last_seq and not is_short:
+            state.last_seq = self._last_seq_before(row, state.end_offset)
         needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
         if is_short or remains.gaps:
             starts = [gap.seqs.first for gap in remains.gaps]
@@ -238,9 +245,11 @@ class Recovery:
             )
         if not is_short:
             return state, None
-        if needed < wal_range.first:
-            # A replay would begin with the oldest record of the WAL, and give it a wrong offset. As a gap, the records
-            # are numbered from its end.
+        never_had = self._in_force.first_state(row.topic.name, row.number).end_offset
+        is_after_start = remains.segments and not state.last_seq and state.end_offset > never_had
+        if needed < wal_range.first or is_after_start:
+            # A replay would begin with the oldest record of the WAL, or with those that a start has deleted, and give it
+            # a wrong offset. As a gap, the records are numbered from its end.
             into = remains.segments[-1] if remains.segments else None
             remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
             state.end_offset, state.last_seq = known.end_offset, known.last_seq
@@ -248,6 +257,20 @@ class Recovery:
         if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
             state = self._in_force.first_state(row.topic.name, row.number)
         return state, needed
+
+    def _last_seq_before(self, row: KnownPartition, end: int) -> int:
+        """Return the last seq of a log that ends with offset `end` and has no record; 0 if it never had any."""
+        known: PartitionState = row.known
+        if end == known.end_offset:
+            return known.last_seq
+        start = self._recorded_start(row)
+        return start.seq if start.offset >= end else 0
+
+    def _recorded_start(self, row: KnownPartition) -> checkpoint.RecordedStart:
+        if self._recorded_starts is None:
+            self._recorded_starts = checkpoint.recorded_starts(self._context.data)
+        at = row.topic.name, row.topic.from_seq, row.number
+        return self._recorded_starts.get(at, checkpoint.NO_START)
 
     def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
         """Write the records of a gap from the WAL; return the files to be synced.
@@ -345,16 +368,12 @@ class Recovery:
 
 
 def _settle(directory: str, known: PartitionState) -> list[Segment]:
-    """Finish a retention that a kill interrupted, and return the segments of the log."""
-    segments = segment.survey(directory)
-    retired = [part for part in segments if part.first < known.start]
-    if retired:  # the kill came after the checkpoint and before their removal
-        segment.remove(retired)
-        segments = segments[len(retired) :]
-    if segments and known.start == segments[0].first - 1 and remnant.settle(directory, known.start):
-        segments = segment.survey(directory)  # the kill came after their removal
+    """Finish a deletion of segments that a kill interrupted, and return the segments of the log."""
+    # The kill may have come after the checkpoint and before their removal, or before the copy got its name.
+    segment.remove([part for part in segment.survey(directory) if part.first < known.start])
+    remnant.settle(directory)
     segment.settle(directory)
-    return segments
+    return segment.survey(directory)
 
 
 def _without_first(blocks: Iterator[bytes], skip: int) -> Iterator[bytes]:

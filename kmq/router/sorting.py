@@ -110,7 +110,7 @@ class Sorter:
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
                 for part, key in topic_changes.parts(lines):
-                    if key == topic_changes.KEY:
+                    if key in topic_changes.KEYS:
                         self.make_topics()  # of lines before this replay: they are older than the change
                         change(part)
                     self._route_lines([part])

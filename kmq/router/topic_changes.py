@@ -1,4 +1,4 @@
-"""Changes of topics: declarations, limits, growth, deletion. Each is a record of the WAL (kmq/log/topic_changes.py).
+"""Changes of topics: declarations, limits, growth, starts, deletion. Each is a record of the WAL (kmq/log/topic_changes.py).
 
 Owner       the router process: commands only submit requests, and the framer makes records of them.
 Invariant   A change is carried out between the lines before its record and those behind it, with the seq of the record,
@@ -6,6 +6,7 @@ Invariant   A change is carried out between the lines before its record and thos
             its files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
             more partitions is on disk in topic.toml before a record is routed by it. A request is removed after its
             record was carried out.
+            What a start has deleted comes back neither in a replay nor in a rebuild that has its record.
 Crash       A record that was carried out may be carried out again: that changes nothing. Between `deletions` and the
             removal of the directory, which takes as many turns as it has files (`sweep`), the next start removes it
             (`finish_deletions`). Between topic.toml and the new partitions, the next start makes them (declarations.py).
@@ -15,12 +16,13 @@ No record   Topics that messages make, and declarations of a release before thes
 import os
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from kmq.errors import ConfigError
 from kmq.files import sync_file
-from kmq.log import deletions, topic_changes, topics
+from kmq.log import deletions, identity, reader, topic_changes, topics
+from kmq.log.partition import PartitionLog
 from kmq.log.segment import LIMITS
 from kmq.log.topic_changes import TopicChange
 from kmq.message import record
@@ -53,13 +55,14 @@ class TopicChanges:
         sorter: Sorter,
         checkpoints: Checkpoints,
         retain: Callable[[], None],
-        trim: Callable[[str, int, int], None],
+        begin_at: Callable[[Iterable[tuple[PartitionLog, int]]], None],
     ) -> None:
         """Take the parts of the router. `retain` seals and deletes what is over its limits, at once.
 
-        `trim` takes a topic, a partition and an offset.
+        `begin_at` takes logs, and the offset with which each begins from now on.
         """
-        self._context, self._in_force, self._logs, self._retain, self._trim = context, in_force, logs, retain, trim
+        self._context, self._in_force, self._logs, self._retain = context, in_force, logs, retain
+        self._begin_at = begin_at
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
         self._read_mtime = 0  # mtime of topics/ when it was last read
         self._final = self._last_seq = 0  # see `recovered`
@@ -86,6 +89,8 @@ class TopicChanges:
             self._context.logger.warn("request_refused", file="append", topic=topic_changes.TOPIC, reason=err)
             return
         is_done = change.seq <= (self._last_seq if change.verb == topic_changes.SET else self._final)
+        if change.verb == topic_changes.START:  # a log that is rebuilt has again what the start had deleted
+            is_done = is_done and not self._is_in_force(change)
         if not is_done:
             self._sync_wal()
             self._carry_out(change, _When(change.seq, change.seq, change.ts))
@@ -111,7 +116,7 @@ class TopicChanges:
             if request not in numbered:
                 next_seq = self._sorter.sorted_seq + 1
                 when = _When(next_seq, next_seq - 1, deletions.now())
-                self._carry_out(TopicChange(request.verb, request.topic, None, request.limits, request.name), when)
+                self._carry_out(TopicChange(request.verb, request.topic, None, request.values, request.name), when)
                 request.remove()
         coming = {request.topic for request in numbered if request.verb == topic_changes.CREATE}
         for name in pending:
@@ -149,9 +154,8 @@ class TopicChanges:
                 self._delete(change, when)
             elif change.verb == topic_changes.RETAIN:
                 self._retain()
-            elif change.verb == topic_changes.TRIM:
-                for partition, offset in change.values.items():
-                    self._trim(self._topic_of(change).name, int(partition), int(offset))
+            elif change.verb == topic_changes.START:
+                self._start(change)
             else:
                 raise ConfigError(f"unknown request {change.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:
@@ -238,7 +242,7 @@ class TopicChanges:
         grown = Topic(
             name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)], topic.partitioner
         )
-        self._in_force.raise_format(grown)
+        self._in_force.raise_format_for(grown)
         path = topics.toml_path(data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_growth(file.read(), grown)
@@ -252,6 +256,26 @@ class TopicChanges:
         self._context.logger.info(
             "topic_grown", topic=name, partitions=partitions, from_seq=next_seq, removed=",".join(removed) or "none"
         )
+
+    def _start(self, change: TopicChange) -> None:
+        """Delete what its partitions have before some offsets. Raises ConfigError if there is no such partition."""
+        self._sorter.make_topics()  # waiting lines may be of this topic, and older
+        topic, starts = self._topic_of(change), change.starts
+        if max(starts, default=0) >= topic.partitions:
+            raise ConfigError(f"topic {topic.name!r}: has {topic.partitions} partition(s), and no {max(starts)}")
+        self._in_force.raise_format(identity.FORMAT, topic, "starts of partitions")
+        logs = {self._logs.log_of(topic, number): offset for number, offset in starts.items()}
+        self._begin_at((log, self._end_then(log, offset, change.seq)) for log, offset in logs.items())
+
+    def _end_then(self, log: PartitionLog, offset: int, seq: int) -> int:
+        """Return `offset`, at most the end that a log had when the record `seq` came; 0: it has none."""
+        if not seq or log.state.last_seq < seq or offset <= log.state.start:
+            return offset
+        return min(offset, reader.partition(self._context.data, log.topic, log.number).offset_of_seq(seq))
+
+    def _is_in_force(self, change: TopicChange) -> bool:
+        topic = self._in_force.table.get(change.topic.encode())
+        return topic is not None and change.incarnation == topic.from_seq
 
     def _sync_wal(self) -> None:
         """Sync the WAL, or after a power cut other records could get the seqs up to which all is sorted."""

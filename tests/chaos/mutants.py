@@ -21,6 +21,7 @@ DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
 ROUTING, UNIT_GROWTH = "kmq/message/routing.py", "tests/unit/test_topic_growth.py"
 CHANGES, RECORDS = "kmq/router/topic_changes.py", "tests/unit/test_topic_records.py"
+UNIT_STARTS = "tests/unit/test_starts.py"
 FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
 FORMATS = "tests/scenario/test_formats.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
@@ -553,8 +554,33 @@ MUTANTS = [
     ),
     Mutant(
         "a topic that older releases misread leaves the format as it is",
-        [("kmq/router/in_force.py", "if topic.needs_newest and", "if topic.needs_newest and not topic.name and")],
+        [("kmq/router/in_force.py", "if topic.is_rerouted:", "if topic.is_rerouted and not topic.name:")],
         [FORMATS],
+    ),
+    Mutant(
+        "a rebuilt queue has again what a start had deleted",
+        [(CHANGES, "is_done = is_done and not self._is_in_force(change)", "pass")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a replay takes for the end of a log what came after the start",
+        [(CHANGES, "if not seq or log.state.last_seq < seq or", "if True or")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a copy of the rest of a segment is no segment before it has its name",
+        [("kmq/log/segment.py", "return [*(each for each in kept if each < found[0]), *found]", "return found")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "an empty log begins anew after a lost checkpoint",
+        [("kmq/router/recovery.py", "return start.seq if start.offset >= end else 0", "return 0")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a repair fills a queue up to its first record ever",
+        [("kmq/repair/heal.py", "start = max(start, min(recorded.offset, segments[0][0]))", "pass")],
+        [UNIT_STARTS],
     ),
     Mutant(
         "a checkpoint that is silent about the partitioner of a topic is believed",

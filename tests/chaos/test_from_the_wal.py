@@ -24,9 +24,9 @@ from chaos.pod import Pod
 from chaos.test_crash_points import Bench
 from chaos.traces import Point, few, traced
 from kmq.framing import topics as declarations
+from kmq.log import segment, topics, wal
 from kmq.log import topic_changes as requests
 from kmq.log import topic_changes as topic_records
-from kmq.log import topics, wal
 from kmq.router import topic_changes
 from kmq.router.queues import Queues
 
@@ -93,6 +93,7 @@ def test_what_was_declared_grown_and_deleted_comes_back_from_the_wal_alone(make_
     pod.kill("router")
     ask(pod.data, requests.GROW, "wide", partitions="4")
     ask(pod.data, requests.SET, "second", retention_age="", retention_bytes="10 GiB")
+    requests.begin_at(data, "wide", None, {0: 7, 1: 1 << 40})
     come()
     pod.kill("framer")
     pod.start("framer", "router")
@@ -113,6 +114,9 @@ def test_what_was_declared_grown_and_deleted_comes_back_from_the_wal_alone(make_
     pod.stop()
     assert (pod.data / "__kmq.log").read_bytes().count(b"|__kmq.topic|") == 8
     judge(pod.data)
+    assert (pod.data / "__kmq.log").read_bytes().count(b"|__kmq.start|") == 1
+    firsts = [segment.listing(f"{data}/topics/wide/{number}")[0][0] for number in range(3)]
+    assert firsts[0] == 7 and firsts[1] > 7 and firsts[2] == 0
     assert topics.read(data, "second").limits == {"max_deliveries": "5"}
     pod.start()
     pod.settle()

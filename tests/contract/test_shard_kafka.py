@@ -12,6 +12,8 @@ from consuls import free_ports
 from test_shard import BROKERS, PATIENCE_S, wait_for
 from test_shard_clients import HOST, Whole
 
+from kmq.log import reader
+
 
 class KafkaShard(Whole):
     """Brokers whose Kafka ports are the same in every role, as users have them."""
@@ -161,3 +163,27 @@ def test_a_killed_leader_costs_a_producer_and_a_group_nothing(shard, protocol):
         found = message if message is not None and message.error() is None else None
     assert (found.offset(), found.leader_epoch()) == (2000, epochs[0]["epoch"])
     after.close()
+
+
+def test_a_start_is_the_same_at_every_replica_and_at_the_next_leader(shard):
+    options = shard.bootstrap()
+    producer = Producer(options | {"acks": "all"})
+    delivered(producer, "t", range(100))
+    admin = AdminClient(options)  # has to be there until it has answered
+    asked = admin.delete_records([TopicPartition("t", 0, 42)])
+    assert [future.result(PATIENCE_S).low_watermark for future in asked.values()] == [42]
+
+    def firsts():
+        return {reader.partition(f"{shard.root}/{name}/data", "t", 0).first_offset for name in BROKERS}
+
+    wait_for("the same start everywhere", lambda: firsts() == {42})
+    leader = shard.leader()
+    shard.kill(leader)
+    wait_for("another leader", lambda: shard.leader() != leader)
+    delivered(producer, "t", range(100, 110))
+    consumer = Consumer(options | {"group.id": "g", "auto.offset.reset": "earliest"})
+    consumer.assign([TopicPartition("t", 0, 0)])
+    read = []
+    wait_for("the rest", lambda: read.append(consumer.poll(1)) or (read[-1] and read[-1].offset() == 109))
+    consumer.close()
+    assert [int(each.value()) for each in read if each and not each.error()] == [*range(42, 110)]

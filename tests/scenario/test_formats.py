@@ -2,7 +2,8 @@
 
 tests/formats/<version>.tar.xz were written by brokers of those releases: plain lines, a topic of two partitions, a
 producer with the ids 1 to 100, and an orderly stop. 2-marks.tar.xz is of an early version 2, to which `.@` was a part of a key.
-2-murmur2.tar.xz is of the last release of version 2: its topic `wide` is declared with murmur2, and has grown.
+2-murmur2.tar.xz is of the last release of version 2: its topic `wide` is declared with murmur2, and has grown. 3.tar.xz is the
+same, opened by the last release of version 3.
 """
 
 import os
@@ -20,7 +21,7 @@ from kmq.log import identity
 from kmq.log.index import IndexWriter
 
 KEPT = sorted((Path(__file__).parents[1] / "formats").glob("*.tar.xz"))
-MARKS, MURMUR2 = (KEPT[0].with_name(f"2-{name}.tar.xz") for name in ("marks", "murmur2"))
+MARKS, MURMUR2, ROUTED = (KEPT[0].with_name(f"{name}.tar.xz") for name in ("2-marks", "2-murmur2", "3"))
 WIDE = "topics/wide"
 
 
@@ -45,8 +46,9 @@ def test_a_data_directory_of_an_older_release_opens(broker, kept):
     broker.wait_routed(1020)
     broker.down()
 
-    # Only what an older release would misread raises the version to the last one: to go back is possible until then.
-    assert identity.version(str(broker.data))[0] == (identity.FORMAT if kept == MURMUR2 else identity.LABELLED)
+    # Only what an older release would misread raises the version: to go back is possible until then.
+    is_rerouted = kept in (MURMUR2, ROUTED)
+    assert identity.version(str(broker.data))[0] == (identity.ROUTED if is_rerouted else identity.LABELLED)
     assert broker.wal()[:1000] == wal
     for directory, lines in before.items():
         assert lines_of(directory, ".")[: len(lines)] == lines

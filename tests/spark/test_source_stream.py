@@ -83,6 +83,25 @@ def test_what_retention_took_before_it_was_read_stops_the_stream_or_is_passed_ov
     assert ids(spark, tmp_path) == [*range(20), *range(first_left, 100)]
 
 
+def test_a_stream_begins_where_a_start_lets_the_partition_begin(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 20), segment_bytes=300, group=5, closed=False)
+    data, behind = str(tmp_path / "data"), tmp_path / "behind"
+    topic_changes.begin_at(data, "orders", None, {0: 13})
+    made[1].tick()
+    made[1].settle()
+    append(made, orders(20, 30), group=5)
+    options = {"subscribe": "orders", "startingOffsets": "earliest"}
+    run(spark, data, tmp_path, **options)
+    run(spark, data, behind, **options)
+    assert ids(spark, tmp_path) == [*range(13, 30)]
+    append(made, orders(30, 40), group=5)
+    topic_changes.begin_at(data, "orders", None, {0: 35})
+    made[1].tick()
+    made[1].settle()
+    with pytest.raises(StreamingQueryException, match="offsets 30 to 34 are gone"):
+        run(spark, data, behind, **options)
+
+
 def delete(made, data, topic):
     topic_changes.submit(data, topic_changes.DELETE, topic, {})
     made[1].tick()

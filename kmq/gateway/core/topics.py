@@ -1,4 +1,4 @@
-"""Topics as doors administer them: create, list, describe, change, delete.
+"""Topics as doors administer them: create, list, describe, change, delete, also only their first records.
 
 Owner       the router carries everything out (kmq/log/topic_changes.py); this module declares, asks and waits.
 Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
@@ -20,7 +20,7 @@ from kmq.config.states import InForce
 from kmq.config.values import FOREVER
 from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker, RequestRefused, bad_field, check_data
-from kmq.log import bounds, topic_changes, topics
+from kmq.log import bounds, reader, topic_changes, topics
 from kmq.log.bounds import Bounds, PartitionSize
 from kmq.log.segment import Limits
 from kmq.log.topic_changes import TopicRequest
@@ -310,6 +310,27 @@ class TopicAdmin:
         if left and left[1] == before.from_seq:  # otherwise a message has made it again
             raise RequestRefused("internal", f"topic {name!r}: was not deleted; see event request_refused in the log")
 
+    async def delete_before(self, name: str, starts: Mapping[int, int], patience_s: float = _ADOPT_S) -> dict[int, int]:
+        """Delete what partitions of a topic have before these offsets; return the first offset of each by then.
+
+        That is a lower one if the router is not up, has no room for a copy of the records behind it, or is too slow.
+        """
+        _refuse_reserved(name, "truncated")
+        topic = await self.describe(name)
+        if topic.from_seq is None:
+            raise RequestRefused("not_ready", f"topic {name!r}: is declared, and not in force yet")
+
+        def firsts() -> dict[int, int]:
+            return {number: reader.partition(self._data, name, number).first_offset for number in starts}
+
+        def have_begun() -> bool:
+            return all(first >= starts[number] for number, first in firsts().items())
+
+        if not await asyncio.to_thread(have_begun):
+            request = await asyncio.to_thread(topic_changes.begin_at, self._data, name, topic.from_seq, starts)
+            await self._wait(lambda: not request.is_waiting and have_begun(), patience_s)
+        return await asyncio.to_thread(firsts)
+
     # --- waiting for the router --------------------------------------------------------------------------------------
 
     async def _carried_out(self, request: TopicRequest) -> None:
@@ -317,9 +338,9 @@ class TopicAdmin:
             text = "the request is on disk, and the router carries it out as soon as it can; see /readyz"
             raise RequestRefused("not_ready", text)
 
-    async def _wait(self, is_done: Callable[[], bool]) -> bool:
+    async def _wait(self, is_done: Callable[[], bool], patience_s: float = _ADOPT_S) -> bool:
         """Wait for the router; return False if it is not up, or too slow."""
-        deadline = time.monotonic() + _ADOPT_S
+        deadline = time.monotonic() + patience_s
         while not await asyncio.to_thread(is_done):
             if time.monotonic() > deadline or not self._broker.verdict().ready:
                 return False

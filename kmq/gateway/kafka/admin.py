@@ -29,12 +29,14 @@ from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
 from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY, Transaction
 from kmq.gateway.kafka.transactions import Transactions
-from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
+from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
 from kmq.log import bounds
 from kmq.log.topics import MAX_PARTITIONS
 from kmq.message import record
 
 _DEFAULT_COUNT = -1  # of partitions or replicas: as the settings of the broker say
+_END = -1  # the offset of DeleteRecords that means the end
+_MOST_PATIENCE_S = 60.0  # with the router: what comes after a request on its connection waits, too
 _AT_ONCE = 32  # topics of a request that are changed side by side: each waits for the router
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -194,10 +196,11 @@ class AdminChapter:
         transactions: Transactions,
     ) -> None:
         self._settings, self._topics, self._tokens, self._nodes = settings, core.topics, tokens, nodes
-        self._transactions = transactions
+        self._partitions, self._transactions = core.partitions, transactions
         self.handlers: dict[Key, Handler] = {
             Key.CREATE_TOPICS: self._create_topics,
             Key.DELETE_TOPICS: self._delete_topics,
+            Key.DELETE_RECORDS: self._delete_records,
             Key.CREATE_PARTITIONS: self._create_partitions,
             Key.DESCRIBE_CONFIGS: self._describe_configs,
             Key.ALTER_CONFIGS: self._alter_configs,
@@ -261,6 +264,49 @@ class AdminChapter:
             await self._topics.delete(name)
 
         return {"responses": await _each(call, call.body.topic_names, lambda name: {"name": name}, delete)}
+
+    async def _delete_records(self, call: Call) -> Fields:
+        patience_s = min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000)
+
+        async def delete(topic: Any) -> dict[str, Any]:
+            rows, starts = [], dict[int, int]()
+            for asked in topic.partitions:
+                row = {"partition_index": asked.partition_index, "error_code": ErrorCode.none, "low_watermark": -1}
+                try:
+                    offset = await asyncio.to_thread(self._start_of, topic.name, asked.partition_index, asked.offset)
+                    starts[asked.partition_index] = max(offset, starts.get(asked.partition_index, 0))
+                except RequestRefused as err:
+                    row["error_code"] = code_of(err)
+                rows.append(row)
+            try:
+                firsts = await self._topics.delete_before(topic.name, starts, patience_s) if starts else {}
+            except RequestRefused as err:
+                firsts = {}
+                rows = [row | {"error_code": row["error_code"] or code_of(err)} for row in rows]
+            for row in rows:
+                if not row["error_code"]:
+                    first = firsts[row["partition_index"]]
+                    is_there = first >= starts[row["partition_index"]]
+                    row |= {"low_watermark": first} if is_there else {"error_code": ErrorCode.request_timed_out}
+                if row["error_code"]:
+                    call.errors.append(row["error_code"])
+            return {"name": topic.name, "partitions": rows}
+
+        topics = call.body.topics
+        answers: list[dict[str, Any]] = []
+        for first in range(0, len(topics), _AT_ONCE):
+            answers += await asyncio.gather(*map(delete, topics[first : first + _AT_ONCE]))
+        return {"topics": answers}
+
+    def _start_of(self, topic: str, partition: int, offset: int) -> int:
+        """Return with which offset a partition shall begin; -1 is its end. Raises RequestRefused if it cannot."""
+        _, end = self._partitions.bounds(topic, partition)
+        (state,) = self._topics.states([topic])
+        if value_of("cleanup.policy", state.options, state.own) == "compact":
+            raise KafkaRefused(ErrorCode.policy_violation, f"topic {topic!r}: its rows stay, because it is compacted")
+        if not _END <= offset <= end:
+            raise KafkaRefused(ErrorCode.offset_out_of_range, f"{topic}/{partition}: ends with offset {end}")
+        return end if offset == _END else offset
 
     async def _create_partitions(self, call: Call) -> Fields:
         nodes = self._nodes(call.connection).replicas

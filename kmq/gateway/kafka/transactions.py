@@ -237,7 +237,7 @@ class Transactions:
         return txn
 
     async def _trim(self) -> None:
-        """Let the router delete the segments of `__transactions` in front of what is open or decided."""
+        """Have the segments of `__transactions` deleted that lie in front of what is open or decided."""
         if not self._transactions:
             return
         # A transaction that begins from now on begins behind these ends; of one that is just beginning nobody knows.
@@ -252,11 +252,12 @@ class Transactions:
         def submit() -> None:
             starts = {}
             for number, offset in needed.items():
-                segments = segment.listing(f"{data}/topics/{HELD}/{number}")
-                if len(segments) > 1 and segments[1][0] <= offset:
-                    starts[str(number)] = str(offset)
+                # Where a segment begins: elsewhere the router would have to copy the rest of one.
+                firsts = [first for first, _ in segment.listing(f"{data}/topics/{HELD}/{number}") if first <= offset]
+                if len(firsts) > 1:
+                    starts[number] = firsts[-1]
             if starts:
-                topic_changes.submit(data, topic_changes.TRIM, HELD, starts)
+                topic_changes.begin_at(data, HELD, None, starts)
 
         await asyncio.to_thread(submit)
 

@@ -170,7 +170,7 @@ class QueueFiles:
             self._known[topic, number] = PartitionState(*values)
             self._seq = max(self._seq, values[1])
         known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
-        if any(topic.needs_newest for topic in known) and (text := identity.routed_text(self.to)):
+        if any(topic.is_rerouted for topic in known) and (text := identity.raised_text(self.to, identity.ROUTED)):
             replace_file(f"{self.to}/format", f"{text}\n".encode())
         self._write_tomls(sorted({topic for topic, _ in self._known}))
         for topic in known:  # a checkpoint has a row for each partition, also for one without records
