@@ -28,11 +28,10 @@ Mechanism   The fsyncs run in a thread beside the routing, because they release 
 import os
 import threading
 import zlib
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import NamedTuple
 
 from kmq.errors import CorruptError, RetryError
 from kmq.files import WaitForRoom, replace_file, sync_directory, with_room
@@ -231,11 +230,10 @@ def recorded_topics(data: str) -> RecordedTopics:
     return found
 
 
-class RecordedStart(NamedTuple):
+class RecordedStart(namedtuple("RecordedStart", ("offset", "seq"))):
     """The highest offset with which a partition was to begin, and the seq of the last record that says so."""
 
-    offset: int
-    seq: int
+    __slots__ = ()
 
 
 def recorded_starts(data: str) -> dict[tuple[str, int, int], RecordedStart]:

@@ -240,7 +240,7 @@ class SegmentLocator:
 
     def _recorded(self, topic: str, number: int) -> int:
         """Return the highest offset with which a record has let a partition begin: it had that many records."""
-        return max([0, *(start.offset for at, start in self._starts.items() if (at[0], at[2]) == (topic, number))])
+        return max([0, *(int(start.offset) for at, start in self._starts.items() if (at[0], at[2]) == (topic, number))])
 
     @cached_property
     def _starts(self) -> dict[tuple[str, int, int], checkpoint.RecordedStart]:
