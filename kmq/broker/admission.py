@@ -1,7 +1,8 @@
 """Decide if more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for all that were accepted before.
 
 Links       Ingress asks refusal() at every turn of its loop. While it names a reason, acknowledged producers are
-            refused, and other producers are not read. Durability asks must_wait() before each append, because a shell
+            refused, and other producers are not read, except those of KMQ itself whose few bytes free room (hello.py,
+            reserved=spare). Durability asks must_wait() before each append, because a shell
             may write into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far
             more space than its first message.
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.

@@ -21,7 +21,8 @@ Memory      Bounded: at most `max_names` names, `max_kafka` of Kafka's producers
             in all, and as many ids in windows; MAX_RANGES and MAX_PRINTS in all.
             An id that is dropped from the runs is still known to be stored, but not as which seq (`!dup n 0`); an id
             that is dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is
-            forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
+            forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise. The name under which a commit of Kafka's
+            transactions is written has no age: it is forgotten once _MOST_COPIERS others were used since.
 Time        A message costs the same however many names and ids there are: what is evicted next stands first in an
             order. Between two batches of lines a snapshot is copied for _COPY_S at most.
 """
@@ -45,6 +46,7 @@ from kmq.log import dedupe_file, remnant
 from kmq.log.dedupe_file import ROWS_PER_BEAT, TableSnapshot
 from kmq.message import record
 from kmq.message.ids import (
+    COPIER_NAME,
     KAFKA_NAME,
     MADE_UP,
     MAX_ID_DIGITS,
@@ -70,6 +72,10 @@ _MADE_UP_S = 600
 # that it could send again, and goes on under a name that is forgotten as under a new one.
 _KAFKA_S = 3600
 _MADE_UP, _KAFKA, _OWN = MADE_UP.encode(), re.compile(KAFKA_NAME.encode()), re.compile(OWN_NAME.encode())
+_COPIER = re.compile(COPIER_NAME.encode())
+# What writes a commit of Kafka's transactions to its topics has this many names; that is twice as many as there are ids
+# of transactions. Who asks for its last id keeps its name.
+_MOST_COPIERS = 40_000
 MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
 MAX_RANGES = 1 << 17  # ranges of all producers together: 2 MiB
 
@@ -87,6 +93,7 @@ class DedupeTable:
         self.common = TablePart("KMQ_PRODUCERS", max_names, _MADE_UP_S)
         self.kafka = TablePart("KMQ_KAFKA_PRODUCERS", max_kafka, _KAFKA_S)
         self.own = TablePart("", sys.maxsize, 0.0)
+        self.copiers = TablePart("", _MOST_COPIERS, 0.0)
         self.runs = self.prints = self.ranges = 0  # of all producers together
         self.window = IdWindow(max_ids, max_age)
         self._snapshot: TableSnapshot | None = (
@@ -102,8 +109,8 @@ class DedupeTable:
     def producer(self, name: bytes, seconds: int) -> KnownProducer | None:
         """Return the producer of that name, known or new; None if its part of the table is full.
 
-        KMQ's own producers (`__…`, a few, and `t<pid>`, as many as there are transactions) always have a place: strangers
-        must not keep a group from committing.
+        KMQ's own producers (`__…`, a few, and the last _MOST_COPIERS of `t<pid>`) always have a place: strangers must not
+        keep a group from committing.
         """
         producer = self.names.get(name)
         if producer is None:
@@ -119,7 +126,7 @@ class DedupeTable:
     def part_of(self, name: bytes) -> TablePart:
         """Return the part of the table in which this name has its place."""
         if _OWN.fullmatch(name):
-            return self.own
+            return self.copiers if _COPIER.fullmatch(name) else self.own
         return self.kafka if _KAFKA.fullmatch(name) else self.common
 
     def _add(self, producer: KnownProducer) -> KnownProducer:
@@ -127,7 +134,7 @@ class DedupeTable:
         producer.generation, producer.part = self._generation, part
         self.names[name] = producer
         part.count += 1
-        if part is self.kafka or name.startswith(_MADE_UP):
+        if part in (self.kafka, self.copiers) or name.startswith(_MADE_UP):
             part.evictable[name] = producer
         return producer
 
@@ -136,12 +143,8 @@ class DedupeTable:
     ) -> None:
         """Remember that messages first_id… of `producer` got the seqs seq…; `prints` are their fingerprints."""
         self._keep(producer)
-        name, before = producer.name, len(producer.prints)
-        producer.seconds = seconds
-        self.names.move_to_end(name)
-        evictable = producer.part.evictable
-        if name in evictable:
-            evictable.move_to_end(name)
+        before = len(producer.prints)
+        self._use(producer, seconds)
         self.runs += producer.add(first_id, seq, count, prints)
         self.prints += len(producer.prints) - before
         if self.prints > MAX_PRINTS:
@@ -150,6 +153,14 @@ class DedupeTable:
             self._trim(producer, _RUNS // 2)
         elif self.runs > self._max_runs:
             self._trim(producer, MIN_RUNS)
+
+    def _use(self, producer: KnownProducer, seconds: int) -> None:
+        """Let others be forgotten before this producer."""
+        producer.seconds = seconds
+        self.names.move_to_end(producer.name)
+        evictable = producer.part.evictable
+        if producer.name in evictable:
+            evictable.move_to_end(producer.name)
 
     def _keep(self, producer: KnownProducer) -> None:
         """Let the snapshot copy a producer that is about to change, if it has to."""
@@ -184,6 +195,14 @@ class DedupeTable:
         producer = self.names.get(name)
         return producer.last_id if producer is not None else 0
 
+    def ask(self, name: bytes, seconds: int) -> int:
+        """Return the same to who asks for it. What commits Kafka's transactions keeps its name by that."""
+        producer = self.names.get(name)
+        if producer is not None and producer.part is self.copiers:
+            self._keep(producer)
+            self._use(producer, seconds)
+        return self.last_id(name)
+
     def forget_idle(self, now: int) -> None:
         """Forget some names without a message for the time to live.
 
@@ -196,6 +215,11 @@ class DedupeTable:
             name, producer = next(iter(order.items()))
             if producer.seconds >= before:
                 return
+            if order is self.names and producer.part is self.copiers:  # a commit may wait for longer
+                self._keep(producer)
+                producer.seconds = int(before + self._ttl)
+                order.move_to_end(name)
+                continue
             del self.names[name]
             producer.part.count -= 1
             producer.part.evictable.pop(name, None)
@@ -286,7 +310,7 @@ class DedupeTable:
 
     def _clear(self) -> None:
         self.names.clear()
-        for part in (self.common, self.kafka, self.own):
+        for part in (self.common, self.kafka, self.own, self.copiers):
             part.evictable.clear()
             part.count = 0
         self.window.clear()

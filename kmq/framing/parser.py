@@ -154,7 +154,7 @@ class Parser:
 
         `next_seq` is what the first line will get; `seconds` since the epoch is now.
         """
-        self._text = text
+        self._text, self._seconds = text, seconds
         batch = self._batch = LineBatch(next_seq, self.source.begin(text))
         self._cuts: list[Cut] = []
         self._looked = self._bytes = 0  # at so many lines; so many bytes taken
@@ -208,7 +208,7 @@ class Parser:
         elif match := LAST_ID.match(text, at):
             self._looked += 1
             connection, question, name = match.groups()
-            reply = b"!last %d" % self.table.last_id(name)
+            reply = b"!last %d" % self.table.ask(name, self._seconds)
             self._reply(connection, int(question), 0, reply)
             self._cut(match.end(), position)
             return match.end(), position

@@ -154,6 +154,7 @@ class Connection:
         "replies",
         "sender",
         "sock",
+        "spares",
         "tls",
         "unfinished_since",
         "unit",
@@ -174,6 +175,7 @@ class Connection:
         self.sender: Sender | None = None
         self.producer = b""  # its name, if it has one
         self.attempt: Attempt | None = None  # which one of its program it is, if it says so
+        self.spares = False  # it may use the reserve of a full disk
         self.replies = PendingReplies()
         self.interest = select.EPOLLIN  # what the epoll of the producers waits for
         # For the deadlines (limits.py), by their clock:

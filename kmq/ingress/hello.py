@@ -1,7 +1,7 @@
 """The lines in which a connection speaks of itself and its messages: the hello, and the first line of a unit.
 
-    !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?] [reserved=1]
-           [token=<token>]
+    !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]
+           [reserved=1|spare] [token=<token>]
 
     producer    ids are decimal numbers that increase over all connections of that name
     attempt     which connection of a program this is: an earlier one of the same run, which arrives late, is refused
@@ -15,6 +15,8 @@
     reserved=1  with acks and the pod's local token: messages may name the topics of KMQ itself (`__…`), and the
                 producer's name may be one of KMQ's own. It must be asked for: the gateway shows that token for its clients
                 too, and must not lend them this right
+    reserved=spare  the same, and its messages are accepted also while the disk is full or the quota reached, out of the
+                reserve that is kept for messages on their way. It sends few and short ones, by which room becomes free
 
     !unit <lines> <bytes> [p=<name> [after=<id>]]
 
@@ -43,7 +45,7 @@ _NAME = re.compile(NAME_PATTERN.encode())
 _FIELDS = (b"acks", b"producer", b"attempt", b"window", b"last", b"shard", b"reserved", b"token")
 _USAGE = (
     "expected: !hello acks=0|1|all [producer=<name> [attempt=<run>.<number>] | window=<scope>] [last=?] [shard=?]"
-    " [reserved=1] [token=<token>]"
+    " [reserved=1|spare] [token=<token>]"
 )
 # The names of KMQ's own producers: no stranger may fence them, or send in their name.
 _OWN = re.compile(f"{OWN_NAME}|{KAFKA_NAME}".encode())
@@ -56,7 +58,7 @@ class HelloRefused(Exception):
 class Hello:
     """What a producer asked for."""
 
-    __slots__ = ("acks", "asks_last", "asks_shard", "attempt", "producer", "reserved", "tag", "token")
+    __slots__ = ("acks", "asks_last", "asks_shard", "attempt", "producer", "reserved", "spare", "tag", "token")
 
     def __init__(
         self,
@@ -67,11 +69,13 @@ class Hello:
         asks_last: bool = False,
         asks_shard: bool = False,
         reserved: bool = False,
+        spare: bool = False,
         attempt: Attempt | None = None,
     ) -> None:
         self.acks, self.producer, self.token, self.attempt = acks, producer, token, attempt
         self.asks_last, self.asks_shard = asks_last, asks_shard
         self.reserved = reserved  # it wants to write to reserved topics
+        self.spare = spare  # and to the reserve of the disk
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
 
 
@@ -107,8 +111,8 @@ def parse(line: bytes) -> Hello:
     if fields.get(b"shard", b"?") != b"?":
         raise HelloRefused("bad_hello shard= must be ?")
     reserved = b"reserved" in fields
-    if reserved and (fields[b"reserved"] != b"1" or acks == b"0"):
-        raise HelloRefused("bad_hello reserved= must be 1 and needs acks=1")
+    if reserved and (fields[b"reserved"] not in (b"1", b"spare") or acks == b"0"):
+        raise HelloRefused("bad_hello reserved= must be 1 or spare and needs acks=1")
     if not reserved and _OWN.fullmatch(fields.get(b"producer", b"")):
         raise HelloRefused("bad_hello producer= must not begin with __ or name a Kafka producer: these are KMQ's own")
     return Hello(
@@ -119,6 +123,7 @@ def parse(line: bytes) -> Hello:
         asks_last=b"last" in fields,
         asks_shard=b"shard" in fields,
         reserved=reserved,
+        spare=fields.get(b"reserved") == b"spare",
         attempt=attempt,
     )
 

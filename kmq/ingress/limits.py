@@ -111,6 +111,7 @@ class Gate:
 
     def __init__(self, stage: Stage) -> None:
         self.refusal = b""  # code and reason
+        self.lacks_room = False  # it is the disk or the quota that refuses
         self._row, self._log, self._role = stage.row, stage.log, stage.role
         durability = self._durability = stage.page.rows["durability"]
         self._admission = Admission(stage.settings, lambda: durability.bytes)
@@ -132,7 +133,7 @@ class Gate:
         refusal = refusals.reason(code).encode() if code else b""
         if refusal == self.refusal:
             return False
-        self.refusal = refusal
+        self.refusal, self.lacks_room = refusal, code in ("disk_full", "quota")
         self._row.admission = ADMISSIONS.index(code)
         if code:
             self._log.warn("refusing", reason=code, effect="acknowledged producers are told, others wait")

@@ -473,7 +473,7 @@ class Producers:
         for raw in self._datagrams.values():
             self.poll.modify(raw.sock, 0 if refusal else select.EPOLLIN)
         for connection in self.table:
-            connection.replies.follow(before, refusal)
+            connection.replies.follow(before, b"" if connection.spares and self._gate.lacks_room else refusal)
             self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
@@ -498,7 +498,7 @@ class Producers:
             raise HelloRefused(NOT_LOCAL)
         if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
             raise HelloRefused(refusals.reason("drop_oldest"))
-        if self._gate.refusal:
+        if self._gate.refusal and not (hello.spare and self._gate.lacks_room):
             raise HelloRefused(self._gate.refusal.decode())
         self._fence(hello, connection.peer)
         more = self._shard() if hello.asks_shard else b""
@@ -508,6 +508,7 @@ class Producers:
             return more
         self._greeted += 1
         connection.replies.expect(hello)
+        connection.spares = hello.spare
         if hello.acks:
             connection.phase = ACKED
         sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)

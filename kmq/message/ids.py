@@ -24,7 +24,8 @@ MADE_UP = "auto-"  # starts a name that a client generates for one run of a prog
 # Names that a door of KMQ gives to Kafka's producers: `k<pid>.<from_seq>.<partition>`, `auto-k<life>.<partition>` for those
 # without a pid. `t<pid>` is for what a transaction writes. A pid has at least 7 digits, so a till `t5` stays a till.
 KAFKA_NAME = r"k\d{7,18}\.\d{1,18}\.\d{1,9}|auto-k\d{1,18}\.\d{1,9}"
-OWN_NAME = r"__.*|t\d{7,18}"  # of producers of KMQ itself
+COPIER_NAME = r"t\d{7,18}"
+OWN_NAME = rf"__.*|{COPIER_NAME}"  # of producers of KMQ itself
 
 NEW, TOO_OLD = -1, -2  # what `find` returns besides a seq
 PRINTS = 4096  # ids of a producer whose content is remembered

@@ -68,6 +68,8 @@ SOURCE, UNIT_SOURCE = "kmq/framing/parser.py", "tests/unit/test_source.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/dedupe.py", "kmq/framing/recovery.py", "kmq/links/fifo.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/dedupe.py"
 IDS = "kmq/message/ids.py"
+TRANSACTIONS, UNIT_TXN = "kmq/gateway/kafka/transactions.py", "tests/unit/test_kafka_transactions.py"
+TXN_LIMITS = "tests/scenario/test_kafka_transaction_limits.py"
 OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 SESSION = "tests/unit/test_session.py"
 HTTP_GROUPS = "tests/contract/test_http_groups.py"
@@ -139,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a name that changes while the table is copied is not copied before",
-        [(DEDUPE_TABLE, "        self._keep(producer)\n        name, before", "        name, before")],
+        [(DEDUPE_TABLE, "        self._keep(producer)\n        before", "        before")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -231,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: names are not kept in the order of their last messages",
-        [(DEDUPE_TABLE, "        self.names.move_to_end(name)\n", "")],
+        [(DEDUPE_TABLE, "seconds\n        self.names.move_to_end(producer.name)\n", "seconds\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -321,6 +323,67 @@ MUTANTS = [
         "units: a line need not follow the one before it in its unit",
         [(DEDUPE_TABLE, "        if follows and self.table.last_id(name) < int(id) - 1:\n", "        if False:\n")],
         ["tests/unit/test_producers.py"],
+    ),
+    Mutant(
+        "kafka: a transaction takes any number of offsets",
+        [(TRANSACTIONS, "        if len(txn.offsets) + len(rows) > _MOST_OFFSETS:\n", "        if False:\n")],
+        [f"{TXN_LIMITS}::test_a_transaction_has_so_many_offsets_and_the_table_of_groups_so_much_room"],
+    ),
+    Mutant(
+        "kafka: a transaction takes offsets for which there is no room",
+        [(TRANSACTIONS, "        self._groups.store.table.check_room(", "        _ = (")],
+        [f"{TXN_LIMITS}::test_a_transaction_has_so_many_offsets_and_the_table_of_groups_so_much_room"],
+    ),
+    Mutant(
+        "kafka: all commits are copied at once",
+        [(TRANSACTIONS, "                async with self._copying:\n", "                if True:\n")],
+        [f"{UNIT_TXN}::test_so_many_commits_are_copied_at_once"],
+    ),
+    Mutant(
+        "kafka: any number of requests waits for a transactional id",
+        [("kmq/gateway/kafka/transaction.py", "        if self._waiting >= _MOST_WAITING:\n", "        if False:\n")],
+        [UNIT_TXN],
+    ),
+    Mutant(
+        "kafka: a state in front of a long log is not written again",
+        [("kmq/gateway/kafka/transaction_writer.py", "known.get(txn.id) is txn and not txn.is_changing", "False")],
+        [f"{TXN_LIMITS}::test_states_are_written_again_and_what_lies_before_them_is_deleted"],
+    ),
+    Mutant(
+        "kafka: an abort waits until the disk has room",
+        [("kmq/gateway/kafka/transaction_writer.py", "self._spare if frees else self._own", "self._own")],
+        [f"{TXN_LIMITS}::test_a_transaction_over_its_time_is_aborted_and_frees_what_it_holds_on_a_full_disk"],
+    ),
+    Mutant(
+        "kafka: ids are forgotten in the order in which they were made",
+        [(TRANSACTIONS, "        self._transactions[txn.id] = self._transactions.pop(txn.id)", "        pass")],
+        [f"{TXN_LIMITS}::test_the_id_that_is_idle_the_longest_makes_room_for_another"],
+    ),
+    Mutant(
+        "kafka: a group is served before all that it has committed is stored",
+        [("kmq/gateway/groups/offsets.py", "        if group in self.incomplete:\n", "        if False:\n")],
+        [UNIT_TXN],
+    ),
+    Mutant(
+        "kafka: a commit that was written again is a later one",
+        [("kmq/gateway/groups/offsets.py", "row._replace(first_seq=row.committed_seq)", "row")],
+        [f"{OFFSETS}::test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_written_again"],
+    ),
+    Mutant(
+        "kafka: the name of copies is forgotten by age",
+        [(DEDUPE_TABLE, "if order is self.names and producer.part is self.copiers:", "if False:")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "kafka: the name of copies that have to wait is forgotten as others are",
+        [
+            (
+                DEDUPE_TABLE,
+                "            self._use(producer, seconds)\n        return",
+                "            pass\n        return",
+            )
+        ],
+        [UNIT_PRODUCERS],
     ),
     Mutant(
         "kafka: a batch does not say which one it follows",

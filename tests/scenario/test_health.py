@@ -121,6 +121,25 @@ def fill_until_refused(broker, code):
     assert reply.split()[2] == code.encode()
 
 
+class Reserved:
+    """A program of the broker itself. `how`: what it may do; `spare`: use what is kept free for messages on their way."""
+
+    def __init__(self, broker, how):
+        port, token = ((broker.pipes / name).read_text().strip() for name in ("ingress.port", "local.token"))
+        self.sock = socket.create_connection(("127.0.0.1", int(port)), timeout=30)
+        self.sock.sendall(f"!hello acks=1 reserved={how} token={token}\n".encode())
+        self.replies = self.sock.makefile()
+        self.hello = self.replies.readline().split()
+
+    def send(self):
+        """The words of the reply to a message, or to the hello if that is refused."""
+        if self.hello[0] == "!ok":
+            self.sock.sendall(b"test.spare|0||x\n")
+        reply = self.replies.readline().split() if self.hello[0] == "!ok" else self.hello
+        self.sock.close()
+        return reply
+
+
 def logged(broker):
     """What the gateway has logged, in turn: the code of each not_ready, "" for each ready_again."""
     not_ready = r"warn stage=gateway event=not_ready reason=(\w+) "
@@ -156,8 +175,12 @@ def test_a_reached_quota_is_said_by_all_who_are_asked_until_there_is_room(new_br
     ballast.write_bytes(b"x" * (8 * MIB))
     broker.up()
     wait_faces(broker, "")
+    before = Reserved(broker, "spare"), Reserved(broker, "1")
     fill_until_refused(broker, "quota")
     assert_refused_everywhere(broker, "quota")
+    since = Reserved(broker, "spare"), Reserved(broker, "1")
+    said = [each.send() for each in (*before, *since)]
+    assert [reply[:2] for reply in said] == [["!ack", "1"], ["!err", "1"], ["!ack", "1"], ["!err", "0"]]
     ballast.unlink()
     assert_ready_again(broker)
 

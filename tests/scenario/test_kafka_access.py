@@ -335,6 +335,26 @@ def error_of(future):
     return None
 
 
+def test_a_transaction_is_aborted_by_the_command_where_tokens_and_certificates_are_wanted(guarded):
+    made = confluent_kafka.Producer(guarded.sasl(guarded.tokens["writer"]) | {"transactional.id": "t", "log_level": 0})
+    made.init_transactions(PATIENCE_S)
+    made.begin_transaction()
+    made.produce("orders", b"never")
+    assert made.flush(PATIENCE_S) == 0
+    done = guarded.broker.kmq("kafka", "transactions", "abort", "t", "--yes")
+    assert (done.returncode, done.stdout) == (0, "t: nothing is open; its producer is fenced\n")
+    with pytest.raises(confluent_kafka.KafkaException):
+        made.commit_transaction(PATIENCE_S)
+
+
+def test_only_who_may_consume_is_told_of_producers(guarded):
+    with guarded.known("reader") as reader, guarded.known("writer") as writer:
+        asked = {"topics": [{"name": "orders", "partition_indexes": (0,)}]}
+        for client, code in ((reader, ErrorCode.none), (writer, ErrorCode.topic_authorization_failed)):
+            (topic,) = client.ask(Key.DESCRIBE_PRODUCERS, 0, **asked).topics
+            assert (topic.name, topic.partitions[0].error_code) == ("orders", code)
+
+
 def test_only_who_may_write_makes_a_topic_by_naming_it(guarded):
     with guarded.known("reader") as reader, guarded.known("writer") as writer:
         asked = {"topics": [{"name": "new"}], "allow_auto_topic_creation": True}

@@ -8,36 +8,22 @@ from datetime import timedelta
 from zlib import crc32
 
 import pytest
-from brokers import PATIENCE_S, ROOT, STAGES, Broker
-from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from brokers import PATIENCE_S, STAGES, Broker
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from consuls import free_ports
-from kafka_batches import Sent, framed, records_of
 from kafka_peer import Peer
+from kafka_transactions import Raw, address, committed, metadata_of, producer, stored, with_fail_points
 from kio.schema.errors import ErrorCode
 
-INIT, ADD_PARTITIONS, ADD_OFFSETS, END, OFFSETS = 22, 24, 25, 26, 28
-FETCH_OFFSETS, DESCRIBE, LIST = 9, 65, 66
-TRANSACTIONAL = 16
+INIT, PRODUCERS, DESCRIBE, LIST = 22, 61, 65, 66
 numbers = itertools.count()
-
-
-def metadata_of(group):
-    """What a consumer of a group says to a producer, of a group without members."""
-    made = Consumer({"bootstrap.servers": "localhost:1", "group.id": group, "log_level": 0})
-    try:
-        return made.consumer_group_metadata()
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
     made = Broker(tmp_path_factory.mktemp("kafka"))
     made.env["KMQ_KAFKA_PORT"] = str(free_ports(1)[0])  # clients find the next gateway there
-    made.env |= {
-        "PYTHONPATH": str(ROOT / "tests" / "chaos" / "fail_points"),
-        "FAIL_POINT": str(made.root / "fail_point"),
-    }
+    with_fail_points(made)
     made.up(KMQ_KAFKA_PARTITIONS=2, KMQ_KAFKA_TXN_BYTES="5 MiB", KMQ_MAX_LINE=65536)
     yield made
     made.down()
@@ -56,87 +42,6 @@ def topic(broker):
 def peer(broker):
     with Peer.of(broker.pipes) as made:
         yield made
-
-
-def address(broker):
-    return f"localhost:{(broker.pipes / 'kafka.port').read_text().strip()}"
-
-
-def producer(broker, id, **settings):
-    said = {"bootstrap.servers": address(broker), "transactional.id": id, "log_level": 0, "linger.ms": 0}
-    said["metadata.recovery.strategy"] = "none"  # else 2.16 sends offsets to a handle that it has destroyed, for ever
-    made = Producer(said | {name.replace("_", "."): value for name, value in settings.items()})
-    made.init_transactions(30)
-    return made
-
-
-def stored(broker, topic, partition=0):
-    """The payloads of a partition, in order."""
-    files = sorted((broker.data / "topics" / topic / str(partition)).glob("*.log"))
-    return [line.split(b"|", 5)[5] for file in files for line in file.read_bytes().splitlines() if line]
-
-
-class Raw:
-    """A transactional producer that says what a test says."""
-
-    def __init__(self, peer, id, timeout_ms=60_000):
-        self.peer, self.id = peer, id
-        found = self.init(timeout_ms)
-        assert found.error_code == ErrorCode.none
-        self.pid, self.epoch = found.producer_id, found.producer_epoch
-
-    def init(self, timeout_ms=60_000, pid=-1, epoch=-1, version=4):
-        timeout = timedelta(milliseconds=timeout_ms)
-        more = {"producer_id": pid, "producer_epoch": epoch} if version >= 3 else {}
-        return self.peer.ask(INIT, version, transactional_id=self.id, transaction_timeout=timeout, **more)
-
-    @property
-    def who(self):
-        return {"transactional_id": self.id, "producer_id": self.pid, "producer_epoch": self.epoch}
-
-    def add(self, topic, *partitions, version=3):
-        who = {f"v3_and_below_{name}": value for name, value in self.who.items()}
-        topics = [{"name": topic, "partitions": partitions}]
-        found = self.peer.ask(ADD_PARTITIONS, version, **who, v3_and_below_topics=topics)
-        (row,) = found.results_by_topic_v3_and_below
-        return [each.partition_error_code for each in row.results_by_partition]
-
-    def send(self, topic, partition, values, sequence=0, attributes=TRANSACTIONAL):
-        rows = [Sent(1000 + n, None, value) for n, value in enumerate(values)]
-        batch = framed(
-            records_of(rows, 1000),
-            len(rows),
-            base=1000,
-            latest=1000 + len(rows) - 1,
-            producer=(self.pid, self.epoch, sequence),
-            attributes=attributes,
-        )
-        return self.peer.produce(topic, partition, batch)
-
-    def add_offsets(self, group):
-        return self.peer.ask(ADD_OFFSETS, 3, **self.who, group_id=group).error_code
-
-    def commit_offsets(self, group, topic, offset, member="", generation=-1):
-        row = {
-            "partition_index": 0,
-            "committed_offset": offset,
-            "committed_leader_epoch": -1,
-            "committed_metadata": "x",
-        }
-        topics = [{"name": topic, "partitions": [row]}]
-        fences = {"generation_id": generation, "member_id": member, "group_instance_id": None}
-        found = self.peer.ask(OFFSETS, 3, **self.who, group_id=group, topics=topics, **fences)
-        return found.topics[0].partitions[0].error_code
-
-    def end(self, committed=True, version=3):
-        return self.peer.ask(END, version, **self.who, committed=committed).error_code
-
-
-def committed(peer, group, topic, stable=True):
-    asked = [{"name": topic, "partition_indexes": (0,)}]
-    found = peer.ask(FETCH_OFFSETS, 7, group_id=group, topics=asked, require_stable=stable)
-    row = found.topics[0].partitions[0]
-    return row.error_code, row.committed_offset
 
 
 # --- a real client ---------------------------------------------------------------------------------------------------
@@ -308,13 +213,12 @@ def test_a_time_that_is_too_long_is_refused(topic, peer, timeout_ms):
     assert raw.init(timeout_ms).error_code == ErrorCode.invalid_transaction_timeout
 
 
-def test_an_id_that_is_asked_for_with_a_producer_id_of_another_leaves_nothing(topic, peer):
-    asked = {"transactional_id": topic, "transaction_timeout": timedelta(seconds=60)}
-    found = peer.ask(INIT, 4, **asked, producer_id=7, producer_epoch=0)
-    assert found.error_code == ErrorCode.invalid_producer_id_mapping
-    rows = peer.ask(LIST, 0, state_filters=(), producer_id_filters=()).transaction_states
-    assert topic not in [row.transactional_id for row in rows]
-    assert Raw(peer, topic).pid >= 0
+def test_who_names_the_producer_id_of_before_gets_another_one_if_the_id_was_forgotten_and_nobody_has_it(topic, peer):
+    asked = {"transactional_id": topic, "transaction_timeout": timedelta(seconds=60), "producer_epoch": 0}
+    found = peer.ask(INIT, 4, **asked, producer_id=7)
+    assert (found.error_code, found.producer_epoch) == (ErrorCode.none, 0) and found.producer_id > 7
+    assert peer.ask(INIT, 4, **asked, producer_id=7).error_code == ErrorCode.producer_fenced
+    assert peer.ask(INIT, 4, **asked, producer_id=found.producer_id).producer_epoch == 1
 
 
 def test_groups_are_served_by_a_start_without_room_for_a_transaction(new_broker):
@@ -393,6 +297,26 @@ def test_what_is_open_is_described_and_listed(topic, peer):
     assert peer.ask(LIST, 0, state_filters=("Ongoing",), producer_id_filters=(raw.pid,)).transaction_states == ()
     rows = peer.ask(LIST, 0, state_filters=("CompleteCommit",), producer_id_filters=()).transaction_states
     assert topic in [row.transactional_id for row in rows]
+
+
+def test_the_producers_of_a_partition_are_described(broker, topic, peer):
+    raw, other = Raw(peer, topic), Raw(peer, f"{topic}-other")
+    raw.send(topic, 0, [b"a", b"b"])
+    raw.send(topic, 0, [b"c"], 2)
+    other.send(topic, 1, [b"d"])
+    parts = [{"name": topic, "partition_indexes": (0, 1, 2)}, {"name": f"{topic}-no", "partition_indexes": (0,)}]
+    of_topic, of_none = peer.ask(PRODUCERS, 0, topics=parts).topics
+    assert [row.error_code for row in (*of_topic.partitions, *of_none.partitions)] == [
+        *(ErrorCode.none, ErrorCode.none),
+        *(ErrorCode.unknown_topic_or_partition, ErrorCode.unknown_topic_or_partition),
+    ]
+    found = [
+        [(row.producer_id, row.producer_epoch, row.last_sequence, row.last_timestamp) for row in part.active_producers]
+        for part in of_topic.partitions
+    ]
+    assert found == [[(raw.pid, 0, 2, 1000)], [(other.pid, 0, 0, 1000)], []]
+    (row,) = of_topic.partitions[0].active_producers
+    assert (row.coordinator_epoch, row.current_txn_start_offset) == (-1, -1)
 
 
 def test_what_no_transaction_needs_any_more_is_deleted(broker, topic):

@@ -39,6 +39,12 @@ def test_a_producer_may_ask_for_its_last_id(line, asks):
     assert hello.parse(line).asks_last is asks
 
 
+@pytest.mark.parametrize(("value", "spare"), [(b"1", False), (b"spare", True)])
+def test_a_program_of_the_broker_may_ask_for_what_is_kept_free_of_a_full_disk(value, spare):
+    said = hello.parse(b"!hello acks=1 producer=__me reserved=" + value)
+    assert (said.reserved, said.spare) == (True, spare)
+
+
 def test_a_producer_may_say_which_attempt_it_is():
     said = hello.parse(b"!hello acks=0 attempt=a_Z-9." + b"9" * 18 + b" producer=me").attempt
     assert (said.run, said.number) == ("a_Z-9", 10**18 - 1)

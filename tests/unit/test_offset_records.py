@@ -35,6 +35,8 @@ ROWS = [
     NackRow(1, 1700000000.0, ODD),
     NackRow(9, 0.5),
     CommittedOffset(5, 1.5, "m", 3, "a b", leader_epoch=2**31 - 1),
+    CommittedOffset(5, 1.5, "m", 3, "a b", leader_epoch=7, first_seq=2**63 - 1),
+    CommittedOffset(5, 1.5, first_seq=1),
 ]
 
 

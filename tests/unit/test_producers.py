@@ -242,6 +242,22 @@ def test_a_full_part_of_kafka_producers_refuses_their_new_names_and_nobody_else(
     assert set(known.kafka.evictable) == {K % 1, K % 3}
 
 
+def test_the_name_of_a_copier_is_forgotten_after_so_many_others_and_not_by_age(monkeypatch):
+    monkeypatch.setattr(dedupe, "_MOST_COPIERS", 3)
+    known = table(producers=5, ttl=100)
+    for n in range(3):
+        known.remember(known.producer(T % (1000001 + n), 1000), 1, 1, 1, 1000)
+    known.remember(known.producer(b"till", 1001), 1, 1, 1, 1001)
+    for now in (2000, 3000):
+        known.forget_idle(now)
+        assert sorted(known.names) == [T % (1000001 + n) for n in range(3)], now
+    assert known.ask(T % 1000001, 3000) == 1  # its commit waits
+    assert known.ask(T % 9999999, 3000) == 0 and known.ask(b"till", 3000) == 0
+    assert known.producer(T % 1000004, 3001) is not None
+    assert [known.last_id(T % (1000001 + n)) for n in range(3)] == [1, 0, 1]
+    assert known.copiers.count == 3 and known.own.count == known.common.count == 0
+
+
 def test_of_messages_that_must_follow_nothing_is_stored_without_its_beginning():
     """The table is full when the first ones come, and has room for a name when the others do, in a later turn."""
     known = table(producers=5, kafka=1, ttl=100_000)
@@ -265,7 +281,7 @@ def test_the_parts_of_the_table_are_the_same_after_a_start(data):
     write(data, saved(known, 5))
     for loaded in (again, small):  # a lower limit forgets nothing that is stored, until it is idle
         assert loaded.load(data, 5) == 5
-        assert (loaded.kafka.count, loaded.common.count, loaded.own.count) == (2, 1, 1)
+        assert (loaded.kafka.count, loaded.common.count, loaded.copiers.count) == (2, 1, 1)
         assert list(loaded.kafka.evictable) == [AUTO % 0, K % 0]
     absorbed = table(kafka=1)
     lines = [b"%d|1000.0|t|1|1;p=%b|x\n" % (n + 1, K % n) for n in range(3)]

@@ -141,8 +141,8 @@ OWN_NAMES = (b"__offsets", b"__", b"k1000001.7.0", b"auto-k12.0", b"t1000001")
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"!hello acks=1 reserved=2", "reserved= must be 1 and needs acks=1"),
-        (b"!hello acks=0 reserved=1", "reserved= must be 1 and needs acks=1"),
+        (b"!hello acks=1 reserved=2", "reserved= must be 1 or spare and needs acks=1"),
+        (b"!hello acks=0 reserved=1", "reserved= must be 1 or spare and needs acks=1"),
         *((b"!hello acks=1 producer=" + name, "must not begin with __ or name a Kafka producer") for name in OWN_NAMES),
     ],
 )

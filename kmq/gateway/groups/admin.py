@@ -185,6 +185,7 @@ class GroupAdmin:
         """Forget a group without members and its offsets; it is forgotten on disk when this returns."""
         self._known(group)
         self._groups.coordinator.check_empty(group)
+        self._groups.store.check_complete(group)
         await self._groups.store.delete(group)
         self._groups.forgotten(group)
 

@@ -364,6 +364,7 @@ class Groups:
         Raises what Coordinator.join raises.
         """
         self._coordinator()
+        self.store.check_complete(group)
         await self._topics.know(options.topics)
         now = time.monotonic()
         is_back = self.coordinator.generation(group, member) is not None

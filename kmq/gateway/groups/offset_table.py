@@ -26,6 +26,7 @@ from kmq.message import routing
 #     key      <group>.<topic>.<partition>             each part percent-encoded, its dots too
 #     payload  offset=<n> ts=<unix> member=<m> generation=<g> metadata=<…>
 #              epoch=<n>                               by a client of Kafka: of the leader whose record it read last
+#              since=<seq>                             of a record that was written again: the seq of its first one
 #              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
 #
 #     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
@@ -48,6 +49,7 @@ _COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} 
 _NACK = rb"deliveries=\d{1,9} due=\d{1,11}\.\d{3} reason=%b(?: [^\n]*)?" % _FIELD
 _PAYLOAD = re.compile(
     r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)(?: epoch=(\d{1,10})(?= |\Z))?"
+    r"(?: since=(\d{1,19})(?= |\Z))?"
     r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?(?: letter=(\S+))?"
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
@@ -72,6 +74,7 @@ class CommittedOffset(NamedTuple):
     """A committed offset: the next to read. `ts`: seconds since the epoch. `seq`: of its record in the WAL; 0: none.
 
     `leader_epoch`: in which a client of Kafka says that it has read up to there; None: it says none.
+    `first_seq`: of its first record, if it was written again since; 0: it was not.
     """
 
     offset: int
@@ -81,6 +84,12 @@ class CommittedOffset(NamedTuple):
     metadata: str = ""
     seq: int = 0
     leader_epoch: int | None = None
+    first_seq: int = 0
+
+    @property
+    def committed_seq(self) -> int:
+        """Return when it was committed."""
+        return self.first_seq or self.seq
 
 
 DONE = "done"  # in place of a letter
@@ -138,6 +147,7 @@ def encode_payload(row: OffsetRow) -> bytes:
             f" generation={row.generation} metadata={_encode(row.metadata)}"
         )
         text += "" if row.leader_epoch is None else f" epoch={row.leader_epoch}"
+        text += f" since={row.first_seq}" if row.first_seq else ""
     return text.encode()
 
 
@@ -146,15 +156,14 @@ def decode_payload(payload: bytes, seq: int = 0) -> OffsetRow:
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
-    offset, ts, member, generation, metadata, epoch, deliveries, due, reason, first, letter = match.groups()
+    offset, ts, member, generation, metadata, epoch, since, deliveries, due, reason, first, letter = match.groups()
     if deliveries is not None:
         return NackRow(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
     leader_epoch = int(epoch) if epoch and int(epoch) <= MAX_EPOCH else None
-    return CommittedOffset(
-        int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq, leader_epoch
-    )
+    texts = _decode(member), int(generation), _decode(metadata)
+    return CommittedOffset(int(offset), float(ts), *texts, seq, leader_epoch, int(since or 0))
 
 
 def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:

@@ -6,6 +6,8 @@ Invariant   A commit that has returned is on disk, and `committed` shows it. `co
             Of two commits to one place the one with the higher seq counts, in memory as in the log. That a *client*
             repeats an old commit after a newer one is for the coordinator to refuse, which knows generations.
             Offsets of a deleted topic, stored before its deletion, are never shown again (kmq/log/deletions.py).
+            While offsets that a transaction has committed are still to be stored (kafka/transactions.py), their group
+            has no members, no client reads its offsets, and none commits.
             No group is forgotten before the gateway has run for GRACE_S: members come back within their session
             timeout, and until then nobody knows them.
 Order       Commits get their seqs in the order of the calls, whatever breaks. The producer's name is the same for every
@@ -227,6 +229,7 @@ class OffsetStore:
 
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self.is_loaded = False
+        self.incomplete: Collection[str] = ()  # groups with offsets that a transaction has committed, not stored yet
         self.records = 0  # in the log: read by `load`, and written since
         self.epoch_s = time.time() - time.monotonic()  # the keeper says better
         self.watermark = watermark
@@ -290,6 +293,12 @@ class OffsetStore:
         """Return seconds since the epoch, by a clock that goes evenly while this gateway lives: rows are due by it."""
         return time.monotonic() + self.epoch_s
 
+    def check_complete(self, group: str) -> None:
+        """Raise RequestRefused while offsets that the group has committed in a transaction are still to be stored."""
+        if group in self.incomplete:
+            text = f"group {group}: offsets that a transaction has committed are not stored yet"
+            raise RequestRefused("not_ready", text)
+
     def is_writing(self, group: str) -> bool:
         """Return True if a write of this group has no outcome yet."""
         return group in self._writing
@@ -320,6 +329,8 @@ class OffsetStore:
         of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it. `decided`: by a
         transaction, so there is no way back if there is no room.
         """
+        if not decided:
+            self.check_complete(group)
         self.check(group, member, rows)
         now = round(time.time(), 3)  # as it is stored
         new: dict[RowKey, OffsetRow] = {}
@@ -407,7 +418,7 @@ class OffsetStore:
         table = self.table
 
         async def again(group: str) -> int:
-            old = [(place, row) for place, row in table.rows_of(group) if row.seq < before_seq]
+            old = [(place, _as_before(row)) for place, row in table.rows_of(group) if row.seq < before_seq]
             if self._writing[group]:
                 return len(old)
             if old:  # no commit can come between the look at the rows and their place in the order
@@ -465,6 +476,11 @@ class OffsetStore:
                 except KmqError as err:
                     raise RequestRefused("internal", str(err)) from err
             self._is_declared = True
+
+
+def _as_before(row: OffsetRow) -> OffsetRow:
+    """Return a row to be written again: a commit goes on to say when it was first written."""
+    return row if isinstance(row, NackRow) else row._replace(first_seq=row.committed_seq)
 
 
 def _check_name(what: str, name: str, least: int = 1) -> None:

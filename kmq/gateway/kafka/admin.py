@@ -27,7 +27,8 @@ from kmq.gateway.core.topics import UNLIMITED, TopicState, Value, limits_of
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
-from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY, Transaction
+from kmq.gateway.kafka.transaction import Transaction
+from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY
 from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
 from kmq.log import bounds

@@ -49,7 +49,8 @@ from kmq.gateway.groups.protocol import (
 )
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
-from kmq.gateway.kafka.transactions import TransactionRefused, Transactions
+from kmq.gateway.kafka.transaction import TransactionRefused
+from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key
 from kmq.message import record
 from kmq.wire.requests import TopicPartition
@@ -473,6 +474,7 @@ class KafkaGroups:
         committed: Mapping[Partition, CommittedOffset] = {}
         try:
             self._admit()
+            self._groups.store.check_complete(group)
             committed = self._groups.committed(group)
         except RequestRefused as err:
             code = code_of(call, err)

@@ -30,7 +30,8 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import BatchRefused, RecordBatch, RenderedLines, read_batches, render
-from kmq.gateway.kafka.transactions import HeldBatch, TransactionRefused, Transactions
+from kmq.gateway.kafka.transaction import HeldBatch, TransactionRefused
+from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units, split
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
 from kmq.log.damage import DamageError
@@ -53,11 +54,12 @@ _ACKS = (-1, 0, 1)
 class _Name:
     """What is known of a producer in one partition."""
 
-    __slots__ = ("last", "refused", "refused_at", "turn", "users")
+    __slots__ = ("last", "refused", "refused_at", "timestamp", "turn", "users")
 
     def __init__(self) -> None:
         self.last: int | None = None  # the last id that was handed over; 0: nothing is stored; None: to be asked for
         self.refused, self.refused_at = 0, 0.0  # the first id that was refused, and not sent again since; 0: none
+        self.timestamp = -1  # the latest in its last batch
         self.turn = asyncio.Lock()
         self.users = 0
 
@@ -133,7 +135,11 @@ class ProduceChapter:
         self._own = [_Own(number) for number in range(_OWN_NAMES)]
         self._connected = 0  # connections that have produced
         self._finishing: set[asyncio.Task[_Produced]] = set()  # also for connections that have ended meanwhile
-        self.handlers: dict[Key, Handler] = {Key.PRODUCE: self.produce, Key.INIT_PRODUCER_ID: self._init_producer_id}
+        self.handlers: dict[Key, Handler] = {
+            Key.PRODUCE: self.produce,
+            Key.INIT_PRODUCER_ID: self._init_producer_id,
+            Key.DESCRIBE_PRODUCERS: self._describe_producers,
+        }
 
     async def close(self) -> None:
         await self._units.close()
@@ -157,6 +163,31 @@ class ProduceChapter:
             raise RequestRefused("busy", f"{_PER_LIFE} producer ids were given in this life of the gateway")
         self._given += 1
         return pid
+
+    async def _describe_producers(self, call: Call) -> Fields:
+        """Say which producers have sent to a partition in this life of the gateway, and how far they are."""
+        known: dict[tuple[int, int], list[Fields]] = {}
+        for (pid, from_seq, number), name in self._names.items():
+            if name.last:
+                row = {"producer_id": pid, "producer_epoch": _epoch_of(name.last), "last_timestamp": name.timestamp}
+                # A transaction that is open has nothing in the partition: no offset at which it begins.
+                row |= {"last_sequence": (name.last - 1) % _SEQUENCES, "coordinator_epoch": -1}
+                known.setdefault((from_seq, number), []).append(row | {"current_txn_start_offset": -1})
+
+        def part(topic: str, number: int) -> Fields:
+            code, text, found = ErrorCode.none, None, list[Fields]()
+            try:
+                count, from_seq = self._core.partitions.declared(topic)
+                if not 0 <= number < count or from_seq is None:
+                    raise RequestRefused("unknown_partition", f"{topic} has no partition {number}")
+                found = known.get((from_seq, number), found)
+            except RequestRefused as err:
+                code, text = wire.code_of(err), str(err)
+                call.errors.append(code)
+            return {"partition_index": number, "error_code": code, "error_message": text, "active_producers": found}
+
+        asked = [(topic.name, topic.partition_indexes) for topic in call.body.topics]
+        return {"topics": [{"name": name, "partitions": [part(name, n) for n in numbers]} for name, numbers in asked]}
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +331,7 @@ class ProduceChapter:
                             after = min(name.last or 0, first_id - 1)
                             task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after, held)
                             break
-                name.last = max(known[0] or 0, first_id + batch.record_count - 1)
+                name.last, name.timestamp = max(known[0] or 0, first_id + batch.record_count - 1), batch.max_timestamp
                 if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                     name.refused = 0
                 if not known[0]:

@@ -1,4 +1,4 @@
-"""What transactions leave on disk: their states, and the lines that are held back. And what is known of one that is open.
+"""What transactions leave on disk: their states, and the lines that are held back.
 
     __transactions/<t>     t = crc32 of the transactional id, mod 8. A line's key is <pid>-<epoch>-<n>, n the number of the
                            transaction, and its payload the line to be written, without its id:
@@ -11,10 +11,8 @@ State       `empty`: transaction n may be open. `commit`: n is decided, its line
 Open        is a transaction that has lines and no state that decides it: nothing else says so.
 """
 
-import asyncio
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -97,17 +95,18 @@ def _id_of(routing_key: bytes) -> str:
 
 
 def read_states(data: str) -> dict[str, TransactionState]:
-    """Return id → its last state. Raises DamageError. Call it in a thread."""
+    """Return id → its last state, in the order of these. Raises DamageError. Call it in a thread."""
     found: dict[str, TransactionState] = {}
     if not os.path.isdir(f"{data}/topics/{STATES}"):
         return found
     for _, lines in reader.partition(data, STATES, 0).chunks(0, READ_BYTES):
         for line in lines.split(b"\n"):
             with suppress(ValueError, KeyError, TypeError):
-                if line and (state := _decode_state(line)) is not None:
-                    found[state.id] = state
-                elif line:
+                if line:
+                    state = _decode_state(line)
                     found.pop(_id_of(record.routing_key_of(line)), None)
+                    if state is not None:
+                        found[state.id] = state
     return found
 
 
@@ -154,64 +153,19 @@ def held_routing_key(partition: int, key: bytes) -> bytes:
     return b"%b.@%d.%b" % (HELD.encode(), partition, key)
 
 
-# --- in memory -------------------------------------------------------------------------------------------------------
-
-
-class Transaction:
-    """A transactional id and the transaction that is open, if there is one."""
-
-    def __init__(self, id: str) -> None:
-        self.id, self.pid, self.epoch, self.number, self.copy, self.timeout_ms = id, -1, -1, 0, 1, 0
-        self.partition = partition_of(id)
-        self.former: int | None = None  # an epoch whose holder may ask for the next one again
-        self.outcome = EMPTY  # of the last transaction
-        self.touched = time.monotonic()
-        self.turn = asyncio.Lock()  # of what changes the state
-        self.is_ending = False
-        self.opening = 0  # requests that look where it will begin
-        self.users = 0  # batches and offsets on their way
-        self.idle = asyncio.Event()
-        self.close()
-
-    def close(self) -> None:
-        """There is no open transaction any more."""
-        self.first: int | None = None  # an offset of `__transactions` before which it has no line; None: it is not open
-        self.begun, self.nbytes, self.last_seq = 0.0, 0, 0
-        self.partitions: set[Partition] = set()
-        self.offsets: set[tuple[str, Partition]] = set()
-
-    @property
-    def key(self) -> bytes:
-        return b"%d-%d-%d" % (self.pid, self.epoch, self.number)
-
-    @property
-    def is_late(self) -> bool:
-        return self.first is not None and time.monotonic() - self.begun > self.timeout_ms / 1000
-
-    def state(self, state: str, end: int = 0) -> TransactionState:
-        first = self.first or 0 if state == COMMIT else 0
-        numbers = self.partition, first, end, self.copy, self.timeout_ms
-        return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
-
-    def enter(self) -> None:
-        self.users += 1
-        self.idle.clear()
-
-    def leave(self) -> None:
-        self.users -= 1
-        if not self.users:
-            self.idle.set()
-
-
 # --- lines to be copied ----------------------------------------------------------------------------------------------
 
 
 class Copied(NamedTuple):
-    """What was copied. `next_id`: behind the ids of the copies. `dropped`: records whose topic was deleted."""
+    """What was copied. `next_id`: behind the ids of the copies.
+
+    `deleted`: records that were left out because their topic was deleted, `too_long`: because no line may be so long now.
+    """
 
     next_id: int
     offsets: dict[RowKey, CommittedOffset]
-    dropped: int
+    deleted: int
+    too_long: int
 
 
 class RenderedCopies(NamedTuple):
@@ -221,14 +175,15 @@ class RenderedCopies(NamedTuple):
     text: bytes
     next_id: int
     offsets: dict[RowKey, CommittedOffset]
-    dropped: int
+    deleted: int
+    too_long: int
 
 
-def render_copies(lines: bytes, most: int, key: bytes, id: int, deleted: Deleted) -> RenderedCopies:
+def render_copies(lines: bytes, most: int, key: bytes, id: int, deletions: Deleted, max_line: int) -> RenderedCopies:
     """Return what the first `most` of these stored lines that have this routing key are in their topics."""
     copies: list[bytes] = []
     offsets: dict[RowKey, CommittedOffset] = {}
-    count = dropped = 0
+    count = deleted = too_long = 0
     for line in _first(lines, most):
         count += 1
         seq, _, line_key, _, held_id, payload = line.split(b"|", 5)  # hot loop: record.fields
@@ -240,14 +195,16 @@ def render_copies(lines: bytes, most: int, key: bytes, id: int, deleted: Deleted
         if topic == OFFSETS and mark is not None:
             row = decode_key(mark.key)
             offset = decode_payload(rest.partition(b"|")[2], int(seq))
-            if isinstance(offset, CommittedOffset) and int(seq) > deleted.last_seq(row.topic):
+            if isinstance(offset, CommittedOffset) and int(seq) > deletions.last_seq(row.topic):
                 offsets[row] = offset
-        elif deleted.lives and deleted.last_seq(topic) >= _from_seq(held_id):
-            dropped += 1
+        elif deletions.lives and deletions.last_seq(topic) >= _from_seq(held_id):
+            deleted += 1
+        elif len(copy := b"%b|%b|%d%b\n" % (target, stamp, id, rest)) > max_line + 1:
+            too_long += 1
         else:
-            copies.append(b"%b|%b|%d%b\n" % (target, stamp, id, rest))
+            copies.append(copy)
         id += 1
-    return RenderedCopies(count, b"".join(copies), id, offsets, dropped)
+    return RenderedCopies(count, b"".join(copies), id, offsets, deleted, too_long)
 
 
 def _first(lines: bytes, most: int) -> Iterator[bytes]:

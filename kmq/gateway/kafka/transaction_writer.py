@@ -1,9 +1,12 @@
 """What the door writes for transactions: their states, the offsets that they hold back, and the copies of a commit.
 
 Names       States and offsets are written under one name of our own, copies under `t<pid>`. So a connection that broke stores
-            nothing twice, and a copy that is made again finds what is there (transactions.py).
+            nothing twice, and a copy that is made again finds what is there (transactions.py). An abort frees what is held
+            back, so its state has a connection of its own, which is not refused where the disk is full.
 Order       Lines of one name reach ingress in the order of their ids. Of copies one unit is on its way at a time: were a later
             one stored and an earlier one refused, the ids of the earlier one would be too old.
+Size        Compaction leaves a newline for each state that a later one replaces. When `__transaction_state` has more than
+            _MOST_SEGMENTS, what lies before the last _RECENT_SEGMENTS is written again, and the router deletes it there.
 """
 
 import asyncio
@@ -18,7 +21,9 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import CommittedOffset, Partition, RowKey
 from kmq.gateway.groups.offsets import OffsetCommit
+from kmq.gateway.kafka.transaction import Transaction
 from kmq.gateway.kafka.transaction_log import (
+    EMPTY,
     HELD,
     LIMITS,
     PARTITIONS,
@@ -29,28 +34,64 @@ from kmq.gateway.kafka.transaction_log import (
     held_routing_key,
     render_copies,
 )
-from kmq.gateway.kafka.units import UNIT_BYTES, Units, split
-from kmq.log import deletions, topics, wal
+from kmq.gateway.kafka.units import SPARE, UNIT_BYTES, Units, split
+from kmq.log import deletions, reader, segment, topic_changes, topics, wal
 from kmq.log.deletions import Deleted
+from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.message.text import make_routing_key
 
 _OWN = b"__transactions"  # the name under which states and offsets are written
+_OWN_SPARE = b"__transactions-spare"  # of states by which room becomes free
 _IN_FORCE_S, _LOOK_S = 5.0, 0.01
+_MOST_SEGMENTS, _RECENT_SEGMENTS = 8, 4
+_AT_ONCE = 200  # states that are written again at once
+
+
+def _copier(pid: int) -> bytes:
+    """Return the name under which the copies of a producer's transactions are written."""
+    return b"t%d" % pid
+
+
+class _OwnName:
+    """A name under which the door writes lines of its own, and the connection for them."""
+
+    def __init__(self, name: bytes, units: Units) -> None:
+        self._name, self.units = name, units
+        self._turn, self._last = asyncio.Lock(), -1  # the last id; -1: to be asked for
+
+    async def ask(self) -> None:
+        """Ask for the last id that is stored, of this life or one before it."""
+        self._last = await self.units.last_id(self._name)
+
+    async def write(self, lines: list[tuple[bytes, bytes]], most: int) -> int:
+        """Write lines. Returns the last seq, once all are durable. `most`: bytes at once."""
+        async with self._turn:
+            if self._last < 0:
+                await self.ask()
+            await self.units.room()
+            ids = range(self._last + 1, self._last + 1 + len(lines))
+            rows = zip(ids, lines, strict=True)
+            text = b"".join(b"%b||%d|%b\n" % (key, id, payload) for id, (key, payload) in rows)
+            self._last += len(lines)
+            sent = [self.units.send(self._name, *unit, lambda: None) for unit in split(text, len(lines), most)]
+        runs = [run for unit in sent for run in await asyncio.shield(unit)]
+        return max(run.seq + run.lines - 1 for run in runs)
 
 
 class TransactionWriter:
     """Writes through the door's connection to ingress. Every call may raise RequestRefused."""
 
-    def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units) -> None:
+    def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:
         self._settings, self._core, self._groups, self._units = settings, core, groups, units
-        self._turn, self._last = asyncio.Lock(), -1  # the last id under _OWN; -1: to be asked for
+        self._own, self._spare = _OwnName(_OWN, units), _OwnName(_OWN_SPARE, Units(settings, log, SPARE))
         self._declaring, self._is_declared = asyncio.Lock(), False
         self._deleted, self._deleted_ns = Deleted([]), -1
 
     async def take_over(self) -> None:
         """Fence the gateway before this one, and wait until what it has sent is routed: it writes nothing any more."""
-        self._last = await self._units.last_id(_OWN)
+        await self._spare.ask()
+        await self._own.ask()
         await self.settled()
 
     async def settled(self) -> None:
@@ -58,24 +99,19 @@ class TransactionWriter:
         stored, _ = await asyncio.to_thread(wal.last_stored, self._settings.data)
         await self._core.watermark.passed(stored)
 
-    async def write_state(self, state: TransactionState) -> int:
-        """Write a state. Returns its seq once it is durable."""
-        return await self.write([(make_routing_key(STATES, state.id), state.encode())])
+    async def write_state(self, txn: Transaction, state: TransactionState, *, frees: bool = False) -> int:
+        """Write the next state of an id. Returns its seq once it is durable. `frees`: there is room by it."""
+        before = self._core.watermark.durable  # where the seq is not known any more
+        lines, most = [(make_routing_key(STATES, state.id), state.encode())], self._settings.max_line + UNIT_BYTES
+        txn.state_seq = await (self._spare if frees else self._own).write(lines, most) or before
+        return txn.state_seq
 
     async def write(self, lines: list[tuple[bytes, bytes]]) -> int:
-        """Write lines of our own. Returns the last seq, once all are durable. Raises RequestRefused."""
-        most = self._settings.max_line + UNIT_BYTES
-        async with self._turn:
-            if self._last < 0:
-                self._last = await self._units.last_id(_OWN)
-            await self._units.room()
-            ids = range(self._last + 1, self._last + 1 + len(lines))
-            rows = zip(ids, lines, strict=True)
-            text = b"".join(b"%b||%d|%b\n" % (key, id, payload) for id, (key, payload) in rows)
-            self._last += len(lines)
-            sent = [self._units.send(_OWN, *unit, lambda: None) for unit in split(text, len(lines), most)]
-        runs = [run for unit in sent for run in await asyncio.shield(unit)]
-        return max(run.seq + run.lines - 1 for run in runs)
+        """Write lines of our own. Returns the last seq, once all are durable."""
+        return await self._own.write(lines, self._settings.max_line + UNIT_BYTES)
+
+    async def close(self) -> None:
+        await self._spare.units.close()
 
     async def declare(self) -> None:
         """Declare both topics before their first records, and wait until they are in force."""
@@ -96,30 +132,60 @@ class TransactionWriter:
                 await asyncio.sleep(_LOOK_S)
             self._is_declared = True
 
+    async def renew_states(self, known: Mapping[str, Transaction]) -> None:
+        """Write the states in the front of a long log again, and let the router delete that front.
+
+        An id whose turn it is has its next state soon; one that waits keeps its state: then nothing is deleted.
+        """
+        data = self._settings.data
+        segments = await asyncio.to_thread(segment.listing, f"{data}/topics/{STATES}/0")
+        if len(segments) <= _MOST_SEGMENTS:
+            return
+        front = segments[-_RECENT_SEGMENTS][0]
+        _, lines = await asyncio.to_thread(reader.partition(data, STATES, 0).read, front, 1)
+        front_seq = record.seq_of(lines)
+        old = [txn for txn in known.values() if txn.state_seq < front_seq]
+
+        async def renew(txn: Transaction) -> None:
+            if known.get(txn.id) is txn and not txn.is_changing:
+                async with txn.turn():
+                    await self.write_state(txn, txn.state(EMPTY))
+
+        for at in range(0, len(old), _AT_ONCE):
+            await asyncio.gather(*map(renew, old[at : at + _AT_ONCE]))
+        if all(txn.state_seq >= front_seq for txn in known.values()):
+            await asyncio.to_thread(topic_changes.begin_at, data, STATES, None, {0: front})
+
     # --- the copy --------------------------------------------------------------------------------------------------------
 
     async def copy(self, decided: TransactionState) -> "Copied":
         """Write the lines of a decided transaction to their topics. Returns the offsets among them."""
         log = self._core.partitions.open(HELD, decided.partition)
-        key, name = held_routing_key(decided.partition, decided.held_key), b"t%d" % decided.pid
-        at, id, dropped, last_seq = decided.first, decided.copy, 0, 0
+        key, name = held_routing_key(decided.partition, decided.held_key), _copier(decided.pid)
+        at, id, max_line = decided.first, decided.copy, self._settings.max_line
+        deleted = too_long = last_seq = 0
         offsets: dict[RowKey, CommittedOffset] = {}
         while at < decided.end:
             first, lines = await asyncio.to_thread(log.read, at, READ_BYTES)
             if first != at or not lines:
                 text = f"{HELD}/{decided.partition}: offsets {at} to {first} are missing; {decided.id} is torn"
                 raise RequestRefused("damaged", text)
-            part = await asyncio.to_thread(render_copies, lines, decided.end - at, key, id, self._deletions())
+            most = decided.end - at
+            part = await asyncio.to_thread(render_copies, lines, most, key, id, self._deletions(), max_line)
             at, id = at + part.lines, part.next_id
-            dropped += part.dropped
+            deleted, too_long = deleted + part.deleted, too_long + part.too_long
             offsets |= part.offsets
             count = record.count_lines(part.text)
-            for unit in split(part.text, count, self._settings.max_line + UNIT_BYTES) if count else ():
+            for unit in split(part.text, count, max_line + UNIT_BYTES) if count else ():
                 await self._units.room()
                 runs = await self._units.send(name, *unit, lambda: None)  # one at a time: ids must rise
                 last_seq = max(last_seq, *(run.seq + run.lines - 1 for run in runs))
         await self._core.watermark.passed(last_seq)  # so that who hears of the commit finds its records
-        return Copied(id, offsets, dropped)
+        return Copied(id, offsets, deleted, too_long)
+
+    async def keep_name(self, pid: int) -> None:
+        """Ask for the last id of a commit that has to wait. So its name is not forgotten before others (dedupe.py)."""
+        await self._units.last_id(_copier(pid))
 
     def _deletions(self) -> Deleted:
         changed_ns = deletions.changed_ns(self._settings.data)
@@ -133,9 +199,7 @@ class TransactionWriter:
         by_group: dict[tuple[str, str, int], dict[Partition, CommittedOffset]] = {}
         for row, offset in offsets.items():
             known = table.row_at(row)
-            # A row of before may have been written again since, with its old time (OffsetStore.write_again).
-            is_later = isinstance(known, CommittedOffset) and known.seq > decided_seq and known.ts >= offset.ts
-            if not is_later:
+            if not (isinstance(known, CommittedOffset) and known.committed_seq > decided_seq):
                 rows = by_group.setdefault((row.group, offset.member, offset.generation), {})
                 rows[row.topic, row.partition] = offset
         for (group, member, generation), rows in by_group.items():

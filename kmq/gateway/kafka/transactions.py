@@ -6,7 +6,7 @@ Life        InitProducerId writes a state with the next epoch. AddPartitions and
             name `t<pid>` with ids copy, copy + 1, …, stores the offsets, and writes the state `empty` of the next n.
             An abort is one record, and n goes on: nobody reads the lines of its key any more.
 Invariant   The record `commit` decides, once it is durable. Before it no line of the transaction is in its topic; after it
-            each is there once, at the latest when the gateway serves groups again.
+            each is there once. Until then its id waits, and after a start the groups whose offsets are in it.
             A line of an older epoch or n has another key: it is in no first…end, whenever it comes.
             Nobody but the holder of the last epoch writes to a transaction or ends it.
 Crash       Before the record: the transaction is open as it was, because its lines say it all, and its client goes on.
@@ -17,21 +17,24 @@ Crash       Before the record: the transaction is open as it was, because its li
             read, and what was taken before is on disk and routed then.
 Pending     Offsets of an open or decided transaction: OffsetFetch that asks for stable ones is told to wait. They are
             found again in `__transactions`.
-Deleted     Records for a topic that was deleted since they were sent are left out, counted and logged.
-Memory      An entry for each transactional id, at most _MOST_IDS, and for each offset that is pending, at most _MOST_OFFSETS
-            of a transaction. READ_BYTES of each of _COPIES copies at a time.
-No room     A start on a full disk serves groups, if nothing is decided: what is open is read, and no more.
-Not covered A shard: its followers would keep all that was ever held back. Segments of `__transaction_state` of which
-            compaction has left nothing: they stay, with a newline for each record. A topic that is deleted in the moment
-            in which its records are copied may come back, as with any producer.
+Left out    Records for a topic that was deleted since they were sent, or that are longer than KMQ_MAX_LINE is now, are left
+            out, counted and logged: nothing else would end such a commit.
+Memory      An entry for each transactional id, at most _MOST_IDS: the one that is idle the longest makes room for another. One
+            for each offset that is pending, at most _MOST_OFFSETS of a transaction. READ_BYTES of each of _COPIES copies at
+            a time.
+No room     A commit waits for room. An abort of what holds lines does not (transaction_writer.py): it makes room. A start on a
+            full disk reads what is open and decided, so that groups are served, and no more.
+Not covered A shard: its followers would keep all that was ever held back. A topic that is deleted in the moment in which its
+            records are copied may come back, as with any producer.
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from kmq.config.settings import Settings
 from kmq.errors import KmqError
@@ -48,6 +51,7 @@ from kmq.gateway.groups.offset_table import (
 )
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.transaction import HeldBatch, Transaction, TransactionRefused, concurrent, fenced
 from kmq.gateway.kafka.transaction_log import (
     ABORT,
     COMMIT,
@@ -55,7 +59,6 @@ from kmq.gateway.kafka.transaction_log import (
     HELD,
     PARTITIONS,
     STATES,
-    Transaction,
     TransactionState,
     held_routing_key,
     read_held,
@@ -77,45 +80,10 @@ _MOST_OFFSETS = 10_000  # of a transaction
 _COPIES = 8  # at a time
 _NO_ROOM = ("disk_full", "quota", "not_enough_replicas", "busy")
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
-_TURN_S, _TRIM_S, _FORGET_S = 0.5, 10.0, 60.0
+_TURN_S, _TRIM_S, _FORGET_S, _TELL_S = 0.5, 10.0, 60.0, 60.0
 _RETRY_S = 0.5  # between two tries to write what is decided
 _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
-
-
-# --- in memory -------------------------------------------------------------------------------------------------------
-
-
-class TransactionRefused(Exception):
-    """A request of a transactional producer is refused."""
-
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-def _fenced(text: str) -> TransactionRefused:
-    return TransactionRefused(ErrorCode.invalid_producer_epoch, text)
-
-
-def _concurrent(id: str) -> TransactionRefused:
-    return TransactionRefused(ErrorCode.concurrent_transactions, f"{id}: what is decided is being written")
-
-
-class HeldBatch(NamedTuple):
-    """A batch on its way into a transaction. `routing_key`: of its lines."""
-
-    transaction: Transaction
-    routing_key: bytes
-
-    def handed_over(self, nbytes: int) -> None:
-        self.transaction.nbytes += nbytes
-
-    def stored(self, seq: int) -> None:
-        self.transaction.last_seq = max(self.transaction.last_seq, seq)
-
-    def leave(self) -> None:
-        self.transaction.leave()
 
 
 _CODES = {"not_ready": ErrorCode.coordinator_load_in_progress}
@@ -140,12 +108,14 @@ class Transactions:
 
     def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:
         self._settings, self._core, self._groups, self._log = settings, core, groups, log
-        self._writer = TransactionWriter(settings, core, groups, units)
+        self._writer = TransactionWriter(settings, core, groups, units, log)
         self._transactions: dict[str, Transaction] = {}
         self._by_pid: dict[int, Transaction] = {}
         self._with_offsets: set[Transaction] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._forget_at = self._trim_at = 0.0
+        self._forget_at = self._trim_at = self._tell_at = 0.0
+        self._evicted = 0  # ids since the log has told it
+        self._resumed: list[Transaction] = []  # what former lives have decided
         self.recovered, self.may_serve_groups = asyncio.Event(), asyncio.Event()
         self._copying = asyncio.Semaphore(_COPIES)
         self.handlers: dict[Key, Handler] = {
@@ -160,6 +130,7 @@ class Transactions:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await self._writer.close()
 
     # --- the task ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +160,9 @@ class Transactions:
                 self._trim_at = time.monotonic() + _TRIM_S
                 with suppress(KmqError, OSError):  # tried again
                     await self._trim()
+                with suppress(KmqError, OSError, TransactionRefused):
+                    await self._writer.renew_states(self._transactions)
+            self._tell_evicted()
 
     async def _recover(self) -> None:
         while not self._groups.store.is_loaded:
@@ -198,16 +172,25 @@ class Transactions:
         try:
             await self._writer.take_over()
         except RequestRefused as err:
-            has_read = self._transactions or self.may_serve_groups.is_set()
-            if err.code in _NO_ROOM and not has_read:  # who only reads needs none
+            if err.code in _NO_ROOM and not self.may_serve_groups.is_set():  # who only reads needs none
                 await self._writer.settled()
-                if not await self._restore():
-                    self.may_serve_groups.set()
+                await self._restore()
+                self.may_serve_groups.set()
             raise
         decided = await self._restore()
         if decided:
             self._log.info("kafka_transactions_resumed", count=len(decided))
-        await asyncio.gather(*(self._finish(*each) for each in decided))
+        for each in decided:
+            self._start(self._resume(*each))
+
+    async def _resume(self, txn: Transaction, decided: TransactionState) -> None:
+        async with txn.turn():
+            await self._finish(txn, decided)
+        self._note_incomplete()
+
+    def _note_incomplete(self) -> None:
+        """Let those groups wait whose offsets are in what former lives have decided, and nobody else."""
+        self._groups.store.incomplete = {group for txn in self._resumed for group, _ in txn.offsets}
 
     async def _restore(self) -> list[tuple[Transaction, TransactionState]]:
         """Read what is open, and what is decided, which is returned."""
@@ -221,11 +204,13 @@ class Transactions:
             found = held.get(state.held_key)
             if found is not None:
                 txn.first, txn.begun, txn.nbytes = found.first, time.monotonic(), found.nbytes
-                txn.partitions = set(found.partitions)
+                txn.partitions, txn.last_seq = set(found.partitions), state.seq
                 self._hold_back(txn, found.offsets)
             if state.state == COMMIT:
                 txn.first, txn.is_ending = state.first, True
                 decided.append((txn, state))
+        self._resumed = [txn for txn, _ in decided]
+        self._note_incomplete()
         return decided
 
     def _restored(self, state: TransactionState) -> Transaction:
@@ -233,6 +218,7 @@ class Transactions:
         txn.pid, txn.epoch, txn.copy, txn.timeout_ms = state.pid, state.epoch, state.copy, state.timeout_ms
         txn.number = state.number + (state.state == ABORT)
         txn.touched = time.monotonic() - max(0.0, time.time() - state.seconds)
+        txn.state_seq = state.seq
         self._by_pid[state.pid] = txn
         return txn
 
@@ -263,13 +249,39 @@ class Transactions:
 
     async def _forget_idle(self) -> None:
         before = time.monotonic() - _IDLE_S
-        for txn in [txn for txn in self._transactions.values() if txn.touched < before and txn.first is None]:
-            async with txn.turn:
-                if txn.touched < before and txn.first is None and not txn.is_ending:
-                    with suppress(RequestRefused):
-                        await self._writer.write([(make_routing_key(STATES, txn.id), b"")])
-                        del self._transactions[txn.id]
-                        self._by_pid.pop(txn.pid, None)
+        for txn in [txn for txn in self._transactions.values() if txn.touched < before and not txn.is_used]:
+            with suppress(RequestRefused, TransactionRefused):
+                await self._forget(txn, before)
+
+    async def _evict(self) -> None:
+        """Forget the id that is idle the longest. Raises RequestRefused."""
+        idle = (txn for txn in self._transactions.values() if not (txn.is_used or txn.is_changing))
+        txn = next(idle, None)
+        if txn is None:
+            raise RequestRefused("busy", f"{_MOST_IDS:,} transactional ids are known, and all are in use")
+        await self._forget(txn)
+        self._evicted += 1
+
+    async def _forget(self, txn: Transaction, before: float = math.inf) -> None:
+        """Forget an id, unless it is in use, or was since this moment."""
+        async with txn.turn():
+            if txn.touched < before and not txn.is_used:
+                txn.is_ending = True  # so that nothing begins meanwhile
+                try:
+                    await self._writer.write([(make_routing_key(STATES, txn.id), b"")])
+                finally:
+                    txn.is_ending = False
+                del self._transactions[txn.id]
+                self._by_pid.pop(txn.pid, None)
+
+    def _tell_evicted(self) -> None:
+        """Log, at most once a minute, how many ids had to make room for others."""
+        if self._evicted and time.monotonic() >= self._tell_at:
+            effect = (
+                "those that were idle the longest; if their producers come again, one transaction has to be aborted"
+            )
+            self._log.warn("kafka_transactional_ids_evicted", count=self._evicted, most=_MOST_IDS, effect=effect)
+            self._evicted, self._tell_at = 0, time.monotonic() + _TELL_S
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
@@ -284,7 +296,7 @@ class Transactions:
         """
         txn = self._known(id, pid, epoch)
         if txn.is_ending:
-            raise _concurrent(txn.id)
+            raise concurrent(f"{txn.id}: what is decided is being written")
         return txn
 
     def _known(self, id: str | None, pid: int, epoch: int) -> Transaction:
@@ -297,7 +309,7 @@ class Transactions:
 
     def _check_epoch(self, txn: Transaction, epoch: int) -> None:
         if epoch != txn.epoch:
-            raise _fenced(f"{txn.id}: epoch {epoch}, where {txn.epoch} is in force")
+            raise fenced(f"{txn.id}: epoch {epoch}, where {txn.epoch} is in force")
 
     def known(self) -> Mapping[str, Transaction]:
         """Return all transactional ids. Do not change them. Raises RequestRefused."""
@@ -336,12 +348,12 @@ class Transactions:
         self, id: str, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
     ) -> Transaction:
         await self._writer.declare()
-        if id not in self._transactions and len(self._transactions) >= _MOST_IDS:
-            raise RequestRefused("busy", f"{_MOST_IDS} transactional ids are known")
+        while id not in self._transactions and len(self._transactions) >= _MOST_IDS:
+            await self._evict()
         txn = self._transactions.setdefault(id, Transaction(id))
-        async with txn.turn:
+        async with txn.turn():
             if self._transactions.setdefault(id, txn) is not txn:
-                raise _concurrent(id)
+                raise concurrent(f"{id}: has just been forgotten")
             try:
                 return await self._begin_epoch(txn, timeout_ms, expected, give_pid)
             except BaseException:
@@ -354,9 +366,9 @@ class Transactions:
     ) -> Transaction:
         """Give the next epoch to a producer. What is open of the one before is aborted."""
         id = txn.id
-        if expected is not None:
+        if expected is not None and txn.pid >= 0:  # else the id was forgotten meanwhile, and nobody else has it
             if txn.pid != expected[0]:
-                raise TransactionRefused(ErrorCode.invalid_producer_id_mapping, f"{id}: has another producer id")
+                raise fenced(f"{id}: has another producer id, so a newer producer has it")
             if txn.former == expected[1]:
                 return txn  # it has not got the answer, or its transaction was aborted for it
             self._check_epoch(txn, expected[1])
@@ -367,7 +379,7 @@ class Transactions:
         before, txn.is_ending = txn.epoch, True
         try:
             state = txn.state(ABORT if is_open else EMPTY)
-            await self._writer.write_state(state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
+            await self._writer.write_state(txn, state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
         finally:
             txn.is_ending = False
         self._by_pid.pop(txn.pid, None)
@@ -435,7 +447,7 @@ class Transactions:
             finally:
                 txn.opening -= 1
             if txn.is_ending or txn.key != key:
-                raise _concurrent(txn.id)
+                raise concurrent(f"{txn.id}: the transaction before it has just ended")
             if txn.first is None:
                 txn.first, txn.begun = first, time.monotonic()
 
@@ -468,7 +480,7 @@ class Transactions:
         txn = self._known(id, pid, epoch)
         if txn.nbytes > self._settings.kafka_txn_bytes:
             self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
-            raise _fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
+            raise fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
         return self.find(id, pid, epoch)
 
     async def hold_offsets(
@@ -528,7 +540,7 @@ class Transactions:
 
     async def _end(self, txn: Transaction, epoch: int, *, is_commit: bool) -> None:
         """Decide, and write what is decided. A client that asks again waits for the first time it has asked."""
-        async with txn.turn:
+        async with txn.turn():
             self._check_epoch(txn, epoch)
             if txn.first is None:
                 if txn.outcome == (ABORT if is_commit else COMMIT):
@@ -554,11 +566,12 @@ class Transactions:
         watermark = self._core.watermark
         await watermark.passed(max(txn.last_seq, watermark.durable))
         end = await asyncio.to_thread(self._end_of, txn.partition)
-        decided, before = txn.state(COMMIT, end), watermark.durable
-        return decided._replace(seq=await self._writer.write_state(decided) or before)
+        decided = txn.state(COMMIT, end)
+        return decided._replace(seq=await self._writer.write_state(txn, decided))
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
-        await self._writer.write_state(txn.state(ABORT)._replace(epoch=epoch))
+        frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
+        await self._writer.write_state(txn, txn.state(ABORT)._replace(epoch=epoch), frees=frees)
         txn.epoch, txn.number, txn.outcome = epoch, txn.number + 1, ABORT
         self._close(txn)
 
@@ -566,7 +579,7 @@ class Transactions:
         """Abort the transaction in the broker's own name: its producer is fenced."""
 
         async def abort() -> None:
-            async with txn.turn:
+            async with txn.turn():
                 if txn.key == key and txn.first is not None:
                     txn.is_ending = True
                     try:
@@ -578,7 +591,7 @@ class Transactions:
                     self._note_abort(txn, nbytes, reason)
 
         key, former = txn.key, txn.epoch
-        if not txn.turn.locked():  # else it is ending, or comes again
+        if not txn.is_changing:  # else it is ending, or comes again
             self._start(abort())
 
     def _note_abort(self, txn: Transaction, nbytes: int, reason: str) -> None:
@@ -587,6 +600,7 @@ class Transactions:
     def _close(self, txn: Transaction) -> None:
         txn.close()
         txn.touched = time.monotonic()
+        self._transactions[txn.id] = self._transactions.pop(txn.id)  # behind those that are idle for longer
         self._with_offsets.discard(txn)
 
     # --- the copy ----------------------------------------------------------------------------------------------------
@@ -600,7 +614,7 @@ class Transactions:
                     copied = await self._writer.copy(decided)
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 txn.copy, txn.number = copied.next_id, decided.number + 1
-                await self._writer.write_state(txn.state(EMPTY))
+                await self._writer.write_state(txn, txn.state(EMPTY))
                 break
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
@@ -610,9 +624,12 @@ class Transactions:
                     effect = "its producer waits; tried again"
                     self._log.warn("kafka_commit_waits", id=txn.id, pid=txn.pid, reason=err, effect=effect)
                 await asyncio.sleep(_RETRY_S)
-        if copied.dropped:
-            effect = "their topics were deleted since they were sent"
-            self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=copied.dropped, effect=effect)
+                with suppress(RequestRefused):
+                    await self._writer.keep_name(decided.pid)
+        reasons = "their topics were deleted since they were sent", "KMQ_MAX_LINE was lowered since they were sent"
+        for count, why in zip((copied.deleted, copied.too_long), reasons, strict=True):
+            if count:
+                self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=count, effect=why)
         txn.outcome, txn.is_ending = COMMIT, False
         self._close(txn)
 

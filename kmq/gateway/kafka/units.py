@@ -29,7 +29,7 @@ from kmq.message.record import count_lines
 from kmq.wire import refusals
 
 UNIT_BYTES = 64 * KIB  # that a unit may have beside the longest line (kmq/ingress/hello.py)
-_NAME = b"__kafka"  # whose newer connection fences the older one
+SPARE = b"producer=__kafka-spare reserved=spare"  # the hello of a connection that may write to a full disk
 _MOST_BYTES = 64 * MIB
 _ENTRY_BYTES = 500  # of a unit beside its text
 _ANSWER_S = 5.0  # until ingress must have taken the hello
@@ -110,8 +110,9 @@ class _Question:
 class Units:
     """What the door sends to ingress. Make it inside the event loop."""
 
-    def __init__(self, settings: Settings, log: Logger) -> None:
-        self._settings, self._log = settings, log
+    def __init__(self, settings: Settings, log: Logger, hello: bytes = b"producer=__kafka reserved=1") -> None:
+        """`hello`: the name whose newer connection fences the older one, and what the connection may do."""
+        self._settings, self._log, self._hello = settings, log, hello
         self._waiting: deque[_Unit | _Question] = deque()  # without all replies, in order
         self._sent = 0  # how many of them were sent on this connection
         self._nbytes = 0
@@ -197,7 +198,7 @@ class Units:
         port = read_port(settings, "ingress", settings.port)
         _, link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), settings.host, port)
         token = local_token.read(settings).encode()
-        link.transport.write(b"!hello acks=1 producer=%b reserved=1 token=%b\n" % (_NAME, token))
+        link.transport.write(b"!hello acks=1 %b token=%b\n" % (self._hello, token))
         try:
             hello = await link.greeted
         except BaseException:

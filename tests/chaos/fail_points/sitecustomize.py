@@ -2,6 +2,7 @@
 
 The file FAIL_POINT names a point and who dies there: `committed-written <pid> <pid>`. It is removed first, so it works once.
 Points are calls of the chapter of transactions, before and after.
+LIMITS changes constants that no test reaches as they are: `<module>:<name>[.<key>…]=<value> …`.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ DOOR = "kmq.gateway.kafka"
 
 
 def reach(point):
-    with contextlib.suppress(FileNotFoundError), open(os.environ["FAIL_POINT"]) as file:
+    with contextlib.suppress(FileNotFoundError), open(os.environ.get("FAIL_POINT", "")) as file:
         name, *victims = file.read().split()
         if name == point:
             os.unlink(file.name)
@@ -45,7 +46,7 @@ def patch_transactions(module):
 
 
 def patch_writer(module):
-    around(module.TransactionWriter, "write_state", lambda state: f"_{state.state}")
+    around(module.TransactionWriter, "write_state", lambda txn, state, **_: f"_{state.state}")
     for name in ("store_offsets", "copy"):
         around(module.TransactionWriter, name)
 
@@ -70,6 +71,28 @@ PATCHES = {
 }
 
 
+def patch_limit(change):
+    """Let a word of LIMITS change its module."""
+    place, _, text = change.partition("=")
+    name, _, path = place.partition(":")
+    *way, last = path.split(".")
+    before = PATCHES.get(name)
+
+    def patch(module):
+        if before is not None:
+            before(module)
+        owner = vars(module)
+        for step in way:
+            owner = owner[step]
+        owner[last] = type(owner[last])(text)
+
+    PATCHES[name] = patch
+
+
+for word in os.environ.get("LIMITS", "").split():
+    patch_limit(word)
+
+
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name not in PATCHES:
@@ -87,5 +110,5 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if "FAIL_POINT" in os.environ:
+if "FAIL_POINT" in os.environ or "LIMITS" in os.environ:
     sys.meta_path.insert(0, Finder())
