@@ -1,20 +1,57 @@
-"""Copies topic `in` to topic `out` in transactions, until it is killed: `python -m chaos.kafka_copier <port> <id> <seed>`.
+"""Copies topic `in` to topic `out` in transactions, until it is killed: `python -m chaos.kafka_copier <servers> <id> <seed>`.
 
 What a program is told to do that wants each message once: the offsets go with the records, and after a failure the
 program begins anew. Now and then it changes its mind, aborts, and reads the same messages again.
 """
 
+import os
 import random
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
 GROUP, SOURCE, TARGET = "copiers", "in", "out"
 PATIENCE_S = 60.0
 _ABORTS = 0.1
+
+
+class Copier:
+    """A copier that is started again whenever it ends, as a pod would be."""
+
+    def __init__(self, servers: str, id: str, rng: random.Random) -> None:
+        self._command = [sys.executable, "-m", "chaos.kafka_copier", servers, id]
+        self._rng, self._is_over = rng, threading.Event()
+        self.starts = 0
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self.starts += 1
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        return subprocess.Popen([*self._command, str(self._rng.randrange(1 << 30))], env=env, stderr=subprocess.DEVNULL)
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            self.process.wait()
+            if not self._is_over.is_set():
+                self.process = self._start()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.process.kill()
+        self._thread.join(60)
+        self.process.kill()
 
 
 def done(call: Callable[[float], None]) -> None:
@@ -33,10 +70,10 @@ def places(messages: Iterable[Message]) -> dict[int, int]:
     return {message.partition() or 0: message.offset() or 0 for message in messages}
 
 
-def main(port: str, id: str, seed: str) -> None:
+def main(servers: str, id: str, seed: str) -> None:
     rng = random.Random(seed)
     common = {
-        "bootstrap.servers": f"127.0.0.1:{port}",
+        "bootstrap.servers": servers,
         "log_level": 0,
         "reconnect.backoff.ms": 20,
         "reconnect.backoff.max.ms": 200,

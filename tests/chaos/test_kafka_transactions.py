@@ -1,12 +1,7 @@
 """Consume, transform, produce in transactions while copiers, gateway and stages are killed: each record once, in order."""
 
-import os
 import random
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,8 +11,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from consuls import free_ports
 
-from chaos import kafka_copier
-from chaos.kafka_copier import GROUP, SOURCE, TARGET
+from chaos.kafka_copier import GROUP, SOURCE, TARGET, Copier
 from chaos.pod import STAGES, Pod
 from kmq.gateway.groups.offset_table import RowKey, read_log
 from kmq.logfmt import Logger
@@ -26,38 +20,6 @@ from kmq.message.message import Message
 PARTITIONS, COPIERS = 3, 2
 RECORDS = 4000  # of each partition
 STEP = 300  # records that are copied between two kills
-
-
-class Copier:
-    """A copier that is started again whenever it ends, as a pod would be."""
-
-    def __init__(self, port: int, id: str, rng: random.Random) -> None:
-        self._command = [sys.executable, "-m", kafka_copier.__name__, str(port), id]
-        self._rng, self._is_over = rng, threading.Event()
-        self.starts = 0
-        self.process = self._start()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        self.starts += 1
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        return subprocess.Popen([*self._command, str(self._rng.randrange(1 << 30))], env=env, stderr=subprocess.DEVNULL)
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            self.process.wait()
-            if not self._is_over.is_set():
-                self.process = self._start()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        self._is_over.set()
-        self.process.kill()
-        self._thread.join(60)
-        self.process.kill()
 
 
 def stored(data: Path, topic: str, partition: int) -> list[bytes]:
@@ -91,7 +53,9 @@ def test_each_record_is_copied_once_in_order_whatever_is_killed(
     sent = {number: [b"%d-%d" % (number, n) for n in range(RECORDS)] for number in range(PARTITIONS)}
     lines = (b"%b.@%d|||%b\n" % (SOURCE.encode(), number, value) for number in sent for value in sent[number])
     send(pod, b"".join(lines))
-    copiers = [Copier(port, f"copier-{number}", random.Random(rng.random())) for number in range(COPIERS)]
+    copiers = [
+        Copier(f"127.0.0.1:{port}", f"copier-{number}", random.Random(rng.random())) for number in range(COPIERS)
+    ]
     for copier in copiers:
         cleanup.callback(copier.close)
 

@@ -1,17 +1,20 @@
 """Clients of Kafka at a shard of three brokers: what they are told, and what a killed leader costs. With a real Consul."""
 
+import random
 import threading
 import time
 from contextlib import suppress
 from itertools import pairwise
 
 import pytest
+from chaos.kafka_copier import GROUP, SOURCE, TARGET, Copier
 from confluent_kafka import Consumer, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from consuls import free_ports
 from test_shard import BROKERS, PATIENCE_S, wait_for
 from test_shard_clients import HOST, Whole
 
+import kmq
 from kmq.log import reader
 
 
@@ -88,8 +91,6 @@ def test_clients_are_told_all_brokers_and_who_leads(shard):
         return found and (found.host, found.port) == ("kafka.example", 19092)
 
     wait_for("the address that c advertises", place)
-    with pytest.raises(KafkaException, match=r"(?i)version|unsupported"):
-        Producer(shard.bootstrap(leader) | {"transactional.id": "t"}).init_transactions(PATIENCE_S)
 
 
 def id_of(options, topic):
@@ -187,3 +188,33 @@ def test_a_start_is_the_same_at_every_replica_and_at_the_next_leader(shard):
     wait_for("the rest", lambda: read.append(consumer.poll(1)) or (read[-1] and read[-1].offset() == 109))
     consumer.close()
     assert [int(each.value()) for each in read if each and not each.error()] == [*range(42, 110)]
+
+
+def test_transactions_go_on_at_the_next_leader(shard):
+    """Each record is copied once, in order, with its offset, though leaders are killed in the middle."""
+    sent, rng = [b"%d" % n for n in range(2500)], random.Random(34)
+    with kmq.Producer(shard.hosts("ingress"), timeout_s=PATIENCE_S) as producer:
+        producer.send_many(SOURCE, sent, key="k")
+    options = shard.bootstrap()
+    copier = Copier(options["bootstrap.servers"], "copier", rng)
+
+    def copied(name):
+        files = sorted((shard.root / name / "data/topics" / TARGET / "0").glob("*.log"))
+        return [line.rpartition(b"|")[2] for file in files for line in file.read_bytes().splitlines()]
+
+    try:
+        for count in (700, 1400):
+            leader = shard.leader()
+            wait_for(f"{count} records", lambda leader=leader, count=count: len(copied(leader)) >= count)
+            shard.kill(leader)
+            wait_for("the next leader", lambda leader=leader: shard.leader() not in (leader, None))
+            assert shard.kmq(leader, "up").returncode == 0
+            shard.await_whole()
+        for name in BROKERS:
+            wait_for(f"all records at {name}", lambda name=name: len(copied(name)) >= len(sent))
+            assert copied(name) == sent
+        looking, where = Consumer(options | {"group.id": GROUP}), [TopicPartition(SOURCE, 0)]
+        wait_for("the last offset", lambda: looking.committed(where, PATIENCE_S)[0].offset == len(sent))
+        looking.close()
+    finally:
+        copier.close()

@@ -24,8 +24,8 @@ Memory      An entry for each transactional id, at most _MOST_IDS: the one that 
             a time.
 No room     A commit waits for room. An abort of what holds lines does not (transaction_writer.py): it makes room. A start on a
             full disk reads what is open and decided, so that groups are served, and no more.
-Not covered A shard: its followers would keep all that was ever held back. A topic that is deleted in the moment in which its
-            records are copied may come back, as with any producer.
+Shard       All of this is records of the WAL. The gateway of the next leader starts with them as after a kill.
+Not covered A topic that is deleted in the moment in which its records are copied may come back, as with any producer.
 """
 
 import asyncio
@@ -328,9 +328,6 @@ class Transactions:
         if getattr(body, "producer_id", -1) >= 0:
             expected = body.producer_id, body.producer_epoch
         try:
-            if self._settings.shard:
-                text = "transactions are not served in a shard"
-                raise TransactionRefused(ErrorCode.unsupported_version, text)
             self._admit()
             if not 0 < len(body.transactional_id.encode()) <= _MAX_ID:
                 text = f"a transactional id has 1 to {_MAX_ID} bytes"
