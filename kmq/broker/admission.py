@@ -4,7 +4,7 @@ Links       Ingress asks refusal() at every turn of its loop. While it names a r
             refused, and other producers are not read, except those of KMQ itself whose few bytes free room (hello.py,
             reserved=spare). Durability asks must_wait() before each append, because a shell
             may write into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far
-            more space than its first message.
+            more space than its first message. Whoever copies a segment asks has_room().
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
@@ -173,6 +173,11 @@ class Admission:
         """Return True if `nbytes` of lines, appended now, might exceed the quota."""
         self._waiting = self._quota_lacks(_COPIES * nbytes, self._waiting)
         return self._waiting
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if disk and quota have room for a copy of so many bytes, beside all that may be accepted."""
+        disk = os.statvfs(self.data)
+        return disk.f_bavail * disk.f_frsize - nbytes >= 2 * self.accepted_bytes and not self.must_wait(nbytes)
 
     @property
     def used(self) -> int:

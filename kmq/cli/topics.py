@@ -469,7 +469,9 @@ def truncate(
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
     if not _have_begun(settings, name, starts):
-        raise KmqError(f"{what}: not all are deleted yet; the log of the broker may say why (event start_postponed)")
+        raise KmqError(
+            f"{what}: not all are deleted yet; the broker goes on, and its log may say why (start_postponed)"
+        )
     print(f"{what}: deleted. The WAL keeps them until its retention deletes them")
 
 

@@ -162,7 +162,7 @@ class Checkpointer:
         """Do in this thread what `start` does in another. An error is raised by `busy` and `finish`."""
         try:
             for copy in kept:
-                copy.fill()
+                with_room(copy.segment.path, self._wait, copy.fill)
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -213,7 +213,7 @@ def recorded_topics(data: str) -> RecordedTopics:
     """Return every topic that a record has declared, deleted ones too; none if the records are damaged."""
     found: dict[tuple[str, int], RecordedTopic] = {}
     try:
-        for change in _recorded_changes(data):
+        for change in _recorded_changes(data, topic_changes.KEY):
             at = change.topic, change.incarnation
             try:
                 if change.verb == topic_changes.CREATE:
@@ -231,33 +231,44 @@ def recorded_topics(data: str) -> RecordedTopics:
 
 
 class RecordedStart(namedtuple("RecordedStart", ("offset", "seq"))):
-    """The highest offset with which a partition was to begin, and the seq of the last record that says so."""
+    """An offset with which a partition was to begin, at most its end by then, and the seq of the record that says so."""
 
     __slots__ = ()
 
 
-def recorded_starts(data: str) -> dict[tuple[str, int, int], RecordedStart]:
-    """Return (topic, from_seq, partition) → where the records let it begin; none if the records are damaged."""
-    found: dict[tuple[str, int, int], RecordedStart] = {}
+def recorded_starts(data: str) -> dict[tuple[str, int, int], list[RecordedStart]]:
+    """Return (topic, from_seq, partition) → where the records let it begin; none if the records are damaged.
+
+    That is more than one record, from the highest offset down, if the earlier ones may have been beyond the end by then.
+    """
+    found: dict[tuple[str, int, int], list[RecordedStart]] = {}
     try:
-        for change in _recorded_changes(data):
+        for change in _recorded_changes(data, topic_changes.START_KEY):
             with suppress(ValueError):  # the router has refused it
-                for number, offset in change.starts.items() if change.verb == topic_changes.START else ():
-                    at = change.topic, change.incarnation, number
-                    if offset >= found.get(at, NO_START).offset:
-                        found[at] = RecordedStart(offset, change.seq)
+                for number, offset in change.starts.items():
+                    starts = found.setdefault((change.topic, change.incarnation, number), [])
+                    while starts and starts[-1].offset <= offset:
+                        starts.pop()
+                    starts.append(RecordedStart(offset, change.seq))
     except DamageError:
         return {}
     return found
 
 
-NO_START = RecordedStart(0, 0)
+def highest(starts: Sequence[RecordedStart]) -> int:
+    """Return the highest offset of starts of a partition; 0 if there are none."""
+    return starts[0].offset if starts else 0
 
 
-def _recorded_changes(data: str) -> Iterator[topic_changes.TopicChange]:
+def emptied_at(starts: Sequence[RecordedStart], end: int) -> int:
+    """Return the seq of the last start that leaves nothing before `end`; 0 if there is none."""
+    return max((start.seq for start in starts if start.offset >= end), default=0)
+
+
+def _recorded_changes(data: str, key: bytes) -> Iterator[topic_changes.TopicChange]:
     log = reader.partition(data, topic_changes.TOPIC, 0)
     for _, lines in log.chunks(log.first_offset):
-        yield from topic_changes.changes(lines)
+        yield from topic_changes.changes(lines, (key,))
 
 
 def complete(data: str, rows: Rows, since: Mapping[str, Since], known: RecordedTopics) -> dict[str, Since]:

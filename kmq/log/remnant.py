@@ -20,10 +20,11 @@ import errno
 import os
 import zlib
 from collections import namedtuple
+from collections.abc import Callable
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
-from kmq.files import FULL, find_tail, sync_directory
+from kmq.files import FULL, find_tail, give_up, sync_directory
 from kmq.log import index, reader, segment
 from kmq.log.damage import DamageError
 from kmq.log.segment import KEPT, Segment, is_stored
@@ -68,7 +69,7 @@ class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0
     __slots__ = ()
 
     def fill(self) -> None:
-        """Copy what the copy lacks, and sync it."""
+        """Copy what the copy lacks, and sync it. May be repeated."""
         if not self.source:
             return
         at, end = self.position, self.position + self.segment.size
@@ -83,10 +84,11 @@ class Kept(namedtuple("Kept", ("segment", "source", "position"), defaults=("", 0
 _SYNC_BYTES = 4 * MIB  # written between two syncs: one sync of a large file would delay the WAL's
 
 
-def lay_out_rest(part: Segment, offset: int) -> Kept:
+def lay_out_rest(part: Segment, offset: int, has_room: Callable[[int], bool]) -> Kept:
     """Lay out a copy of a queue's sealed segment from record `offset` on, which lies inside it; `fill` completes it.
 
-    It begins later where compaction has removed that record. Raises DamageError, and OSError if the disk is full.
+    It begins later where compaction has removed that record. Raises DamageError, and OSError if the disk is full, or
+    `has_room` says that so many bytes are too many.
     """
     with SegmentReader(part.path, part.first, by_seq=False, sealed=True) as old:
         for block in old.checked_lines(offset):
@@ -102,6 +104,8 @@ def lay_out_rest(part: Segment, offset: int) -> Kept:
         raise old.damage(block.position, block.end, block.offset, first, "the index does not name the next block")
     entries = [index.IndexEntry(first, 0, zlib.crc32(lines), record.format_ts(record.stamp(lines)[1]))]
     entries += [index.IndexEntry(each.offset, each.position - position, each.crc, each.recv_ts) for each in later]
+    if not has_room(part.size - position):
+        give_up(path)
     try:
         with open(segment.index_path(path), "wb") as file:
             file.write(index.label(path) + b"".join(entry.line() for entry in entries))
@@ -114,12 +118,15 @@ def lay_out_rest(part: Segment, offset: int) -> Kept:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserve room on the disk. Where the file system cannot do that, the copy may wait for room."""
+    """Reserve room on the disk. Where the file system cannot do that, there must be so much now; others may take it."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as err:
         if err.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
+        disk = os.fstatvfs(fd)
+        if disk.f_bavail * disk.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
 
 
 def files(kept: Segment) -> list[str]:

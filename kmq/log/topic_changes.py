@@ -138,10 +138,10 @@ def parts(lines: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield lines[at:], b""
 
 
-def changes(lines: bytes) -> Iterator[TopicChange]:
-    """Yield the changes in whole stored lines; records that cannot be read are passed over."""
+def changes(lines: bytes, keys: Sequence[bytes] = KEYS) -> Iterator[TopicChange]:
+    """Yield the changes in whole stored lines, those with one of `keys`; records that cannot be read are passed over."""
     for text, key in parts(lines):
-        if key in KEYS:
+        if key in keys:
             try:
                 yield decode(text)
             except ValueError:

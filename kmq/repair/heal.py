@@ -21,6 +21,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 
 from kmq.errors import CorruptError
 from kmq.files import QUARANTINE, replace_file
@@ -187,7 +188,10 @@ class QueueHealer:
             scans[at], unwitnessed = self._compared(scans[at])
             scan = scans[at]
             patches = self._patches(scans, at, row or EMPTY)
-            if patches or scan.wrong or scan.unindexed:
+            if patches is None:
+                what = "not healed: neither router.ckpt nor a start says which record of the WAL is its first"
+                self.rewriter.report(scan.path, what)
+            elif patches or scan.wrong or scan.unindexed:
                 self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
 
     def _make_front(self, row: PartitionState | None) -> None:
@@ -198,11 +202,12 @@ class QueueHealer:
         segments = self.log.segments()
         start = row.start if row else self.begins if self.has_rest or not segments else segments[0][0]
         if not row and segments:
-            at = self.topic.name, self.topic.from_seq, self.number
-            recorded = checkpoint.recorded_starts(self.data).get(at, checkpoint.NO_START)
-            start = max(start, min(recorded.offset, segments[0][0]))
+            start = max(start, min(checkpoint.highest(self._starts()), segments[0][0]))
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
+
+    def _starts(self) -> list[checkpoint.RecordedStart]:
+        return checkpoint.recorded_starts(self.data).get((self.topic.name, self.topic.from_seq, self.number), [])
 
     def _compared(self, scan: Scan) -> tuple[Scan, list[int]]:
         """Compare the blocks that no index line covers with the WAL, and mark those that differ as bad.
@@ -223,8 +228,11 @@ class QueueHealer:
             blocks.append(block)
         return scan._replace(blocks=blocks), unwitnessed
 
-    def _patches(self, scans: list[Scan], at: int, row: PartitionState) -> list[Patch]:
-        """Return the parts of segment `at` that must be written again. `row`: the queue in router.ckpt."""
+    def _patches(self, scans: list[Scan], at: int, row: PartitionState) -> list[Patch] | None:
+        """Return the parts of segment `at` that must be written again; None if it is not known with which records.
+
+        `row`: the queue in router.ckpt.
+        """
         scan, patches = scans[at], list[Patch]()
         next_base = scans[at + 1].first if at + 1 < len(scans) else None
         last_seq = max([0, *(before.last_seq for before in scans[:at])])
@@ -248,7 +256,10 @@ class QueueHealer:
                 if is_end and not bad and offset is not None and row.end_offset > offset:
                     records = row.end_offset - offset
                 if records is None and not last_seq and scan.first > self.begins:
-                    last_seq = self._seq_before(scan.first, row)
+                    before = self._seq_before(scan.first, row, bad)
+                    if before is None:
+                        return None
+                    last_seq = before
                 patches.append(Patch(start, position, last_seq + 1, last, bad, offset, records, is_end))
                 offset = next_offset
             if block is not None:
@@ -256,14 +267,24 @@ class QueueHealer:
                 last_seq, bad = block.last_seq or last_seq, []
         return patches
 
-    def _seq_before(self, first: int, row: PartitionState) -> int:
-        """Return the seq before the record at the offset `first`, with which the queue begins; 0 if it is not known."""
+    def _seq_before(self, first: int, row: PartitionState, bad: list[ScannedBlock]) -> int | None:
+        """Return the seq before the record at the offset `first`, with which the queue and `bad` begin.
+
+        0: the WAL has no such record. None: it is not known whether it has.
+        """
         if self.has_rest:
             seqs = sorted(self._from_wal(self.topic.from_seq, self.wal_end))
             return next(iter(seqs[first - self.begins - 1 :]), 0)
-        seqs = sorted(self._from_wal(self.wal_first, row.last_seq))
         count = row.end_offset - first
-        return seqs[-count - 1] if 0 < count < len(seqs) else 0
+        if count == 0:  # a start had deleted all that the queue had
+            return row.last_seq
+        if count > 0:
+            seqs = sorted(self._from_wal(self.wal_first, row.last_seq))
+            return seqs[-count - 1] if count < len(seqs) else 0
+        seq = checkpoint.emptied_at(self._starts(), first)  # unless these records came before that start
+        lines = self._from_wal(max(seq + 1, self.wal_first), self.wal_end).values()
+        crcs = accumulate(lines, lambda crc, line: zlib.crc32(line, crc), initial=0)
+        return seq if bad and bad[0].entry is not None and bad[0].entry.crc in crcs else None
 
     @staticmethod
     def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: PartitionState) -> bool:

@@ -240,10 +240,11 @@ class SegmentLocator:
 
     def _recorded(self, topic: str, number: int) -> int:
         """Return the highest offset with which a record has let a partition begin: it had that many records."""
-        return max([0, *(int(start.offset) for at, start in self._starts.items() if (at[0], at[2]) == (topic, number))])
+        mine = (starts for at, starts in self._starts.items() if (at[0], at[2]) == (topic, number))
+        return max(map(checkpoint.highest, mine), default=0)
 
     @cached_property
-    def _starts(self) -> dict[tuple[str, int, int], checkpoint.RecordedStart]:
+    def _starts(self) -> dict[tuple[str, int, int], list[checkpoint.RecordedStart]]:
         return checkpoint.recorded_starts(self.data)
 
 

@@ -23,8 +23,8 @@ class Context:
     """What all parts of the router share, so that no part needs another part just to wait or to log."""
 
     __slots__ = (
-        *("_make_room", "are_recorded", "check", "damaged", "data", "in_shard", "lacks_room", "logger", "now_s"),
-        *("wait_outside", "wal_is_synced"),
+        *("_make_room", "are_recorded", "check", "damaged", "data", "has_room", "in_shard", "lacks_room", "logger"),
+        *("now_s", "wait_outside", "wal_is_synced"),
     )
 
     def __init__(
@@ -38,13 +38,15 @@ class Context:
         damaged: Callable[[DamageError], object],
         check: Callable[[], None],
         lacks_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
         now_s: Callable[[], float],
         make_room: Callable[[], object],
     ) -> None:
         """Take what the stage gives, see Queues; and `make_room`, which is called while the disk is full."""
         self.data, self.logger, self.wal_is_synced, self.in_shard = data, logger, wal_is_synced, in_shard
         self.wait_outside, self.are_recorded, self.damaged = wait_for_room, are_recorded, damaged
-        self.check, self.lacks_room, self.now_s, self._make_room = check, lacks_room, now_s, make_room
+        self.check, self.lacks_room, self.has_room = check, lacks_room, has_room
+        self.now_s, self._make_room = now_s, make_room
 
     def wait_for_room(self, path: str) -> None:
         """Make room, then wait, because the disk is full; perhaps in the middle of an append."""

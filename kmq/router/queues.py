@@ -17,6 +17,7 @@ Memory      A cold partition is one small object, its PartitionState. At most `m
 import contextlib
 import os
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -45,6 +46,12 @@ AT_ONCE = 256  # segments that are sealed or retired in one tick: some ten milli
 _FUTURE_US = 1 << 62  # a time that no age limit reaches
 
 
+class _Owed(namedtuple("_Owed", ("offset", "is_postponed"), defaults=(False,))):
+    """The offset with which a log is to begin. `is_postponed`: there was no room, and the log says so."""
+
+    __slots__ = ()
+
+
 class Retention:
     """Seals and deletes segments."""
 
@@ -55,6 +62,8 @@ class Retention:
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._left: list[tuple[str, int]] = []  # logs that `roll_over` has not looked at yet
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
+        self._owed: dict[PartitionLog, _Owed] = {}  # starts to be carried out
+        self._tried_again_at = 0  # when the postponed ones were tried last
 
     def roll_over_soon(self) -> None:
         """Let the next `roll_over_if_due` do it."""
@@ -125,7 +134,7 @@ class Retention:
 
         Begins a checkpoint, after which they are deleted.
         """
-        if self._checkpoints.is_busy:
+        if self._checkpoints.is_busy or self._checkpoints.kept:  # it would begin with copies beside their originals
             return False
         gone: list[Segment] = []
         now_s = self._context.now_s()
@@ -161,50 +170,86 @@ class Retention:
     def begin_at(self, starts: Iterable[tuple[PartitionLog, int]]) -> None:
         """Let logs begin with these offsets, at most their ends; a log that begins later stays as it is.
 
-        Begins a checkpoint. When it is on disk, the files begin there.
+        Begins a checkpoint. When it is on disk, the files begin there. While another one is running, a tick does it.
         """
-        starts = [(log, offset) for log, offset in starts if offset > log.state.start]
-        if not starts:
-            return
-        self._checkpoints.finish()  # else a log may begin with a copy that has no name yet
-        gone: list[Segment] = []
         for log, offset in starts:
-            gone += self._retire_before(log, min(offset, log.state.end_offset))
-            self._logs.unsynced.add(log)
+            owed = self._owed.get(log, _Owed(0))
+            self._owed[log] = _Owed(max(owed.offset, min(offset, log.state.end_offset)))
+        self.begin_owed()
+
+    def begin_owed(self) -> bool:
+        """Carry out the starts that are owed; return True if that begins a checkpoint.
+
+        Those for which there was no room are tried again every ROLL_NS.
+        """
+        is_again = time.monotonic_ns() - self._tried_again_at > ROLL_NS
+        self._owed = {log: owed for log, owed in self._owed.items() if self._is_ahead(log, owed.offset)}
+        due = [log for log, owed in self._owed.items() if is_again or not owed.is_postponed]
+        # A log may have to wait until it can be sealed. What makes room meanwhile begins a checkpoint of all logs, so
+        # none of them may begin with a copy before all are sealed.
+        for log in due:
+            if self._owed[log].offset > log.state.base:
+                if not self._has_rolled(log):
+                    self._postpone(log, "no room to seal the active segment")
+                elif self._owed[log].offset > log.state.base:
+                    self._owed[log] = _Owed(log.state.base)  # it is damaged: all that lies before it goes
+        if not due or self._checkpoints.is_busy:
+            return False
+        if is_again:
+            self._tried_again_at = time.monotonic_ns()
+        gone: list[Segment] = []
+        for log in due:
+            before = log.state.start
+            gone += self._retire_before(log, self._owed[log].offset)
             begin = log.state.start
-            self._context.logger.info("start_moved", topic=log.topic, partition=log.number, offset=begin)
-        self._checkpoints.start(gone)
+            if begin > before:
+                self._logs.unsynced.add(log)
+                self._context.logger.info("start_moved", topic=log.topic, partition=log.number, offset=begin)
+            if not self._owed[log].is_postponed:
+                del self._owed[log]
+        if gone:
+            self._checkpoints.start(gone)
+        return bool(gone)
+
+    def _is_ahead(self, log: PartitionLog, offset: int) -> bool:
+        """Return True if a log begins before `offset`, and its topic was not deleted."""
+        return log.state.start < offset and self._logs.states.get((log.topic, log.number)) is log.state
 
     def _retire_before(self, log: PartitionLog, offset: int) -> list[Segment]:
-        """Retire all records before `offset`, in a log that has it or ends there.
+        """Retire all records before `offset`, in a log that has it or ends there. Never waits.
 
         At damage, and without room for a copy of the records behind it, the segment that holds them stays as a whole.
         """
         state = log.state
-        if offset > state.base and not self._has_rolled(log):
-            self._tell_start_postponed(log, offset, "no room to seal the active segment")
         ends = [*(part.first for part in state.sealed[1:]), state.base]
         whole = sum(end <= offset for end in ends[: len(state.sealed)])
         kept = None
         if whole < len(state.sealed) and state.sealed[whole].first < offset:
             try:
-                kept = remnant.lay_out_rest(state.sealed[whole], offset)
+                kept = remnant.lay_out_rest(state.sealed[whole], offset, self._has_room)
             except DamageError as err:
                 self._context.logger.error("damaged", file=err.path, reason=err)
                 self._context.damaged(err)
             except OSError as err:
                 if err.errno not in FULL:
                     raise
-                self._tell_start_postponed(log, offset, "no room for a copy of the rest of a segment")
+                self._postpone(log, "no room for a copy of the rest of a segment")
         gone = state.retire(whole + (kept is not None))
         if kept is not None:
             self._keep(state, kept)
         return gone
 
-    def _tell_start_postponed(self, log: PartitionLog, offset: int, why: str) -> None:
-        effect = "only whole segments are deleted; ask again when there is room"
-        names = {"topic": log.topic, "partition": log.number, "offset": offset}
-        self._context.logger.warn("start_postponed", **names, reason=why, effect=effect)
+    def _has_room(self, nbytes: int) -> bool:
+        """Return True if there is room for a copy, beside those that the same checkpoint completes."""
+        return self._context.has_room(nbytes + sum(kept.segment.size for kept in self._checkpoints.kept))
+
+    def _postpone(self, log: PartitionLog, why: str) -> None:
+        offset, is_told = self._owed[log]
+        self._owed[log] = _Owed(offset, is_postponed=True)
+        if not is_told:
+            effect = "only whole segments are deleted; the rest when there is room"
+            names = {"topic": log.topic, "partition": log.number, "offset": offset}
+            self._context.logger.warn("start_postponed", **names, reason=why, effect=effect)
 
     def make_room(self) -> None:
         """Retire segments. May be called in the middle of an append or a roll."""
@@ -272,6 +317,7 @@ class Queues:
         damaged: Callable[[DamageError], object] = lambda err: None,
         check: Callable[[], None] = lambda: None,
         lacks_room: Callable[[], bool] = lambda: False,
+        has_room: Callable[[int], bool] = lambda nbytes: True,
         now_s: Callable[[], float] = time.time,
         before_topic: "Callable[[Queues], object]" = lambda queues: None,
     ) -> None:
@@ -282,6 +328,7 @@ class Queues:
         topics come as records; without a framer they are carried out as they are asked. `in_shard`: a declaration that
         has no record is refused, because other replicas would not have it. `damaged` is called with damage
         that is met, `check` repeatedly during long work, as a sign of life. `lacks_room`: is the disk or the quota full?
+        `has_room`: may a copy of so many bytes be made?
         `now_s`: the clock for ages. After the start, `before_topic` is called before a message makes a topic; it may
         wait, and make room meanwhile.
         """
@@ -295,6 +342,7 @@ class Queues:
             damaged,
             check,
             lacks_room,
+            has_room,
             now_s,
             make_room=self.make_room,
         )
@@ -326,6 +374,7 @@ class Queues:
         self.replay(replay_from, high)
         self.adopt_declarations()
         self._is_recovered = True
+        self.changes.begin_recorded()
 
     def route(self, blocks: list[Block]) -> int:
         """Append consecutive blocks, all after sorted_seq, to their partition logs; return the bytes written.
@@ -373,7 +422,8 @@ class Queues:
         self.retention.roll_over_if_due()
         if not self.checkpoints.is_busy:
             compacted = install_compacted(self.context, self.in_force, self.logs)
-            if not self.retention.retire() and (compacted or self.checkpoints.is_due):
+            is_begun = self.retention.begin_owed() or self.retention.retire()
+            if not is_begun and (compacted or self.checkpoints.is_due):
                 self.checkpoints.start()
 
     def use_limits(self, limits: Limits) -> None:
@@ -401,6 +451,7 @@ class Queues:
     def close(self) -> None:
         """Route the waiting lines, write a checkpoint of everything, and close all logs."""
         self.make_topics()
+        self.settle()  # so that the tick carries out the starts that wait for a checkpoint
         self.tick()
         self.settle()
         if self.logs.unsynced:

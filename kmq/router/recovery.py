@@ -115,7 +115,9 @@ class Recovery:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._checkpoints = declarations, checkpoints
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
-        self._recorded_starts: dict[tuple[str, int, int], checkpoint.RecordedStart] | None = None  # read when needed
+        self._recorded_starts: dict[tuple[str, int, int], list[checkpoint.RecordedStart]] | None = (
+            None  # read when needed
+        )
 
     def run(self, high: int) -> int:
         """Examine every log; return the seq from which to replay the WAL. `high`: the last durable seq."""
@@ -188,7 +190,7 @@ class Recovery:
         may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
         begin = known.start if may_begin else segments[0].first
         if segments and not known.last_seq:
-            begin = max(begin, min(self._recorded_start(row).offset, segments[0].first))
+            begin = max(begin, min(checkpoint.highest(self._starts_of(row)), segments[0].first))
         remains = recover(segments, known, wal_range, begin)
         where = self._path_of(row, remains)
         if remains.cut:
@@ -263,14 +265,13 @@ class Recovery:
         known: PartitionState = row.known
         if end == known.end_offset:
             return known.last_seq
-        start = self._recorded_start(row)
-        return start.seq if start.offset >= end else 0
+        return checkpoint.emptied_at(self._starts_of(row), end)
 
-    def _recorded_start(self, row: KnownPartition) -> checkpoint.RecordedStart:
+    def _starts_of(self, row: KnownPartition) -> list[checkpoint.RecordedStart]:
         if self._recorded_starts is None:
             self._recorded_starts = checkpoint.recorded_starts(self._context.data)
         at = row.topic.name, row.topic.from_seq, row.number
-        return self._recorded_starts.get(at, checkpoint.NO_START)
+        return self._recorded_starts.get(at, [])
 
     def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
         """Write the records of a gap from the WAL; return the files to be synced.

@@ -21,7 +21,8 @@ from itertools import islice
 
 from kmq.errors import ConfigError
 from kmq.files import sync_file
-from kmq.log import deletions, identity, reader, topic_changes, topics
+from kmq.log import checkpoint, deletions, identity, reader, topic_changes, topics
+from kmq.log.damage import DamageError
 from kmq.log.partition import PartitionLog
 from kmq.log.segment import LIMITS
 from kmq.log.topic_changes import TopicChange
@@ -34,6 +35,7 @@ from kmq.router.recovery import Checkpoints
 from kmq.router.sorting import Sorter
 
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
+_STARTS = "starts of partitions"
 _SWEPT_AT_ONCE = 16  # files of deleted topics between two batches of lines: eight segments, as many as the WAL deletes
 
 
@@ -263,15 +265,40 @@ class TopicChanges:
         topic, starts = self._topic_of(change), change.starts
         if max(starts, default=0) >= topic.partitions:
             raise ConfigError(f"topic {topic.name!r}: has {topic.partitions} partition(s), and no {max(starts)}")
-        self._in_force.raise_format(identity.FORMAT, topic, "starts of partitions")
+        self._in_force.raise_format(identity.FORMAT, topic, _STARTS)
         logs = {self._logs.log_of(topic, number): offset for number, offset in starts.items()}
-        self._begin_at((log, self._end_then(log, offset, change.seq)) for log, offset in logs.items())
+        self._begin_at([(log, self._end_then(log, offset, change.seq)) for log, offset in logs.items()])
+
+    def begin_recorded(self) -> None:
+        """Carry out the starts of the records that a start of the router finds undone.
+
+        They were postponed before it, or a release that does not know them has passed over their records.
+        """
+        undone: list[tuple[PartitionLog, int]] = []
+        for (name, from_seq, number), starts in checkpoint.recorded_starts(self._context.data).items():
+            topic = self._in_force.table.get(name.encode())
+            if name == topic_changes.TOPIC or topic is None or topic.from_seq != from_seq or number >= topic.partitions:
+                continue
+            log = self._logs.log_of(topic, number)
+            offset = max(self._end_then(log, start.offset, start.seq) for start in starts)
+            if min(offset, log.state.end_offset) > log.state.start:
+                self._in_force.raise_format(identity.FORMAT, topic, _STARTS)
+                undone.append((log, offset))
+        self._begin_at(undone)
 
     def _end_then(self, log: PartitionLog, offset: int, seq: int) -> int:
-        """Return `offset`, at most the end that a log had when the record `seq` came; 0: it has none."""
+        """Return `offset`, at most the end that a log had when the record `seq` came.
+
+        A record without a seq is of now. At damage that end is not known: return 0, and the log stays as it is.
+        """
         if not seq or log.state.last_seq < seq or offset <= log.state.start:
             return offset
-        return min(offset, reader.partition(self._context.data, log.topic, log.number).offset_of_seq(seq))
+        try:
+            return min(offset, reader.partition(self._context.data, log.topic, log.number).offset_of_seq(seq))
+        except DamageError as err:
+            self._context.logger.error("damaged", file=err.path, reason=err)
+            self._context.damaged(err)
+            return 0
 
     def _is_in_force(self, change: TopicChange) -> bool:
         topic = self._in_force.table.get(change.topic.encode())

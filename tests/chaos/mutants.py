@@ -637,12 +637,65 @@ MUTANTS = [
     ),
     Mutant(
         "an empty log begins anew after a lost checkpoint",
-        [("kmq/router/recovery.py", "return start.seq if start.offset >= end else 0", "return 0")],
+        [("kmq/router/recovery.py", "return checkpoint.emptied_at(self._starts_of(row), end)", "return 0")],
         [UNIT_STARTS],
     ),
     Mutant(
         "a repair fills a queue up to its first record ever",
-        [("kmq/repair/heal.py", "start = max(start, min(recorded.offset, segments[0][0]))", "pass")],
+        [("kmq/repair/heal.py", "start = max(start, min(checkpoint.highest(self._starts()), segments[0][0]))", "pass")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a repair brings back what lies before an emptied start",
+        [("kmq/repair/heal.py", "if count == 0:", "if count is None:")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a repair takes for the first record what came after a start",
+        [("kmq/repair/heal.py", "bad[0].entry.crc in crcs", "crcs")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "what makes room begins a checkpoint with copies that still have their originals",
+        [
+            ("kmq/router/queues.py", " or self._checkpoints.kept:", ":"),
+            (
+                "kmq/router/queues.py",
+                "for log in due:\n            if self._owed",
+                "for log in ():\n            if self._owed",
+            ),
+            (
+                "kmq/router/queues.py",
+                "        ends = [*(part.first",
+                "        if offset > state.base:\n            self._has_rolled(log)\n        ends = [*(part.first",
+            ),
+        ],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a start of the router does not look for starts that are undone",
+        [("kmq/router/queues.py", "self.changes.begin_recorded()", "pass")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a log that is to begin later outlives its topic",
+        [("kmq/router/queues.py", " and self._logs.states.get((log.topic, log.number)) is log.state", "")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a copy takes the room that the broker keeps",
+        [("kmq/router/queues.py", "return self._context.has_room(", "return True or (")],
+        [UNIT_STARTS],
+    ),
+    Mutant(
+        "a start beyond the end hides a later one",
+        [
+            (
+                "kmq/log/checkpoint.py",
+                "return max((start.seq for start in starts if",
+                "return min((start.seq for start in starts if",
+            )
+        ],
         [UNIT_STARTS],
     ),
     Mutant(

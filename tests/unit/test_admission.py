@@ -209,6 +209,14 @@ def test_space_under_the_quota_is_noticed_within_a_second_of_asking(broker):
     assert answers[-1] == ("", False)
 
 
+def test_a_copy_leaves_twice_what_may_be_accepted_on_the_disk_and_fits_the_quota(broker):
+    asked = broker.admission("200 MiB")
+    broker.free = 2 * asked.accepted_bytes + 10 * MIB
+    assert asked.has_room(10 * MIB) and not asked.has_room(10 * MIB + 4096)
+    broker.append(90 * MIB)
+    assert not asked.has_room(10 * MIB) and asked.has_room(MIB)
+
+
 def test_new_topics_count_before_a_walk_sees_them(broker):
     usage = broker.usage()
     for n in range(300):

@@ -15,13 +15,15 @@ from made_up import FIRST_TS, block, no_room, stored
 
 from kmq.log import checkpoint, identity, reader, remnant, segment, topic_changes
 from kmq.log.index import IndexWriter
+from kmq.log.partition import PartitionLog
 from kmq.log.segment import Limits
 from kmq.log.topic_changes import TopicChange
 from kmq.log.wal import Wal
 from kmq.message import record
 from kmq.repair import heal, verify
-from kmq.router import recovery
+from kmq.router import queues, recovery
 from kmq.router.queues import Queues, Retention
+from kmq.router.topic_changes import TopicChanges
 
 BLOCK_BYTES = 128  # of the index
 SMALL = Limits(segment_bytes=600)
@@ -36,8 +38,8 @@ def data(tmp_path):
     return str(tmp_path / "data")
 
 
-def lines(count, since=0):
-    return [b"t.k|1|%d|%b" % (n, b"x" * (n % 40)) for n in range(since, since + count)]
+def lines(count, since=0, topic=b"t"):
+    return [b"%b.k|1|%d|%b" % (topic, n, b"x" * (n % 40)) for n in range(since, since + count)]
 
 
 def start(offset, incarnation=1, number=0):
@@ -51,16 +53,16 @@ class Router:
 
     def __init__(self, data, sent, limits=SMALL):
         self.data, self.sent, self.limits, self.log = data, sent, limits, FakeLogger()
-        wal = Wal(data, no_room, 1 << 20)
+        wal = Wal(data, no_room, 1 << 20, SMALL)
         for at in range(wal.last_seq, len(sent)):
             [line] = stored(sent[at : at + 1], at + 1)
             wal.append([(line, at + 1, 1, FIRST_TS + at + 1)])
         wal.sync()
         wal.close()
 
-    def up(self, high=0, **given):
+    def up(self, high=0, wait=no_room, **given):
         """Recover up to a seq, as if the WAL ended there for now."""
-        self.queues = Queues(self.data, no_room, self.log, self.limits, are_recorded=True, **given)
+        self.queues = Queues(self.data, wait, self.log, self.limits, are_recorded=True, **given)
         self.queues.recover(high)
         return self
 
@@ -74,6 +76,10 @@ class Router:
             self.queues.route([block(self.sent[at - 1 : end - 1], at)])
             at = end
         return self
+
+    def tick(self):
+        self.queues.tick()
+        self.queues.settle()
 
     def down(self):
         self.queues.close()
@@ -89,13 +95,13 @@ def is_start(line):
     return line.startswith(topic_changes.START_KEY)
 
 
-def files(data, number=0):
-    where = Path(data, f"topics/t/{number}")
+def files(data, topic="t"):
+    where = Path(data, f"topics/{topic}/0")
     return {path.name: path.read_bytes() for path in where.iterdir()}
 
 
-def content(data):
-    return b"".join(text for name, text in sorted(files(data).items()) if name.endswith(".log"))
+def content(data, topic="t"):
+    return b"".join(text for name, text in sorted(files(data, topic).items()) if name.endswith(".log"))
 
 
 def texts(sent, first=0):
@@ -202,6 +208,38 @@ def test_a_repair_brings_nothing_back_that_lies_before_the_start(data):
             assert files(data) == before, (offset, gone)
 
 
+@pytest.mark.parametrize("gone", ["", "index", "router.ckpt"], ids=["whole", "index", "checkpoint"])
+@pytest.mark.parametrize("offset", [60, 55], ids=["end", "segment"])
+def test_a_repair_behind_a_start_writes_what_the_wal_has_or_nothing(tmp_path, data, offset, gone):
+    """The WAL has lost its front, but has records before the start. The last checkpoint was that of the start."""
+    sent = [*lines(60), start(offset), *lines(4, 60)]
+    router = Router(data, sent).up().route(1, 61)
+    router.queues.settle()
+    router.route(62, 65).queues.logs.note_open_blocks()
+    here = str(tmp_path / "here")
+    shutil.copytree(data, here, symlinks=True)
+    router.down()
+    wal = [path for _, path in reader.wal(here).segments()]
+    for path in [path for path in wal if int(os.path.basename(path)[:20]) < 40]:
+        segment.remove([segment.Segment(0, path, 0)])
+    [(first, path)] = reader.partition(here, "t", 0).segments()
+    whole = Path(path).read_bytes()
+    assert first == offset and whole == b"".join(texts(sent, offset))
+    Path(path).write_bytes(b"?" + whole[1:] if gone == "index" else b"?" * len(whole))
+    if gone:
+        os.unlink(segment.index_path(path) if gone == "index" else f"{here}/{gone}")
+    healed = heal.repair(here)
+    if (
+        gone == "router.ckpt" and offset == 55
+    ):  # the record of the start does not say which of its records came before it
+        assert [each.what for each in healed if each.path.startswith("topics/t/")] == [
+            "not healed: neither router.ckpt nor a start says which record of the WAL is its first"
+        ]
+        assert Path(path).read_bytes() == b"?" * len(whole)
+    else:
+        assert Path(path).read_bytes() == whole
+
+
 def test_a_record_is_for_one_life_of_its_topic_and_for_partitions_that_it_has(data):
     delete = topic_changes.encode(TopicChange(topic_changes.DELETE, "t", 1, {}, "d-1"), b"1.000000")
     bad = [
@@ -261,24 +299,170 @@ def test_the_first_start_raises_the_format_and_a_later_one_says_nothing(data):
 # --- what stands in its way ------------------------------------------------------------------------------------------
 
 
-def test_without_room_for_the_copy_only_whole_segments_go_and_a_later_record_does_the_rest(data, monkeypatch):
-    sent = [*lines(60), start(33), start(33)]
+def full(*_):
+    raise OSError(errno.ENOSPC, "full")
+
+
+def cannot(*_):
+    raise OSError(errno.EOPNOTSUPP, "not supported")
+
+
+def test_without_room_for_the_copy_only_whole_segments_go_and_a_tick_does_the_rest(data, monkeypatch):
+    sent = [*lines(60), start(33)]
     router = Router(data, sent).up().route(1, 60)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "full")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         router.route(61, 61)
         router.queues.settle()
+        first = reader.partition(data, "t", 0).first_offset
+        assert 0 < first < 33
+        assert content(data) == b"".join(texts(sent, first))
+        assert not [name for name in files(data) if "kept" in name]
+        patch.setattr(queues, "ROLL_NS", 0)
+        router.tick()
+        assert reader.partition(data, "t", 0).first_offset == first
+    router.tick()
+    assert reader.partition(data, "t", 0).first_offset == first, "it is tried again after some seconds"
+    monkeypatch.setattr(queues, "ROLL_NS", 0)
+    router.tick()
     [told] = router.log.of("start_postponed")
-    first = reader.partition(data, "t", 0).first_offset
-    assert (told["topic"], told["partition"], told["offset"]) == ("t", 0, 33) and 0 < first < 33
-    assert content(data) == b"".join(texts(sent, first))
-    assert not [name for name in files(data) if "kept" in name]
-    router.route(62, 62).down()
+    assert (told["topic"], told["partition"], told["offset"]) == ("t", 0, 33)
+    router.down()
     assert_whole(data, sent, 33)
+
+
+def test_what_was_postponed_is_made_up_by_the_next_start_of_the_router(data, monkeypatch):
+    sent = [*lines(60), start(33), *lines(30, 60)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        router = Router(data, sent).up().route(1, 91).down()
+    assert 0 < reader.partition(data, "t", 0).first_offset < 33
+    router.again()
+    assert_whole(data, sent, 33)
+
+
+def test_starts_that_a_release_before_them_has_passed_over_are_made_up_after_the_upgrade(data, monkeypatch):
+    sent = [*lines(60), start(33), start(1 << 40), *lines(30, 60), start(45), *lines(5, 90)]
+    with monkeypatch.context() as patch:
+        patch.setattr(TopicChanges, "_start", lambda self, change: None)
+        router = Router(data, sent).up().route(1, 98).down()
+    assert len(content(data).splitlines()) == 95
+    assert identity.version(data)[0] < identity.FORMAT
+    router.again()
+    assert_whole(data, sent, 60)
+    assert identity.version(data)[0] == identity.FORMAT
+
+
+def test_a_request_by_hand_beyond_the_end_hides_no_later_start(data, monkeypatch):
+    sent = [*lines(30), start(1 << 40), *lines(30, 30), start(60)]
+    router = Router(data, sent).up().route(1, 62).down()
+    os.unlink(f"{data}/router.ckpt")
+    router.again()
+    assert_whole(data, sent, 60)
+    more = [*sent, *lines(30, 60), start(75)]
+    with monkeypatch.context() as patch:
+        patch.setattr(TopicChanges, "_start", lambda self, change: None)
+        router = Router(data, more).up(62).route(63, 93).down()
+    router.again()
+    assert_whole(data, more, 75)
+
+
+def test_what_is_owed_ends_with_its_topic(data, monkeypatch):
+    delete = topic_changes.encode(TopicChange(topic_changes.DELETE, "t", 1, {}, "d-1"), b"1.000000")
+    sent = [*lines(60), start(33), delete, *lines(40)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        router = Router(data, sent).up().route(1, 61)
+        router.queues.replay(62, 102)
+    monkeypatch.setattr(queues, "ROLL_NS", 0)
+    router.tick()
+    router.down()
+    assert reader.partition(data, "t", 0).first_offset == 60
+    router.again()
+    assert reader.partition(data, "t", 0).first_offset == 60
+
+
+def test_a_start_while_a_checkpoint_is_written_does_not_wait_for_it(data, monkeypatch):
+    sent = [*lines(60), start(33), *lines(30, 60), start(90), *lines(10, 90)]
+    router, may_fill, fill = Router(data, sent).up().route(1, 60), threading.Event(), remnant.Kept.fill
+    monkeypatch.setattr(remnant.Kept, "fill", lambda kept: may_fill.wait(30) and fill(kept))
+    router.route(61, 102)
+    assert router.queues.checkpoints.is_busy
+    assert reader.partition(data, "t", 0).end_offset() == 100, "the records behind it are routed meanwhile"
+    may_fill.set()
+    router.down()
+    assert_whole(data, sent, 90)
+
+
+def test_a_copy_leaves_the_room_that_the_broker_needs_for_what_it_accepts(data):
+    sent, asked, room = [*lines(60), *lines(60, topic=b"u")], [], [0]
+
+    def has_room(nbytes):
+        asked.append(nbytes)
+        return nbytes <= room[0]
+
+    router = Router(data, sent).up(has_room=has_room).route(1, 120)
+    t, u = (router.queues.logs.log_of(router.queues.in_force.table[name], 0) for name in (b"t", b"u"))
+    router.queues.retention.begin_at([(t, 33)])
+    router.queues.settle()
+    assert len(router.log.of("start_postponed")) == 1
+    room[0] = asked[0]
+    router.queues.retention.begin_at([(t, 33), (u, 33)])
+    router.queues.settle()
+    assert [each["topic"] for each in router.log.of("start_postponed")] == ["t", "u"]
+    router.queues.retention.begin_at([(u, 33)])
+    assert asked[2] == asked[1] + asked[3], "beside the copy that was made at the same time"
+    router.down()
+    assert_whole(data, sent[:60], 33)
+    assert content(data, "u") == b"".join(stored(sent)[93:])
+
+
+def test_where_no_room_can_be_reserved_the_copy_waits_for_it_or_is_not_begun(data, monkeypatch):
+    sent = [*lines(60), start(20), start(33)]
+    waited, copy = [], os.sendfile
+
+    def send(*arguments):
+        if not waited:
+            full()
+        return copy(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    router = Router(data, sent).up(wait=waited.append).route(1, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sendfile", send)
+        router.route(61, 61)
+        router.queues.settle()
+    assert [os.path.basename(path) for path in waited] == [segment.name(20)]
+    assert content(data) == b"".join(texts(sent, 20))
+    disk = os.statvfs(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda fd: os.statvfs_result([*disk[:4], 0, *disk[5:]]))
+        router.route(62, 62)
+        router.queues.settle()
+    assert [told["offset"] for told in router.log.of("start_postponed")] == [33]
+    router.again()
+    assert_whole(data, sent, 33)
+
+
+def test_damage_where_a_log_ended_by_then_leaves_the_log_as_it_is(data, monkeypatch):
+    sent = [*lines(60), start(1 << 40), *lines(40, 60)]
+    router = Router(data, sent).up().route(1, 60)
+    router.queues.checkpoints.start()
+    router.queues.settle()
+    older = Path(data, "router.ckpt").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(TopicChanges, "_start", lambda self, change: None)
+        router.route(61, 101).down()
+    Path(data, "router.ckpt").write_bytes(older)
+    inside = Path([path for first, path in reader.partition(data, "t", 0).segments() if first <= 60][-1])
+    whole, heard = inside.read_bytes(), []
+    inside.write_bytes(b"?" * len(whole[:-200]) + whole[-200:])
+    router.again(damaged=heard.append)
+    assert heard and router.log.of("damaged")
+    assert reader.partition(data, "t", 0).first_offset == 0
+    inside.write_bytes(whole)
+    router.again()
+    assert_whole(data, sent, 60)
 
 
 def test_of_a_damaged_segment_nothing_is_copied_and_what_lies_before_it_goes(data):
@@ -311,11 +495,37 @@ def test_a_start_at_a_record_that_compaction_removed_is_at_the_next_one_that_is_
     assert content(data) == b"".join(texts(sent, 15))
 
 
+def test_what_makes_room_while_a_log_is_opened_leaves_the_copies_of_other_logs(data, monkeypatch):
+    sent = [*lines(60), *lines(60, topic=b"u"), *lines(400, topic=b"v")]
+    router = Router(data, sent)
+    router.up(wait=lambda path: router.queues.settle(), most_open=1).route(1, 520)
+    router.queues.settle()
+    t, u = (router.queues.logs.log_of(router.queues.in_force.table[name], 0) for name in (b"t", b"u"))
+    point_link, full = PartitionLog._point_link, [u]
+
+    def point(log, path):
+        if log in full:
+            full.remove(log)
+            raise OSError(errno.ENOSPC, "full")
+        point_link(log, path)
+
+    monkeypatch.setattr(PartitionLog, "_point_link", point)
+    router.queues.use_limits(Limits(segment_bytes=600, retention_bytes=6000))  # of `v` some segments are due
+    router.queues.retention.begin_at([(t, 33), (u, 58)])
+    router.down()
+    assert not full and reader.partition(data, "v", 0).first_offset > 0
+    assert_whole(data, sent[:60], 33)
+    assert reader.partition(data, "u", 0).first_offset == 58
+    router.again()
+    assert_whole(data, sent[:60], 33)
+    assert content(data, "u") == b"".join(stored(sent)[118:120])
+
+
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 _TRACED = (
     *(remnant.lay_out_rest, remnant.Kept.fill, remnant.settle, checkpoint.Checkpointer.run, segment.remove),
-    *(Retention.begin_at, Retention._retire_before, recovery._settle),
+    *(Retention.begin_at, Retention.begin_owed, Retention._retire_before, recovery._settle),
 )
 
 

@@ -251,11 +251,8 @@ async def _compact(settings: Settings, log: Logger) -> int:
 
 
 def _room(settings: Settings, nbytes: int) -> bool:
-    """Return True if the disk and the quota have room for so many bytes, beside all that the broker may accept."""
-    admission = Admission(settings, lambda: 0)
-    disk = os.statvfs(settings.data)
-    reserve = 2 * admission.accepted_bytes
-    return disk.f_bavail * disk.f_frsize - nbytes >= reserve and not admission.must_wait(nbytes)
+    """Ask `Admission.has_room`, with files counted now."""
+    return Admission(settings, lambda: 0).has_room(nbytes)
 
 
 def main() -> int:
