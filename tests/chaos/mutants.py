@@ -326,8 +326,13 @@ MUTANTS = [
     ),
     Mutant(
         "kafka: a transaction takes any number of offsets",
-        [(TRANSACTIONS, "        if len(txn.offsets) + len(rows) > _MOST_OFFSETS:\n", "        if False:\n")],
+        [(TRANSACTIONS, "        if len(txn.offsets) + count > _MOST_OFFSETS:\n", "        if False:\n")],
         [f"{TXN_LIMITS}::test_a_transaction_has_so_many_offsets_and_the_table_of_groups_so_much_room"],
+    ),
+    Mutant(
+        "kafka: offsets stay counted after the end of their transaction",
+        [(TRANSACTIONS, "        self._pending -= len(txn.offsets)\n", "")],
+        [UNIT_TXN],
     ),
     Mutant(
         "kafka: a transaction takes offsets for which there is no room",
@@ -338,6 +343,11 @@ MUTANTS = [
         "kafka: all commits are copied at once",
         [(TRANSACTIONS, "                async with self._copying:\n", "                if True:\n")],
         [f"{UNIT_TXN}::test_so_many_commits_are_copied_at_once"],
+    ),
+    Mutant(
+        "kafka: groups of what a former life has decided wait for the next transaction of its id",
+        [(TRANSACTIONS, "            self._resumed.remove(txn)", "            pass")],
+        [UNIT_TXN],
     ),
     Mutant(
         "kafka: any number of requests waits for a transactional id",
@@ -1151,6 +1161,11 @@ MUTANTS = [
         "a queue of the size that the checkpoint knows is not looked at",
         [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
+    ),
+    Mutant(
+        "kafka: producer ids are numbered as generations are, so those of two leaders may meet",
+        [("kmq/gateway/groups/membership.py", "self.epoch * EPOCH_LIVES + starts + 1", "starts + 1")],
+        ["tests/unit/test_membership.py"],
     ),
     Mutant(
         "groups: each broker of a shard counts the gateway's lives alone",

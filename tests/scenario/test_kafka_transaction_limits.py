@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 
 import psutil
 import pytest
@@ -134,7 +135,25 @@ def test_of_a_commit_that_waits_for_room_over_a_start_the_other_groups_are_serve
     assert stored(broker, "t")[5:] == [b"sent"]
 
 
-def test_a_record_that_is_too_long_since_is_left_out_and_the_rest_is_committed(make):
+def test_groups_are_served_though_a_ring_that_drops_messages_takes_no_transactions(make):
+    broker = make()
+    with Peer.of(broker.pipes) as peer:
+        assert peer.make_topic("t") == 1
+        raw = Raw(peer, "id")
+        assert raw.commit_offsets("g", "t", 0) == ErrorCode.none
+        assert raw.end() == ErrorCode.none
+    broker.down()
+    broker.up(RB_OVERFLOW_POLICY="drop_oldest")
+    with Peer.of(broker.pipes) as peer:
+        broker.wait(lambda: committed(peer, "g", "t") == (ErrorCode.none, 0), "the group")
+        raw.peer = peer
+        assert raw.init().error_code == ErrorCode.coordinator_load_in_progress
+    assert 'effect="transactions are not served; tried again"' in broker.log()
+
+
+@pytest.fixture
+def decided(make):
+    """A broker that is down, and a producer whose transaction with a long record in the middle is decided."""
     broker = make(KMQ_MAX_LINE=65536)
     with Peer.of(broker.pipes) as peer:
         assert peer.make_topic("t") == 1
@@ -144,6 +163,28 @@ def test_a_record_that_is_too_long_since_is_left_out_and_the_rest_is_committed(m
         end_at(broker, "after_write_state_commit", raw)
     assert broker.kmq("up", "--no-gateway").returncode == 0  # what is in the rings is stored first
     broker.down()
+    return broker, raw
+
+
+def test_a_record_that_a_former_life_has_left_out_stays_so_though_there_would_be_room_for_it_again(decided):
+    broker, raw = decided
+    assert broker.kmq("up", "--no-gateway", KMQ_MAX_LINE=20_000).returncode == 0
+    (broker.root / "fail_point").write_text("after_copy")
+    assert broker.kmq("gateway", KMQ_MAX_LINE=20_000).returncode == -signal.SIGKILL
+    assert stored(broker, "t") == [b"first", b"last"]
+    broker.down()
+    broker.up()
+    dropped = f"kafka_transaction_dropped id=id pid={raw.pid} records=1 "
+    broker.wait(lambda: dropped in broker.log(), "a word of it")
+    with Peer.of(broker.pipes) as peer:
+        raw = Raw(peer, "id")
+        assert raw.send("t", 0, [b"next"]).error_code == ErrorCode.none
+        assert raw.end() == ErrorCode.none
+    assert stored(broker, "t") == [b"first", b"last", b"next"]
+
+
+def test_a_record_that_is_too_long_since_is_left_out_and_the_rest_is_committed(decided):
+    broker, raw = decided
     broker.up(KMQ_MAX_LINE=20_000)
     dropped = rf"kafka_transaction_dropped id=id pid={raw.pid} records=1 effect=\"KMQ_MAX_LINE"
     broker.wait(lambda: re.search(dropped, broker.log()), "a word of it")

@@ -20,7 +20,7 @@ from kmq.gateway.core.fetching import Limit
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin, StalledGroups
-from kmq.gateway.groups.coordinator import GENERATIONS
+from kmq.gateway.groups.coordinator import GENERATIONS, LIVES
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import CommittedOffset, RowKey, encode_payload, routing_key
 from kmq.gateway.groups.offsets import OffsetCommit, OffsetStore
@@ -126,6 +126,49 @@ def test_generations_rise_over_the_brokers_of_a_shard_and_never_meet(tmp_path):
     asyncio.run(main())
     assert found == sorted(set(found))
     assert all(new - old > GENERATIONS // 2 for old, new in itertools.pairwise(found)), found
+
+
+def test_no_life_of_a_gateway_in_a_shard_has_the_number_of_another_though_no_group_commits(tmp_path):
+    """Producer ids are numbered by it: one that came twice would have its records taken for duplicates."""
+    lives = []
+
+    async def main():
+        for broker, epoch in [("a", 7)] * (LIVES + 3) + [("b", 8)] * 2:
+            data = tmp_path / broker
+            if not data.exists():
+                write_data(data, [b"t|0||a"], {"t": 1})
+            async with started(data, 1, epoch) as (_, groups):
+                lives.append(groups.life)
+
+    asyncio.run(main())
+    assert lives == sorted(set(lives))
+
+
+def test_generations_go_on_above_those_of_offsets_that_come_while_the_groups_are_restored(tmp_path, monkeypatch):
+    """A commit that a former life has decided stores its offsets then."""
+    data, high = write_data(tmp_path / "d", [b"t|0||a"], {"t": 1}), 100 * GENERATIONS
+    load, count_start, stores = OffsetStore.load, membership.count_start, []
+
+    async def loaded(self):
+        stores.append(self)
+        await load(self)
+
+    def counted(*args):
+        stores[0].table.put(RowKey("g", "t", 0), CommittedOffset(0, time.time(), generation=high, seq=1))
+        return count_start(*args)
+
+    monkeypatch.setattr(OffsetStore, "load", loaded)
+    monkeypatch.setattr(membership, "count_start", counted)
+
+    async def main():
+        async with started(data, 1) as (_, groups):
+            heard = []
+            await groups.join("g", "m", ME, MemberOptions(("t",)), heard.append)
+            while not heard:
+                await asyncio.sleep(0.01)
+            assert heard[-1].generation > high
+
+    asyncio.run(main())
 
 
 def test_a_group_begins_at_the_start_of_partitions_that_came_while_no_gateway_ran(tmp_path, monkeypatch, capfd):

@@ -250,6 +250,7 @@ class Registry:
 
 GENERATIONS = 20_000  # of a group in one life: 32 bits are enough for 100,000 lives
 LIVES = 4  # of the gateway in one epoch of a shard that have numbers of their own though no group commits in them
+EPOCH_LIVES = 10**6  # the same where a number need not fit the 32 bits of a generation: lives then never meet
 UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
 WORK = 1_000  # alarms, members told and partitions given in one tick: a few milliseconds
 _NOTHING = Resume()

@@ -41,7 +41,7 @@ from kmq.errors import KmqError
 from kmq.files import replace_file
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.groups.coordinator import Coordinator, least_starts
+from kmq.gateway.groups.coordinator import EPOCH_LIVES, Coordinator, least_starts
 from kmq.gateway.groups.deliveries import Deliveries
 from kmq.gateway.groups.group import NEVER
 from kmq.gateway.groups.offset_table import MAX_OFFSET, CommittedOffset, NackRow, Partition
@@ -188,7 +188,7 @@ class Groups:
     """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
-        self.life = 0  # of the gateway, counted over all of them; 0: not known yet
+        self.life = 0  # of the gateway: no other one of this broker, or of its shard, has this number; 0: not known yet
         self.store, self.epoch = store, 0  # the epoch in which this broker leads its shard; 0: no shard
         self.deliveries = Deliveries()
         self.coordinator = Coordinator()  # without groups, until they are restored
@@ -198,8 +198,7 @@ class Groups:
         self.partitions_of: dict[str, int] = {}  # of all topics; another dict after each change
         self._beginning: list[Beginning] = []
         self._listeners: dict[tuple[str, str], Listener] = {}
-        # group → of readers that wait for what its members give back
-        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._watchers: dict[str, set[asyncio.Event]] = {}  # group → of readers that wait for what members give back
         self._attended = Counter[tuple[str, str]]()  # group, member → answers that it waits for, and cannot beat
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
@@ -225,19 +224,18 @@ class Groups:
 
     async def _restore(self) -> bool:
         """Make all groups with committed offsets known; return False if that has to be tried again."""
-        rows = {group: self.store.committed(group).values() for group in self.store.groups()}
-        highest = {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
-        least = least_starts(max(highest.values(), default=0), self.epoch)
+        least = least_starts(max(self.store.generations().values(), default=0), self.epoch)
         try:
             starts = await asyncio.to_thread(count_start, self._settings.data, least)
         except OSError as err:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False
         limits = GroupLimits(retention_s=max(self._settings.group_retention, GRACE_S))
-        self.coordinator, self.life = Coordinator(limits, token_hex(3), starts), starts + 1
+        self.coordinator = Coordinator(limits, token_hex(3), starts)
+        self.life = self.epoch * EPOCH_LIVES + starts + 1
         await self._topics.follow()
         now = time.monotonic()
-        for group, generation in highest.items():
+        for group, generation in self.store.generations().items():  # commits that were decided may be stored meanwhile
             self.coordinator.restore(group, generation, now, wait_s=_COME_BACK_S)
         return True
 

@@ -307,6 +307,11 @@ class OffsetStore:
         """Return the names of the groups that have committed something, in order."""
         return self.table.groups
 
+    def generations(self) -> dict[str, int]:
+        """Return group → the highest generation of what it has committed."""
+        rows = {group: self.committed(group).values() for group in self.groups()}
+        return {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
+
     @property
     def rows(self) -> int:
         """Return how many rows all groups have: about as many records as compaction would leave."""

@@ -40,7 +40,7 @@ from kmq.message.record import parse_stored
 from kmq.wire.requests import TopicPartition
 
 UNKNOWN = -1
-_PER_LIFE = 10**6  # producer ids that one life of the gateway may give
+_PER_LIFE = 10**6  # producer ids that one life of the gateway may give: 18 digits last for 10^6 epochs of a shard
 _EPOCH_IDS, _SEQUENCES = 1 << 44, 1 << 31  # ids of one epoch; sequences before they begin again at 0
 _NAMES = 20_000  # of which the door remembers how far they are
 _OWN_NAMES = 16
@@ -125,7 +125,7 @@ class ProduceChapter:
         transactions: Transactions,
         log: Logger,
     ) -> None:
-        """`life`: the number of this gateway among all; 0: it is not known yet. `cache` serves consumers."""
+        """`life`: a number that no other gateway of the broker or its shard has; 0: not known yet. `cache` serves consumers."""
         self._settings, self._core, self._life, self._cache, self._log = settings, core, life, cache, log
         self._units, self._transactions = units, transactions
         self._turns: dict[Connection, _Turn] = {}

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.offset_table import Partition
-from kmq.gateway.kafka.transaction_log import COMMIT, EMPTY, TransactionState, partition_of
+from kmq.gateway.kafka.connection import Call
+from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY, TransactionState, partition_of
 from kmq.gateway.kafka.wire import ErrorCode
 
 _MOST_WAITING = 10
@@ -33,6 +35,21 @@ def concurrent(text: str) -> TransactionRefused:
     return TransactionRefused(ErrorCode.concurrent_transactions, text)
 
 
+REFUSALS = (RequestRefused, TransactionRefused, TimeoutError)
+
+
+def refusal_code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
+    """Return the error that says why a request is refused. `fenced_from`: the version that knows PRODUCER_FENCED."""
+    if isinstance(err, RequestRefused):
+        is_loading = err.code == "not_ready"
+        return ErrorCode.coordinator_load_in_progress if is_loading else ErrorCode.coordinator_not_available
+    if isinstance(err, TimeoutError):
+        return ErrorCode.concurrent_transactions
+    assert isinstance(err, TransactionRefused)
+    is_fenced = err.code == ErrorCode.invalid_producer_epoch and call.version >= fenced_from
+    return ErrorCode.producer_fenced if is_fenced else err.code
+
+
 class Transaction:
     """A transactional id and the transaction that is open, if there is one."""
 
@@ -49,6 +66,16 @@ class Transaction:
         self.idle = asyncio.Event()
         self._turn, self._waiting = asyncio.Lock(), 0
         self.close()
+
+    @staticmethod
+    def restored(state: TransactionState) -> "Transaction":
+        """Return the id as its last state says. Whether a transaction is open under it, its lines say."""
+        txn = Transaction(state.id)
+        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = state.pid, state.epoch, state.copy, state.timeout_ms
+        txn.number = state.number + (state.state == ABORT)
+        txn.touched = time.monotonic() - max(0.0, time.time() - state.seconds)
+        txn.former, txn.state_seq = state.former, state.seq
+        return txn
 
     def close(self) -> None:
         """There is no open transaction any more."""
@@ -72,7 +99,7 @@ class Transaction:
 
     def state(self, state: str, end: int = 0) -> TransactionState:
         first = self.first or 0 if state == COMMIT else 0
-        numbers = self.partition, first, end, self.copy, self.timeout_ms
+        numbers = self.partition, first, end, self.copy, self.timeout_ms, self.former
         return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
 
     @property

@@ -4,10 +4,11 @@
                            transaction, and its payload the line to be written, without its id:
                            `orders.@2.eu|1714500000.123|;trace=x|…`, or an offset: `__consumer_offsets.@.<group>.…|||offset=…`
     __transaction_state    compacted; key <transactional id>; payload
-                           `pid= epoch= n= state=empty|commit|abort partition= first= end= copy= timeout=`
+                           `pid= epoch= n= state=empty|commit|abort partition= first= end= copy= timeout= [former=]`
 
 State       `empty`: transaction n may be open. `commit`: n is decided, its lines are those with its key in first…end, and its
             copies have the ids from `copy` on. `abort`: n is aborted, and n + 1 may be open. The last record of an id counts.
+            `former`: the epoch whose holder may ask for the next one, which is in force, again. Releases before it ignore it.
 Open        is a transaction that has lines and no state that decides it: nothing else says so.
 """
 
@@ -55,6 +56,7 @@ class TransactionState(NamedTuple):
     end: int
     copy: int
     timeout_ms: int
+    former: int | None = None
     seq: int = 0
     seconds: int = 0  # when it was stored, since the epoch
 
@@ -68,10 +70,12 @@ class TransactionState(NamedTuple):
         return (
             f"pid={self.pid} epoch={self.epoch} n={self.number} state={self.state} partition={self.partition}"
             f" first={self.first} end={self.end} copy={self.copy} timeout={self.timeout_ms}"
+            + ("" if self.former is None else f" former={self.former}")
         ).encode()
 
 
 _NUMBERS = ("pid", "epoch", "n", "partition", "first", "end", "copy", "timeout")
+_OPTIONAL = {"former"}
 
 
 def _decode_state(line: bytes) -> TransactionState | None:
@@ -84,7 +88,7 @@ def _decode_state(line: bytes) -> TransactionState | None:
     if (state := said.pop("state")) not in (EMPTY, COMMIT, ABORT):
         raise ValueError(f"state {state!r}")
     names = {"n": "number", "timeout": "timeout_ms"}
-    numbers = {names.get(name, name): int(said[name]) for name in _NUMBERS}
+    numbers = {names.get(name, name): int(said[name]) for name in (*_NUMBERS, *(_OPTIONAL & said.keys()))}
     seconds = record.parse_ts(stored.recv_ts) // 1_000_000
     return TransactionState(id=id, state=state, seq=int(stored.seq), seconds=seconds, **numbers)
 
@@ -159,7 +163,8 @@ def held_routing_key(partition: int, key: bytes) -> bytes:
 class Copied(NamedTuple):
     """What was copied. `next_id`: behind the ids of the copies.
 
-    `deleted`: records that were left out because their topic was deleted, `too_long`: because no line may be so long now.
+    `deleted`: records that were left out because their topic was deleted, `too_long`: because no line may be so
+    long now, or might in the life that began to copy.
     """
 
     next_id: int

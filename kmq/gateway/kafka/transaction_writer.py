@@ -177,11 +177,29 @@ class TransactionWriter:
             offsets |= part.offsets
             count = record.count_lines(part.text)
             for unit in split(part.text, count, max_line + UNIT_BYTES) if count else ():
-                await self._units.room()
-                runs = await self._units.send(name, *unit, lambda: None)  # one at a time: ids must rise
-                last_seq = max(last_seq, *(run.seq + run.lines - 1 for run in runs))
+                seq, left_out = await self._store(name, *unit)  # one at a time: ids must rise
+                last_seq, too_long = max(last_seq, seq), too_long + left_out
         await self._core.watermark.passed(last_seq)  # so that who hears of the commit finds its records
         return Copied(id, offsets, deleted, too_long)
+
+    async def _store(self, name: bytes, text: bytes, count: int) -> tuple[int, int]:
+        """Store copies, except those that can never be stored. Returns the last seq, and how many these are.
+
+        A former life has left them out as too long, and has stored later ones. In halves they are found.
+        """
+        await self._units.room()
+        try:
+            runs = await self._units.send(name, text, count, lambda: None)
+        except RequestRefused as err:
+            if err.code != "id_too_old":
+                raise
+            if count == 1:
+                return 0, 1
+            lines = text[:-1].split(b"\n")
+            halves = lines[: count // 2], lines[count // 2 :]
+            found = [await self._store(name, b"\n".join(half) + b"\n", len(half)) for half in halves]
+            return max(seq for seq, _ in found), sum(left_out for _, left_out in found)
+        return max(run.seq + run.lines - 1 for run in runs), 0
 
     async def keep_name(self, pid: int) -> None:
         """Ask for the last id of a commit that has to wait. So its name is not forgotten before others (dedupe.py)."""

@@ -18,12 +18,13 @@ Crash       Before the record: the transaction is open as it was, because its li
 Pending     Offsets of an open or decided transaction: OffsetFetch that asks for stable ones is told to wait. They are
             found again in `__transactions`.
 Left out    Records for a topic that was deleted since they were sent, or that are longer than KMQ_MAX_LINE is now, are left
-            out, counted and logged: nothing else would end such a commit.
+            out, counted and logged: nothing else would end such a commit. If a later one is stored, that is for good.
 Memory      An entry for each transactional id, at most _MOST_IDS: the one that is idle the longest makes room for another. One
-            for each offset that is pending, at most _MOST_OFFSETS of a transaction. READ_BYTES of each of _COPIES copies at
-            a time.
+            for each offset that is pending, at most _MOST_OFFSETS of a transaction and _MOST_PENDING of all. READ_BYTES of
+            each of _COPIES copies at a time.
 No room     A commit waits for room. An abort of what holds lines does not (transaction_writer.py): it makes room. A start on a
-            full disk reads what is open and decided, so that groups are served, and no more.
+            full disk, or with a ring that drops messages, reads what is open and decided, so that groups are served,
+            and no more.
 Shard       All of this is records of the WAL. The gateway of the next leader starts with them as after a kill.
 Not covered A topic that is deleted in the moment in which its records are copied may come back, as with any producer.
 """
@@ -51,7 +52,15 @@ from kmq.gateway.groups.offset_table import (
 )
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.connection import Call, Connection, Handler
-from kmq.gateway.kafka.transaction import HeldBatch, Transaction, TransactionRefused, concurrent, fenced
+from kmq.gateway.kafka.transaction import (
+    REFUSALS,
+    HeldBatch,
+    Transaction,
+    TransactionRefused,
+    concurrent,
+    fenced,
+    refusal_code,
+)
 from kmq.gateway.kafka.transaction_log import (
     ABORT,
     COMMIT,
@@ -77,30 +86,14 @@ _MOST_TIMEOUT_MS = 15 * 60 * 1000
 _MAX_ID = 200  # bytes of a transactional id
 _MOST_IDS = 20_000
 _MOST_OFFSETS = 10_000  # of a transaction
+_MOST_PENDING = 100_000  # offsets of all transactions
 _COPIES = 8  # at a time
-_NO_ROOM = ("disk_full", "quota", "not_enough_replicas", "busy")
+_NOT_TAKEN = ("disk_full", "quota", "not_enough_replicas", "busy", "drop_oldest")  # while these last, groups are served
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
 _TURN_S, _TRIM_S, _FORGET_S, _TELL_S = 0.5, 10.0, 60.0, 60.0
 _RETRY_S = 0.5  # between two tries to write what is decided
 _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
-
-
-_CODES = {"not_ready": ErrorCode.coordinator_load_in_progress}
-
-
-def _code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
-    """Return the error that says why a request is refused. `fenced_from`: the version that knows PRODUCER_FENCED."""
-    if isinstance(err, RequestRefused):
-        return _CODES.get(err.code, ErrorCode.coordinator_not_available)
-    if isinstance(err, TimeoutError):
-        return ErrorCode.concurrent_transactions
-    assert isinstance(err, TransactionRefused)
-    is_fenced = err.code == ErrorCode.invalid_producer_epoch and call.version >= fenced_from
-    return ErrorCode.producer_fenced if is_fenced else err.code
-
-
-_REFUSALS = (RequestRefused, TransactionRefused, TimeoutError)
 
 
 class Transactions:
@@ -112,6 +105,7 @@ class Transactions:
         self._transactions: dict[str, Transaction] = {}
         self._by_pid: dict[int, Transaction] = {}
         self._with_offsets: set[Transaction] = set()
+        self._pending = 0  # offsets that they have
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forget_at = self._trim_at = self._tell_at = 0.0
         self._evicted = 0  # ids since the log has told it
@@ -172,7 +166,7 @@ class Transactions:
         try:
             await self._writer.take_over()
         except RequestRefused as err:
-            if err.code in _NO_ROOM and not self.may_serve_groups.is_set():  # who only reads needs none
+            if err.code in _NOT_TAKEN and not self.may_serve_groups.is_set():  # who only reads needs none
                 await self._writer.settled()
                 await self._restore()
                 self.may_serve_groups.set()
@@ -186,7 +180,8 @@ class Transactions:
     async def _resume(self, txn: Transaction, decided: TransactionState) -> None:
         async with txn.turn():
             await self._finish(txn, decided)
-        self._note_incomplete()
+            self._resumed.remove(txn)  # its offsets are those of its next transaction from now on
+            self._note_incomplete()
 
     def _note_incomplete(self) -> None:
         """Let those groups wait whose offsets are in what former lives have decided, and nobody else."""
@@ -199,8 +194,9 @@ class Transactions:
         held = await asyncio.to_thread(read_held, data, [state.held_key for state in states.values()])
         decided = []
         self._with_offsets.clear()
+        self._pending = 0
         for state in states.values():
-            txn = self._restored(state)
+            txn = self._transactions[state.id] = self._by_pid[state.pid] = Transaction.restored(state)
             found = held.get(state.held_key)
             if found is not None:
                 txn.first, txn.begun, txn.nbytes = found.first, time.monotonic(), found.nbytes
@@ -212,15 +208,6 @@ class Transactions:
         self._resumed = [txn for txn, _ in decided]
         self._note_incomplete()
         return decided
-
-    def _restored(self, state: TransactionState) -> Transaction:
-        txn = self._transactions[state.id] = Transaction(state.id)
-        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = state.pid, state.epoch, state.copy, state.timeout_ms
-        txn.number = state.number + (state.state == ABORT)
-        txn.touched = time.monotonic() - max(0.0, time.time() - state.seconds)
-        txn.state_seq = state.seq
-        self._by_pid[state.pid] = txn
-        return txn
 
     async def _trim(self) -> None:
         """Have the segments of `__transactions` deleted that lie in front of what is open or decided."""
@@ -337,8 +324,8 @@ class Transactions:
                 raise TransactionRefused(ErrorCode.invalid_transaction_timeout, text)
             work = self._init(body.transactional_id, timeout_ms, expected, give_pid)
             txn = await self._in_task(work)
-        except _REFUSALS as err:
-            return {"error_code": _code(call, err, 4), "producer_id": -1, "producer_epoch": -1}
+        except REFUSALS as err:
+            return {"error_code": refusal_code(call, err, 4), "producer_id": -1, "producer_epoch": -1}
         return {"error_code": ErrorCode.none, "producer_id": txn.pid, "producer_epoch": txn.epoch}
 
     async def _init(
@@ -370,18 +357,19 @@ class Transactions:
                 return txn  # it has not got the answer, or its transaction was aborted for it
             self._check_epoch(txn, expected[1])
         pid, epoch, number, copy = txn.pid, txn.epoch + 1, txn.number, txn.copy
+        former = txn.epoch if expected is not None else None
         if pid < 0 or epoch >= _MOST_EPOCH:
-            pid, epoch, copy = give_pid(), 0, 1
+            pid, epoch, copy, former = give_pid(), 0, 1, None
         is_open = txn.first is not None
-        before, txn.is_ending = txn.epoch, True
+        txn.is_ending = True
         try:
             state = txn.state(ABORT if is_open else EMPTY)
-            await self._writer.write_state(txn, state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms))
+            state = state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms, former=former)
+            await self._writer.write_state(txn, state)
         finally:
             txn.is_ending = False
         self._by_pid.pop(txn.pid, None)
-        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = pid, epoch, copy, timeout_ms
-        txn.former = before if expected is not None else None
+        txn.pid, txn.epoch, txn.copy, txn.timeout_ms, txn.former = pid, epoch, copy, timeout_ms, former
         self._by_pid[pid] = txn
         txn.number, txn.outcome = number + is_open, ABORT if is_open else EMPTY
         if is_open:
@@ -405,8 +393,8 @@ class Transactions:
             else:
                 await self._begin(txn)
                 txn.partitions.update(places)
-        except _REFUSALS as err:
-            default = _code(call, err, _FENCED_FROM)
+        except REFUSALS as err:
+            default = refusal_code(call, err, _FENCED_FROM)
         call.errors.extend(code for code in {default, *codes.values()} if code)
 
         def row(topic: str, number: int) -> Fields:
@@ -430,8 +418,8 @@ class Transactions:
         body = call.body
         try:
             await self._begin(self.find(body.transactional_id, body.producer_id, body.producer_epoch))
-        except _REFUSALS as err:
-            return {"error_code": _code(call, err, _FENCED_FROM)}
+        except REFUSALS as err:
+            return {"error_code": refusal_code(call, err, _FENCED_FROM)}
         return {"error_code": ErrorCode.none}
 
     async def _begin(self, txn: Transaction) -> None:
@@ -493,8 +481,10 @@ class Transactions:
         before others are told to wait, or the next reader of a partition could have read its offset in between.
         """
         txn = self._with_room(*producer)
-        if len(txn.offsets) + len(rows) > _MOST_OFFSETS:
-            raise RequestRefused("offsets_full", f"{txn.id}: a transaction has at most {_MOST_OFFSETS:,} offsets")
+        counts = self._core.partitions.declared_of({topic for topic, _ in rows})
+        for topic, number in rows:
+            if topic not in counts or not 0 <= number < counts[topic][0]:
+                raise RequestRefused("unknown_partition", f"{topic}/{number}: the topic has no such partition")
         self._groups.store.table.check_room(group, {RowKey(group, *place): row for place, row in rows.items()})
         txn.enter()
         try:
@@ -502,6 +492,7 @@ class Transactions:
             self._check_epoch(txn, producer[2])
             key = held_routing_key(txn.partition, txn.key)
             check()
+            self._check_pending(txn, len(rows))
             self._hold_back(txn, ((group, place) for place in rows))
             lines = [
                 (key, b"%b|||%b" % (routing_key(RowKey(group, *place)), encode_payload(row)))
@@ -515,8 +506,19 @@ class Transactions:
         finally:
             txn.leave()
 
+    def _check_pending(self, txn: Transaction, count: int) -> None:
+        """Raise RequestRefused unless there is room for so many offsets more."""
+        if len(txn.offsets) + count > _MOST_OFFSETS:
+            raise RequestRefused("offsets_full", f"{txn.id}: a transaction has at most {_MOST_OFFSETS:,} offsets")
+        if self._pending + count > _MOST_PENDING:
+            raise RequestRefused(
+                "busy", f"transactions have {self._pending:,} offsets; at most {_MOST_PENDING:,} in all"
+            )
+
     def _hold_back(self, txn: Transaction, offsets: Iterable[tuple[str, Partition]]) -> None:
+        before = len(txn.offsets)
         txn.offsets.update(offsets)
+        self._pending += len(txn.offsets) - before
         if txn.offsets:
             self._with_offsets.add(txn)
 
@@ -531,8 +533,8 @@ class Transactions:
         try:
             txn = self._known(body.transactional_id, body.producer_id, body.producer_epoch)
             await self._in_task(self._end(txn, body.producer_epoch, is_commit=body.committed))
-        except _REFUSALS as err:
-            return {"error_code": _code(call, err, _FENCED_FROM)}
+        except REFUSALS as err:
+            return {"error_code": refusal_code(call, err, _FENCED_FROM)}
         return {"error_code": ErrorCode.none}
 
     async def _end(self, txn: Transaction, epoch: int, *, is_commit: bool) -> None:
@@ -568,8 +570,9 @@ class Transactions:
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
         frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
-        await self._writer.write_state(txn, txn.state(ABORT)._replace(epoch=epoch), frees=frees)
-        txn.epoch, txn.number, txn.outcome = epoch, txn.number + 1, ABORT
+        former = txn.former if epoch == txn.epoch else txn.epoch
+        await self._writer.write_state(txn, txn.state(ABORT)._replace(epoch=epoch, former=former), frees=frees)
+        txn.epoch, txn.former, txn.number, txn.outcome = epoch, former, txn.number + 1, ABORT
         self._close(txn)
 
     def _abort_soon(self, txn: Transaction, reason: str) -> None:
@@ -581,13 +584,12 @@ class Transactions:
                     txn.is_ending = True
                     try:
                         nbytes = txn.nbytes
-                        await self._abort(txn, min(former + 1, _MOST_EPOCH))
+                        await self._abort(txn, min(txn.epoch + 1, _MOST_EPOCH))
                     finally:
                         txn.is_ending = False
-                    txn.former = former
                     self._note_abort(txn, nbytes, reason)
 
-        key, former = txn.key, txn.epoch
+        key = txn.key
         if not txn.is_changing:  # else it is ending, or comes again
             self._start(abort())
 
@@ -595,6 +597,7 @@ class Transactions:
         self._log.warn("kafka_transaction_aborted", id=txn.id, pid=txn.pid, bytes=nbytes, reason=reason)
 
     def _close(self, txn: Transaction) -> None:
+        self._pending -= len(txn.offsets)
         txn.close()
         txn.touched = time.monotonic()
         self._transactions[txn.id] = self._transactions.pop(txn.id)  # behind those that are idle for longer
