@@ -805,7 +805,12 @@ def test_a_thread_that_waits_is_ended_when_another_closes_the_queue(cluster):
     queue = cluster.queue()
     thread = threading.Thread(target=read)
     thread.start()
-    wait_until(lambda: is_in(Future.result, sys._current_frames().get(thread.ident)) and node(queue).holder, "it waits")
+
+    def waits():  # it also waits for the loop, before there is a node
+        is_waiting = is_in(Future.result, sys._current_frames().get(thread.ident))
+        return is_waiting and node(queue) is not None and node(queue).holder
+
+    wait_until(waits, "it waits")
     queue.close()
     thread.join(30)
     assert len(ends) == 1 and ends[0].startswith("this queue is closed") and not thread.is_alive()
