@@ -137,11 +137,10 @@ def files(kept: Segment) -> list[str]:
 def settle(directory: str) -> None:
     """Give a copy its name if it is the first segment. Any other one is left from an interrupted attempt, and is removed."""
     there = segment.listing(directory)
-    copies = [each for each in os.listdir(directory) if each.endswith(KEPT)] if os.path.isdir(directory) else []
-    for name in copies:
-        path = f"{directory}/{name.removesuffix(KEPT)}"
-        if path + KEPT == there[0][1]:
-            os.rename(path + KEPT, path)
+    for copy in segment.copies(directory):
+        path = copy.removesuffix(KEPT)
+        if copy == there[0][1]:
+            os.rename(copy, path)
             sync_directory(directory)
         else:
             _remove(path)

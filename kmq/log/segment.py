@@ -31,6 +31,7 @@ LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retent
 
 
 KEPT = ".kept"  # behind the name of a copy that is not in force yet
+_NAME = re.compile(r"([0-9]{20})\.log(\.kept)?")
 
 
 def name(first: int) -> str:
@@ -59,13 +60,23 @@ def listing(directory: str) -> list[tuple[int, str]]:
     A copy that was kept (remnant.py) is the first one as soon as what it is a copy of is deleted, before it has its name:
     no reader finds its records twice, or misses them.
     """
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    found = sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(".log") and n[:-4].isdigit())
-    kept = sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(KEPT))
+    found, kept = _found(directory)
     return [*(each for each in kept if each < found[0]), *found] if kept and found else kept or found
+
+
+def copies(directory: str) -> list[str]:
+    """Return the paths of the copies in `directory` that have no name yet; [] if it does not exist."""
+    return [path for _, path in _found(directory)[1]]
+
+
+def _found(directory: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Return (first record, path) of what has the name of a segment, and of a copy. Any other file is somebody else's."""
+    try:
+        matches = list(filter(None, map(_NAME.fullmatch, os.listdir(directory))))
+    except FileNotFoundError:
+        return [], []
+    found = sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if not match[2])
+    return found, sorted((int(match[1]), f"{directory}/{match[0]}") for match in matches if match[2])
 
 
 class Segment:

@@ -584,6 +584,18 @@ def test_a_kill_at_any_line_of_a_start_loses_nothing_and_brings_nothing_back(tmp
     assert at > 50, "it came to the lines"
 
 
+@pytest.mark.parametrize("name", ["notes.kept", "notes.log.kept", f"{7:020d}.kept", f"{7:019d}.log.kept", ".kept"])
+def test_a_misplaced_file_that_is_called_like_a_copy_stops_nobody(data, name):
+    sent = [*lines(40), start(33)]
+    router = Router(data, sent).up().route(1, 40).down()
+    stray = Path(data, "topics/t/0", name)
+    stray.write_text("of somebody\n")
+    router.up(41).down()
+    assert stray.read_text() == "of somebody\n"
+    stray.unlink()
+    assert_whole(data, sent, 33)
+
+
 def test_a_reader_in_the_middle_of_what_is_copied_never_misses_a_record(data, monkeypatch):
     sent = [*lines(60), start(33)]
     router = Router(data, sent).up().route(1, 60)
