@@ -445,8 +445,7 @@ def truncate(
     """
     settings = load()
     need_files("topics truncate")
-    if name.startswith("__"):
-        raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be truncated")
+    _refuse_own(name, "truncated")
     _require(settings, name)
     _require_leader(settings)
     declared = topics.read(settings.data, name)
@@ -461,9 +460,7 @@ def truncate(
         print(f"{what} {'would be deleted' if count else 'are there; nothing is deleted'}")
         return
     if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete them")
-        typer.confirm(f"{what}. Delete them for good?", abort=True)
+        _confirm(what, "them")
     request = topic_changes.begin_at(settings.data, name, topics.known_from_seq(settings.data, name), starts)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
@@ -473,6 +470,18 @@ def truncate(
             f"{what}: not all are deleted yet; the broker goes on, and its log may say why (start_postponed)"
         )
     print(f"{what}: deleted. The WAL keeps them until its retention deletes them")
+
+
+def _refuse_own(name: str, what: str) -> None:
+    if name.startswith("__"):
+        raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be {what}")
+
+
+def _confirm(what: str, it: str) -> None:
+    """Ask before something is deleted for good. Raises ConfigError where nobody can answer."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete {it}")
+    typer.confirm(f"{what}. Delete {it} for good?", abort=True)
 
 
 def _starts(name: str, sizes: list[PartitionSize], before: str, partition: int | None) -> dict[int, int]:
@@ -515,8 +524,7 @@ def delete(
     back. A later message creates the topic again; its offsets continue after those of the deleted records.
     """
     settings = load()
-    if name.startswith("__"):
-        raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be deleted")
+    _refuse_own(name, "deleted")
     if (there := elsewhere()) is not None:
         if not yes:
             raise ConfigError(f"topic {name}: give --yes to delete it with its messages at {there.url}")
@@ -531,9 +539,7 @@ def delete(
     from_seq = topics.known_from_seq(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete it")
-        typer.confirm(f"{what}. Delete it for good?", abort=True)
+        _confirm(what, "it")
     request = topic_changes.delete(settings.data, name, from_seq)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")

@@ -43,6 +43,7 @@ from kmq.router.topic_changes import TopicChanges
 
 ROLL_NS = 10_000_000_000  # between two checks of idle logs against their limits
 AT_ONCE = 256  # segments that are sealed or retired in one tick: some ten milliseconds
+_KEY_LENGTHS = {*map(len, topic_changes.KEYS)}  # asked for each block
 _FUTURE_US = 1 << 62  # a time that no age limit reaches
 
 
@@ -462,5 +463,5 @@ class Queues:
 
 def _is_change(block: Block) -> bool:
     """Return True if a block is the record of a change of a topic, which has a block of its own."""
-    is_key = block.count == 1 and block.key_length in map(len, topic_changes.KEYS)
+    is_key = block.count == 1 and block.key_length in _KEY_LENGTHS
     return is_key and record.routing_key_of(bytes(block.data)) in topic_changes.KEYS

@@ -15,6 +15,7 @@ import os
 import time
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from kmq.config.values import MIB
 from kmq.errors import CorruptError
@@ -115,9 +116,6 @@ class Recovery:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._checkpoints = declarations, checkpoints
         self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
-        self._recorded_starts: dict[tuple[str, int, int], list[checkpoint.RecordedStart]] | None = (
-            None  # read when needed
-        )
 
     def run(self, high: int) -> int:
         """Examine every log; return the seq from which to replay the WAL. `high`: the last durable seq."""
@@ -268,10 +266,11 @@ class Recovery:
         return checkpoint.emptied_at(self._starts_of(row), end)
 
     def _starts_of(self, row: KnownPartition) -> list[checkpoint.RecordedStart]:
-        if self._recorded_starts is None:
-            self._recorded_starts = checkpoint.recorded_starts(self._context.data)
-        at = row.topic.name, row.topic.from_seq, row.number
-        return self._recorded_starts.get(at, [])
+        return self._recorded_starts.get((row.topic.name, row.topic.from_seq, row.number), [])
+
+    @cached_property
+    def _recorded_starts(self) -> dict[tuple[str, int, int], list[checkpoint.RecordedStart]]:
+        return checkpoint.recorded_starts(self._context.data)
 
     def _fill(self, row: KnownPartition, gap: Gap, is_end: bool) -> list[str]:
         """Write the records of a gap from the WAL; return the files to be synced.
