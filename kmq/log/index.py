@@ -28,6 +28,7 @@ from kmq.log import identity
 from kmq.message import record
 
 BLOCK_BYTES = 64 << 10
+_MOST_PENDING = 16  # final lines that are not written yet: who reads the end of a log checks what has none line by line
 _HEAD_BYTES = 64  # a seq and a time are shorter
 _WINDOW = 4 << 10  # bytes looked through at once for the end of a line
 
@@ -348,6 +349,11 @@ class IndexWriter:
     @property
     def has_open_news(self) -> bool:
         return self._open is not None and self._length > self._noted
+
+    @property
+    def is_behind(self) -> bool:
+        """Return True if so much of the log has no index line in its file that it should be flushed."""
+        return len(self._pending) >= _MOST_PENDING
 
     def seal(self, wait_for_room: WaitForRoom | None = None) -> None:
         """Complete the index of a complete log: each block gets its final line."""

@@ -220,6 +220,8 @@ class PartitionLog:
         entries.extend(data, position, state.end_offset, first_seq)
         state.end_offset += count
         state.size += len(data)
+        if entries.is_behind:
+            entries.flush()
 
     def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
         """Seal the active segment and begin a new one.

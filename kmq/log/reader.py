@@ -188,8 +188,8 @@ WAL = "__append"  # the name of the WAL among topics; no topic can have it
 _TAIL = 1 << 12  # bytes read before the end of a record to find its start
 
 
-class _LastRead(namedtuple("_LastRead", ("inode", "first", "start", "at"))):
-    """Where a read ended: inode and first offset of the segment (inodes are reused), the next line's start, and the byte
+class _Reached(namedtuple("_Reached", ("inode", "first", "start", "at"))):
+    """How far a segment is known: its inode and first offset (inodes are reused), the start of the next line, and the byte
     of the index line whose block was read last.
     """
 
@@ -201,7 +201,9 @@ class LogReader:
 
     def __init__(self, directory: str, by_seq: bool) -> None:
         self.directory, self.by_seq = directory, by_seq
-        self._last_read = _LastRead(0, 0, UNKNOWN, 0)
+        # Where the last read ended, and where the end was last. Whoever reads far behind the end needs both: one place
+        # alone would be lost to the other, and all that has no index yet be counted again for each.
+        self._last_read = self._last_end = _Reached(0, 0, UNKNOWN, 0)
 
     def _segments(self) -> Segments:
         return Segments(self.directory, self.by_seq)
@@ -233,12 +235,12 @@ class LogReader:
         line = active.index.last(lambda _: True)
         start = LineStart(line.entry.offset, line.entry.position) if line else LineStart(active.first, 0)
         offset: int
-        offset, position = max(start, self.known_in(active))
+        offset, position = max(start, self._start_in(active, self._last_end))
         while position < active.size:
             data = os.pread(active.fd, READ_BYTES, position)
             offset, position = offset + record.count_lines(data), position + len(data)
             if data.endswith(b"\n"):
-                self.note_read(active, LineStart(offset, position))
+                self._last_end = _Reached(active.inode, active.first, LineStart(offset, position), 0)
         return offset
 
     def back(self, end: int, nbytes: int) -> int:
@@ -258,7 +260,7 @@ class LogReader:
 
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
         """Return (seq, recv_ts) of the last record, unchecked; None unless the last `end_offset` returned `offset`."""
-        inode, _, (end, position), _ = self._last_read
+        inode, _, (end, position), _ = self._last_end
         if end != offset or not position:
             return None
         with contextlib.suppress(FileNotFoundError, IndexError), open(self.segments()[-1][1], "rb", buffering=0) as log:
@@ -278,19 +280,23 @@ class LogReader:
 
     def note_read(self, part: SegmentReader, start: LineStart) -> None:
         """Note where in `part` a read has ended: the next one need not check again what is in front of it."""
-        self._last_read = _LastRead(part.inode, part.first, start, part.at or self.near_in(part))
+        self._last_read = _Reached(part.inode, part.first, start, part.at or self.near_in(part))
 
     def near_in(self, part: SegmentReader) -> int:
         """Return where in the index of `part` to look first: a hint, of any read of this segment."""
         return self._last_read.at if self._last_read.first == part.first else 0
 
-    def known_in(self, part: SegmentReader) -> LineStart:
-        """Return where the last read ended if that was in `part` and `part` is active; otherwise UNKNOWN.
+    def known_in(self, part: SegmentReader, offset: int) -> LineStart:
+        """Return the last start of a line that is known in `part`, up to `offset`; UNKNOWN if there is none.
 
         A sealed segment needs no such hint, because it has an index; and compaction may replace it by a file that
         reuses its inode.
         """
-        inode, first, start, _ = self._last_read
+        known = [self._start_in(part, reached) for reached in (self._last_read, self._last_end)]
+        return max((start for start in known if start.offset <= offset), default=UNKNOWN)
+
+    def _start_in(self, part: SegmentReader, reached: _Reached) -> LineStart:
+        inode, first, start, _ = reached
         is_same = (inode, first) == (part.inode, part.first) and not part.sealed and start.position <= part.size
         return start if is_same else UNKNOWN
 
@@ -321,7 +327,7 @@ class LogReader:
         chunks: list[bytes] = []
         length, first, stop = 0, offset, UNKNOWN
         try:
-            for checked in part.checked_lines(offset, self.known_in(part), self.near_in(part)):
+            for checked in part.checked_lines(offset, self.known_in(part, offset), self.near_in(part)):
                 lines = checked.lines
                 if not chunks:
                     first, lines = self._skip_before(checked, offset)

@@ -105,6 +105,18 @@ def test_a_line_that_is_there_already_is_passed_over(data, path):
     assert partition.end_offset(data, "t", 0) == (101, ENDS[100] + len(more))
 
 
+def test_the_index_is_written_when_a_few_blocks_are_complete_and_not_only_once_a_second(data, monkeypatch):
+    """What it does not speak of is checked line by line, by everyone who reads the end of a log."""
+    monkeypatch.setattr(index, "BLOCK_BYTES", 512)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), PartitionState(0, 0, 0), no_room)
+    log.open(no_warning)
+    for seq in range(11, 1011):
+        log.append(stored([b"t|||%b" % (b"x" * 50)], seq)[0], 1, seq, seq)
+    entries = index.read_entries(segment.index_path(log.path), 1 << 62)
+    assert log.state.size - entries[-1].position < 20 * 512 and len(entries) < log.state.size // 512
+    log.close()
+
+
 @pytest.mark.parametrize("while_open", [True, False])
 def test_a_log_that_somebody_cut_is_not_written_on(data, path, while_open):
     """Going on would leave a hole that no restart could see: its size would fit its checkpoint again."""

@@ -239,6 +239,15 @@ def test_a_lookup_reads_the_index_in_a_few_places_only(data, monkeypatch):
     assert sum(size > 4096 for size in reads) <= 4 and len(reads) < 50
 
 
+def test_the_end_is_counted_on_from_where_it_was_while_the_reader_is_far_behind(data, monkeypatch):
+    write_log(f"{data}/topics/t/0", QUEUE_LINES, False, unindexed=2500)
+    log, sizes, pread = reader.partition(data, "t", 0), [], os.pread
+    assert (log.end_offset(), log.read(600, segment_reader.READ_BYTES // 4 + 1000)[0]) == (3000, 600)
+    monkeypatch.setattr(reader.os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))
+    assert log.end_offset() == 3000
+    assert max(sizes) < 10_000 < sum(map(len, QUEUE_LINES[500:]))
+
+
 def test_reading_past_a_long_line_takes_no_more_memory_than_a_few_such_lines(data, monkeypatch):
     lines = stored([b"t|||" + b"x" * 200_000, *LINES])
     write_log(f"{data}/append", lines, True)

@@ -107,9 +107,10 @@ class Range:
             with segment:
                 offset, begin, piece = first, 0, None
                 if not self._parts:
-                    piece = _holding(segment, max(self.first_offset, first), self._log.known_in(segment))
+                    begin_at = max(self.first_offset, first)
+                    piece = _holding(segment, begin_at, self._log.known_in(segment, begin_at))
                     if piece is None:
-                        _check_whole(segment, max(self.first_offset, first), following)
+                        _check_whole(segment, begin_at, following)
                         continue
                     offset, begin = piece.offset, piece.position
                     self.first_offset = self.next_offset = offset
@@ -279,7 +280,7 @@ def _first_of(segment: SegmentReader, log: LogReader, start: int, end: int, max_
     """Return the same of a segment. Blocks are taken until they are enough; of the last one as much as there is room for."""
     begin, last = -1, None
     try:
-        for piece in segment.checked_lines(start, log.known_in(segment), log.near_in(segment)):
+        for piece in segment.checked_lines(start, log.known_in(segment, start), log.near_in(segment)):
             if piece.next_offset <= start:
                 continue
             if last is None:
