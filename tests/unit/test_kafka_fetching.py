@@ -249,6 +249,31 @@ def test_batches_are_served_as_they_were_produced_also_from_inside(tail):
         assert {batch.leader_epoch for batch in batches(row)} == {0}
 
 
+def test_who_follows_is_served_as_produced_without_a_file_until_there_is_something_else(tmp_path):
+    """A thread that reads files gets its turn late where much is produced: then a consumer falls behind the cache."""
+    made = write_data(tmp_path, lines_of(10), {"t": 2}, closed=False)
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(20)]
+    both = {("t", 0): 5, ("t", 1): 0}
+    with opened(str(tmp_path)) as (door, peer):
+        peer.send_fetch(both, wait_ms=1)
+        assert sources(peer.read_fetched()["t", 0]) == [(5, -1)]
+        run, door.core.fetching.run = door.core.fetching.run, None
+        keep(door, [(5, produced(rows[5:10]))])
+        peer.send_fetch(both, wait_ms=60_000)
+        assert sources(peer.read_fetched()["t", 0]) == [(5, 7)]
+        append(made, lines_of(5, start=10))
+        keep(door, [(10, produced(rows[10:15]))])
+        row = peer.fetch("t", 0, 5)
+        assert sources(row) == [(5, 7), (10, 7)] and row.high_watermark == 15
+        door.core.fetching.run = run
+        append(made, [b"t.@1|||new"])
+        peer.send_fetch(both, wait_ms=60_000)
+        found = peer.read_fetched()
+        assert [values(found["t", 1]), len(values(found["t", 0]))] == [[(0, b"new")], 10]
+    for each in made[:2]:
+        each.close()
+
+
 def test_a_small_limit_gives_one_produced_batch_and_a_large_one_all(tail):
     data, kept = tail
     with opened(data) as (door, peer):

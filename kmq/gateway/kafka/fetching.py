@@ -19,6 +19,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 from uuid import UUID
@@ -42,6 +43,7 @@ from kmq.message.record import count_lines, stamp
 from kmq.wire.requests import MAX_WAIT_MS, Position, TopicPartition
 
 _ANSWER_BYTES = 4 * MIB
+_FEW = 16  # partitions that are looked at without a thread
 _CHUNK_BYTES = MIB  # of lines that become a batch
 _ENOUGH_BYTES = 512 * KIB  # that are left of a limit, and not worth another batch: small ones cost more a record
 _PIECE_BYTES = 64 * KIB  # given to the transport at once
@@ -108,6 +110,13 @@ class _KnownPartition:
         """Read nothing for a moment. What lies in a wrong place is looked at at once: the router may write its index."""
         if not isinstance(damage, MisplacedError):
             self.damage, self.rests_until = damage, time.monotonic() + _REST_S
+
+    def begins_as_seen(self) -> bool:
+        """Return True if it is the same partition still, and has no other beginning than when it was seen."""
+        now, seen = self.partition.signature(), self.seen
+        if seen is None or len(now) != _WITH_SIZE or now[:-1] != seen[:-1] or now[-1] < seen[-1]:
+            return False
+        return self.partition.is_current()
 
     @property
     def is_resting(self) -> bool:
@@ -248,6 +257,8 @@ class FetchChapter:
             positions = ((place, asked.offset) for place, asked in request.partitions.items())
             await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
+            if kept := await self._kept_rows(call, consumer, request):
+                return kept
             rows = await self._looked_at(call, consumer, request)
             nbytes = 0
             wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
@@ -270,6 +281,48 @@ class FetchChapter:
             if not await self._wait(consumer, partitions, until, request.min_bytes - nbytes) and not nbytes:
                 return rows
             del rows
+
+    async def _kept_rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows | None:
+        """Return what producers have just sent, if that answers the request; None if files have to be read.
+
+        Without a thread, because each one waits long for its turn while producers keep the gateway busy. A consumer that
+        waits for two of them a fetch falls behind the cache, and lines cost it ten times as much.
+        """
+        asked = request.partitions
+        if len(asked) > _FEW or not any(self._cache.has(place, each.offset) for place, each in asked.items()):
+            return None
+        with suppress(RequestRefused):  # files are read then, which is refused once more
+            most = min(request.max_bytes, _ANSWER_BYTES, sum(each.max_bytes for each in asked.values()))
+            await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
+            rows, nbytes = self._kept_in(call, consumer, request)
+            if nbytes >= max(1, request.min_bytes):
+                self._core.answers.settle(consumer, nbytes)
+                consumer.told = {}
+                return rows
+        consumer.close()
+        return None
+
+    def _kept_in(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
+        """Return what the cache has for each partition, and how many bytes; nothing if one of them may have lines instead."""
+        rows, nbytes, left = Rows(), 0, min(request.max_bytes, _ANSWER_BYTES)
+        for place, asked in request.partitions.items():
+            known, id = consumer.known.get(place), request.ids.get(place.topic)
+            if known is None or known.is_resting:
+                return Rows(), 0
+            if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
+                return Rows(), 0
+            code, is_same = self._tried(call, place, asked.epoch, known.begins_as_seen)
+            if code != ErrorCode.none or not is_same:
+                return Rows(), 0
+            known.move(asked.offset)
+            most = min(asked.max_bytes, left)
+            records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
+            if not records and (asked.offset != known.end or known.growth()):
+                return Rows(), 0
+            row = rows[place] = Row(known=known)
+            row.records, found = records, sum(map(len, records))
+            nbytes, left = nbytes + found, left - found
+        return rows, nbytes
 
     async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
         """Return the state of what is asked for, without records."""
@@ -392,17 +445,22 @@ class FetchChapter:
             most = min(asked.max_bytes, left)
             work = self._records, row.known, asked.offset, most, not nbytes, call.version
             row.code, records = self._tried(call, place, _UNKNOWN, *work)
-            row.records, row.first = records or [], row.known.first
+            row.records, row.first, row.end = records or [], row.known.first, row.known.end
             found = sum(map(len, row.records))
             nbytes, left = nbytes + found, left - found
         return nbytes, left <= 0
 
-    def _records(self, known: _KnownPartition, offset: int, most: int, is_first: bool, version: int) -> list[bytes]:
-        """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger."""
+    def _records(
+        self, known: _KnownPartition, offset: int, most: int, is_first: bool, version: int, has_lines: bool = True
+    ) -> list[bytes]:
+        """Return the batches from `offset` on, at most so many bytes. `is_first`: one batch may be larger.
+
+        `has_lines`: also those that have to be made of lines.
+        """
         found: list[bytes] = []
-        while offset < known.end and (not found or most >= _ENOUGH_BYTES):
+        while not found or most >= _ENOUGH_BYTES:
             try:
-                data, following = self._batch(known, offset, most, version)
+                data, following = self._batch(known, offset, most, version, has_lines)
             except DamageError as err:
                 if found:
                     break  # the next fetch hears of it
@@ -414,14 +472,20 @@ class FetchChapter:
             most, offset = most - len(data), following
         return found
 
-    def _batch(self, known: _KnownPartition, offset: int, most: int, version: int) -> tuple[bytes, int]:
-        """Return a batch that holds `offset`, and the offset after it."""
+    def _batch(
+        self, known: _KnownPartition, offset: int, most: int, version: int, has_lines: bool
+    ) -> tuple[bytes, int]:
+        """Return a batch that holds `offset`, and the offset after it; b"" if there is none."""
         partition = known.partition
         topic, number = partition.topic, partition.number
         kept = self._kept(known, offset, version)
-        if kept is not None:
+        if not has_lines and kept is not None:  # the files were looked at earlier
+            known.end = max(known.end, kept.last + 1)
+        if kept is not None and kept.last < known.end:
             self._counts.count_batches("cache", 1)
             return patched(kept.data, kept.first, self._epoch()), kept.last + 1
+        if not has_lines or offset >= known.end:
+            return b"", offset
         first, lines = partition.read(offset, min(max(1, most), _CHUNK_BYTES))
         if first != offset:  # retention has removed it, which is no event
             known.first, known.seen = first, None
@@ -443,11 +507,11 @@ class FetchChapter:
         """
         partition, topic = known.partition, known.partition.topic
         kept = self._cache.find(topic, partition.number, offset, partition.from_seq)
-        if kept is None or kept.first < known.first or kept.last >= known.end:
+        if kept is None or kept.first < known.first or (kept.is_zstd and version < _ZSTD_FROM):
             return None
-        if (kept.is_zstd and version < _ZSTD_FROM) or self._partitions.shows_receipt(topic):
+        if self._partitions.shows_receipt(topic) or self._partitions.is_compacted(topic):
             return None
-        return None if self._partitions.is_compacted(topic) else kept
+        return kept
 
     # --- ListOffsets, OffsetForLeaderEpoch ---------------------------------------------------------------------------
 
