@@ -168,15 +168,19 @@ def _greedy(cuts: list[Cut], batch: LineBatch, limits: BlockLimits) -> list[int]
     return [*chosen, len(cuts) - 1] if cuts else []
 
 
-def ends_of_messages(body: bytes, count: int, limits: BlockLimits) -> list[tuple[int, int]]:
-    """Return where `count` acknowledged messages may be cut, as (messages, bytes): each part fits a block with others.
+def ends_of_messages(body: bytes, lines: list[bytes], limits: BlockLimits) -> list[tuple[int, int]]:
+    """Return where acknowledged messages may be cut, as (messages, bytes): each part fits a block with others.
 
-    A part has at most an eighth of what a block takes, or one message.
+    A part has at most an eighth of what a block takes, or one message. `lines`: as they are stored, so they may be longer
+    than in `body`.
     """
+    count = len(lines)
     most, most_bytes = min(limits.count, limits.nbytes // _MESSAGE_BYTES) // 8, limits.nbytes // 8
     if count <= most and len(body) <= most_bytes:
         return [(count, len(body))]
-    lengths = [0, *accumulate(map(len, body.split(b"\n")))]  # of so many messages, without their newlines
+    if sum(map(len, lines)) + count != len(body):
+        lines = body.split(b"\n")
+    lengths = [0, *accumulate(map(len, lines))]  # of so many messages, without their newlines
     ends, at = [], 0
     while at < count:
         fit = bisect_right(lengths, lengths[at] + most_bytes) - 1

@@ -47,7 +47,6 @@ from kmq.log.dedupe_file import ROWS_PER_BEAT, TableSnapshot
 from kmq.message import record
 from kmq.message.ids import (
     COPIER_NAME,
-    KAFKA_NAME,
     MADE_UP,
     MAX_ID_DIGITS,
     MAX_WINDOW_ID,
@@ -57,6 +56,7 @@ from kmq.message.ids import (
     IdWindow,
     KnownProducer,
     TablePart,
+    is_of_door,
 )
 from kmq.message.record import Starts, fingerprint
 from kmq.message.routing import AnyTopic
@@ -71,7 +71,7 @@ _MADE_UP_S = 600
 # A Kafka producer gets another name when its program starts again. One that is idle for so long has nothing on the way
 # that it could send again, and goes on under a name that is forgotten as under a new one.
 _KAFKA_S = 3600
-_MADE_UP, _KAFKA, _OWN = MADE_UP.encode(), re.compile(KAFKA_NAME.encode()), re.compile(OWN_NAME.encode())
+_MADE_UP, _OWN = MADE_UP.encode(), re.compile(OWN_NAME.encode())
 _COPIER = re.compile(COPIER_NAME.encode())
 # What writes a commit of Kafka's transactions to its topics has this many names; that is twice as many as there are ids
 # of transactions. Who asks for its last id keeps its name.
@@ -80,7 +80,7 @@ MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
 MAX_RANGES = 1 << 17  # ranges of all producers together: 2 MiB
 
 # hot loop: one search for all lines of a block
-_CLAIM = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|([^|\n]*)\|[^|\n]*\|([^|;\n]*);([pw])=([^|;\n]*)([^|\n]*)\|(.*)")
+_CLAIM = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|(([^|\n]*)\|[^|\n]*\|([^|;\n]*);([pw])=([^|;\n]*)([^|\n]*)\|(.*))")
 
 
 class DedupeTable:
@@ -127,7 +127,7 @@ class DedupeTable:
         """Return the part of the table in which this name has its place."""
         if _OWN.fullmatch(name):
             return self.copiers if _COPIER.fullmatch(name) else self.own
-        return self.kafka if _KAFKA.fullmatch(name) else self.common
+        return self.kafka if is_of_door(name) else self.common
 
     def _add(self, producer: KnownProducer) -> KnownProducer:
         name, part = producer.name, self.part_of(producer.name)
@@ -237,12 +237,15 @@ class DedupeTable:
         """
         if b";p=" not in lines and b";w=" not in lines:
             return
-        name, first_id, first_seq, last_seconds, starts = b"", 0, 0, 0, Starts()
+        name, first_id, first_seq, last_seconds, starts, of_door = b"", 0, 0, 0, Starts(), b""
         prints: list[int] = []  # of a run of one producer's ids, to be taken in together
         for match in _CLAIM.finditer(lines):
-            seq_text, seconds_text, routing_key, id, kind, whose, headers, payload = match.groups()
+            seq_text, seconds_text, sent, routing_key, id, kind, whose, headers, payload = match.groups()
             seq, seconds = int(seq_text), min(int(seconds_text), now)
-            print = fingerprint(routing_key, headers, payload) if headers else crc32(payload, starts[routing_key])
+            if kind == b"p" and (whose == of_door or is_of_door(whose)):
+                of_door, print = whose, crc32(sent)
+            else:
+                print = fingerprint(routing_key, headers, payload) if headers else crc32(payload, starts[routing_key])
             if kind == b"w":
                 self.window.add(whose, id, seq, seconds, print)
                 continue
@@ -324,6 +327,29 @@ class DedupeTable:
 
 FOLLOWS = -1
 
+Numbered = tuple[Sequence[int], list[bytes], list[tuple[bytes, bytes, bytes, bytes, bytes]]]
+
+
+def _numbered(body: bytes, name: bytes) -> Numbered | None:
+    """Return (ids, lines as they are stored, their fields) of messages of a producer; None unless all are good."""
+    fields = record.numbered(body)
+    if fields is None:
+        return None
+    join, tag = b"".join, b";p=" + name
+    lines = [join((head, tag, headers, b"|", payload)) for head, _, _, headers, payload in fields]
+    return [int(id) for _, _, id, _, _ in fields], lines, fields
+
+
+def _owned(body: bytes) -> Numbered | None:
+    """Return the same of the Kafka door's lines, which say whose they are: so none of them is taken apart.
+
+    The ids of a unit have no gap, as the first and the last one say. None if they say otherwise.
+    """
+    lines = body.split(b"\n")
+    lines.pop()
+    first, last = (int(line.split(b"|", 3)[2].partition(b";")[0]) for line in (lines[0], lines[-1]))
+    return (range(first, last + 1), lines, []) if last - first == len(lines) - 1 else None
+
 
 class Acceptor:
     """Adds messages to a batch, or says what to reply instead.
@@ -343,7 +369,9 @@ class Acceptor:
         """Add to this batch from now on; `seconds` since the epoch is now."""
         self._batch, self._seconds = batch, seconds
 
-    def accept_all(self, body: bytes, kind: bytes, name: bytes, after: int | None = None) -> bool:
+    def accept_all(
+        self, body: bytes, kind: bytes, name: bytes, after: int | None = None, reserved: bool = False
+    ) -> bool:
         """Add these messages if all are good and new; return False if each must be looked at.
 
         One check of them all, and one call of the table for ids without a gap.
@@ -352,34 +380,39 @@ class Acceptor:
         seq = batch.next_seq + len(batch.lines)
         if len(body) > self.max_line and max(map(len, body.split(b"\n"))) > self.max_line:
             return False
-        if not self.topics.takes(body, seq):
+        is_owned = reserved and is_of_door(name) and self.topics.takes(body, seq, name)
+        if not (is_owned or self.topics.takes(body, seq)):
             return False
         if not kind:
             if record.claims(body):
                 return False
             batch.lines += body.split(b"\n")[:-1]
             return True
-        fields = record.numbered(body) if kind == b"p" else None
-        if fields is None:
+        numbered = _owned(body) if is_owned else _numbered(body, name) if kind == b"p" else None
+        if numbered is None:
             return False
-        numbers = [int(id) for _, _, id, _, _ in fields]
+        numbers, lines, fields = numbered
         first, count = numbers[0], len(numbers)
         if after is not None and self.table.last_id(name) < (first - 1 if after == FOLLOWS else after):
             return False
         producer = self.table.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return False
-        start_of = self._start_of
-        prints = [crc32(text, start_of(b"%b|%b" % (key, more) if more else key)) for _, key, _, more, text in fields]
-        if numbers == list(range(first, first + count)):
+        if is_of_door(name):
+            prints = [*map(crc32, lines)]  # of all of a line, because this door sends the same bytes again
+        else:
+            start_of = self._start_of
+            prints = [
+                crc32(text, start_of(b"%b|%b" % (key, more) if more else key)) for _, key, _, more, text in fields
+            ]
+        if is_owned or numbers == list(range(first, first + count)):
             self.table.remember(producer, first, seq, count, self._seconds, prints)
         elif after is None and all(map(lt, numbers, numbers[1:])):
             for ahead, number in enumerate(numbers):
                 self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
             return False
-        join, tag = b"".join, b";p=" + name
-        batch.lines += [join((head, tag, headers, b"|", payload)) for head, _, _, headers, payload in fields]
+        batch.lines += lines
         return True
 
     def accept(
@@ -406,13 +439,17 @@ class Acceptor:
         if not kind:
             batch.lines.append(record.disclaim(record.padded(line)))
             return b""
-        print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
+        stored = b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload)
+        if is_of_door(name):
+            print = crc32(stored)
+        else:
+            print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
         if kind == b"p":
             reply = self._remember_increasing(id, n, name, seq, print, after == FOLLOWS)
         else:
             reply = self._remember_arbitrary(id, n, name, seq, print)
         if not reply:
-            batch.lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
+            batch.lines.append(stored)
         return reply
 
     def _remember_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int, follows: bool) -> bytes:

@@ -358,10 +358,10 @@ class Parser:
         """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""
         (connection, kind, name, after, reserved), (n, count), (at, low) = origin, messages, place
         lines, base = self._batch.lines, len(self._batch.lines)
-        if self._acceptor.accept_all(body, kind, name, after):
+        if self._acceptor.accept_all(body, kind, name, after, reserved):
             self._looked += count
             before = 0
-            for stop, end in ends_of_messages(body, count, self.limits):
+            for stop, end in ends_of_messages(body, lines[base:], self.limits):
                 self._reply(connection, n + before, n + stop - 1, b"", base + before)
                 self._cuts.append((base + stop, at, low + end))
                 before = stop

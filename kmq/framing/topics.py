@@ -105,12 +105,12 @@ class Catalog(AnyTopic):
         self._deleted_ns, self._look_at = deletions.changed_ns(data), time.monotonic() + _DELETED_LOOK_S
         self._list()
 
-    def takes(self, text: bytes, next_seq: int) -> bool:
+    def takes(self, text: bytes, next_seq: int, producer: bytes = b"") -> bool:
         if time.monotonic() > self._look_at:
             self._forget_deleted()
-        if self._few and self._shape.prefix(text) == len(text):
+        if self._few and self._shape.fits(text, producer):
             return True
-        if record.good_prefix(text) != len(text):
+        if not record.any_shape.fits(text, producer):
             return False
         marks = record.marks(text)
         if marks is None or not all(map(self._takes_mark, marks)):

@@ -7,7 +7,8 @@
 
 `<first>:<last>` are ranges of ids whose seqs are forgotten, `<id>:<seq>:<count>` are runs of ids that follow one
 another. The fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints
-and no ranges.
+and no ranges. Those of Kafka's producers are not in the file: in older files they are of other bytes, and a follower of the
+release before must be able to read it.
 
 Owner       the framer writes the file (kmq/framing/dedupe.py). The start, retention and repair read it.
 Invariant   The file is used as a whole or not at all: its crc covers the seq and all rows.
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from zlib import crc32
 
-from kmq.message.ids import PRINTS, KnownProducer, WindowSnapshot, pack, unpack
+from kmq.message.ids import PRINTS, KnownProducer, WindowSnapshot, is_of_door, pack, unpack
 
 _VERSION = 2
 _ROWS_PER_PAUSE, _PAUSE_S = 256, 0.00005
@@ -82,7 +83,7 @@ class TableSnapshot:
             runs = b",".join(b"%d:%d:%d" % run for run in zip(ids, seqs, counts, strict=True))
             if sys.byteorder == "big":
                 prints.byteswap()
-            fingerprints = b2a_base64(prints, newline=False)
+            fingerprints = b"" if is_of_door(name) else b2a_base64(prints, newline=False)
             yield b"p|%b|%d|%d|%b|%b|%b\n" % (name, last_id, seconds, ranges, runs, fingerprints)
         for key, value in self._window.rows():
             yield b"w|%b|%d|%d|%d\n" % (key, *unpack(value))
@@ -156,7 +157,7 @@ def _decode_row(row: bytes) -> KnownProducer | WindowRow:
         producer.ids.append(first_id)
         producer.seqs.append(first_seq)
         producer.counts.append(count)
-    producer.prints.frombytes(a2b_base64(prints))
+    producer.prints.frombytes(b"" if is_of_door(name) else a2b_base64(prints))
     if sys.byteorder == "big":
         producer.prints.byteswap()
     return producer

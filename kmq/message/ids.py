@@ -10,6 +10,7 @@ Memory      A run gives the seq of each of its ids. Older runs become ranges wit
             age.
 """
 
+import re
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
@@ -27,9 +28,20 @@ KAFKA_NAME = r"k\d{7,18}\.\d{1,18}\.\d{1,9}|auto-k\d{1,18}\.\d{1,9}"
 COPIER_NAME = r"t\d{7,18}"
 OWN_NAME = rf"__.*|{COPIER_NAME}"  # of producers of KMQ itself
 
+_KAFKA = re.compile(KAFKA_NAME.encode())
+
 NEW, TOO_OLD = -1, -2  # what `find` returns besides a seq
 PRINTS = 4096  # ids of a producer whose content is remembered
 _RANGES = 1 << 16
+
+
+def is_of_door(name: bytes) -> bool:
+    """Return True for a producer whose lines the Kafka door writes.
+
+    What it sends again is the same line, byte for byte. So its fingerprint is the crc32 of the line as it is stored, without
+    seq and time of receipt.
+    """
+    return _KAFKA.fullmatch(name) is not None
 
 
 class KnownProducer:

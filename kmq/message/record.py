@@ -53,6 +53,12 @@ NO_PARTITION = 10**9  # stands for any number that large: Python reads no number
 _LOW = [b"%03d|" % i for i in range(1000)]
 
 
+_OWNED = rb"\|[^|\n]*+\|\d{1,%d}+;p=%%b%b\|.*+\n" % (
+    MAX_ID_DIGITS,
+    _USER_HEADERS,
+)  # time, id, producer, headers, payload
+
+
 class Shape:
     """The shape of well-formed lines whose routing keys begin in a given way."""
 
@@ -62,14 +68,24 @@ class Shape:
         keys = [b"|".join(b"%b(?:\\.[^|\n%b%b]*+)?+" % (head, no, nul) for head, no in heads) for nul in (b"", b"\\0")]
         self._good = re.compile(rb"(?:(?:" + keys[0] + rb")\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
         self._no_nul = re.compile(rb"(?:(?:" + keys[1] + rb")\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+        first, others = (b"(?:%b)" % keys[0] + _OWNED % whose for whose in (b"([^|;\n]++)", rb"\1"))
+        self._owned = re.compile(b"%b(?:%b)*+" % (first, others))
 
     def prefix(self, data: bytes) -> int:
         """Return how many bytes from the start of `data` are whole, well-formed lines as sent."""
         match = (self._no_nul if 0 in data else self._good).match(data)
         return match.end() if match else 0
 
+    def fits(self, data: bytes, producer: bytes = b"") -> bool:
+        """Return True if all of `data` is such lines. With a `producer` each must have a decimal id of it, as it is stored."""
+        if not producer:
+            return self.prefix(data) == len(data)
+        match = None if 0 in data else self._owned.fullmatch(data)
+        return match is not None and match[1] == producer
 
-good_prefix = Shape((_LABEL, b"")).prefix
+
+any_shape = Shape((_LABEL, b""))
+good_prefix = any_shape.prefix
 
 
 def count_lines(data: bytes | bytearray) -> int:

@@ -243,9 +243,12 @@ def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> byte
 class AnyTopic:
     """A catalog that accepts every topic."""
 
-    def takes(self, text: bytes, next_seq: int) -> bool:
-        """Return True if `text` is well-formed lines without misplaced marks. `next_seq`: the seq of the first line."""
-        return record.good_prefix(text) == len(text) and record.marks(text) is not None
+    def takes(self, text: bytes, next_seq: int, producer: bytes = b"") -> bool:
+        """Return True if `text` is well-formed lines without misplaced marks. `next_seq`: the seq of the first line.
+
+        `producer`: they must be as lines of this producer are stored, with decimal ids.
+        """
+        return record.any_shape.fits(text, producer) and record.marks(text) is not None
 
     def refusal(self, line: bytes, seq: int) -> str:
         """Return why this well-formed line, the next record `seq`, may not name its topic, as one word; else ""."""

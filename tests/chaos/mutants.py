@@ -325,6 +325,22 @@ MUTANTS = [
         ["tests/unit/test_producers.py"],
     ),
     Mutant(
+        "units: lines that say whose they are need not be of the unit's producer",
+        [
+            (
+                "kmq/message/record.py",
+                "        return match is not None and match[1] == producer\n",
+                "        return match is not None\n",
+            )
+        ],
+        ["tests/unit/test_producers.py"],
+    ),
+    Mutant(
+        "units: the ids of lines that say whose they are may have gaps",
+        [(DEDUPE_TABLE, " if last - first == len(lines) - 1 else None\n", "\n")],
+        ["tests/unit/test_producers.py"],
+    ),
+    Mutant(
         "kafka: a transaction takes any number of offsets",
         [(TRANSACTIONS, "        if len(txn.offsets) + count > _MOST_OFFSETS:\n", "        if False:\n")],
         [f"{TXN_LIMITS}::test_a_transaction_has_so_many_offsets_and_the_table_of_groups_so_much_room"],

@@ -138,7 +138,7 @@ def test_a_batch_from_the_cache_says_what_its_lines_say_field_by_field(codec):
             rows.append(Sent(1714500000000 + rng.randrange(-9, 9) * n, rng.choice(pool), rng.choice(pool), headers))
         data = produced(rows, codec)
         (batch,) = read_batches(data)
-        rendered = render(batch, "t", 0, 1, 1 << 20)
+        rendered = render(batch, "t", 0, b"k1000001.1.0", 1, 1 << 20)
         assert rendered.is_exact
         stored = b"".join(
             b"%d|1714599999.000001|%b\n" % (n, line) for n, line in enumerate(rendered.text.split(b"\n")[:-1], 1)

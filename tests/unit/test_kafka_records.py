@@ -33,11 +33,12 @@ from kmq.message.message import Message
 NOW = 1_714_500_000_123
 MAX_LINE = 1 << 20
 FIRST_ID = 17_592_186_044_417
+PRODUCER = b"k1000001.7.2"
 
 
 def rendered(batch: bytes, topic="orders", partition=2, max_line=MAX_LINE, **more):
     [found] = read_batches(batch)
-    return render(found, topic, partition, FIRST_ID, max_line, **more)
+    return render(found, topic, partition, PRODUCER, FIRST_ID, max_line, **more)
 
 
 def lines_of(batch: bytes, **more) -> list[bytes]:
@@ -66,35 +67,38 @@ def code_of(batch: bytes, **more) -> str:
 @pytest.mark.parametrize(
     ("sent", "line"),
     [
-        (Sent(NOW, None, b"hello"), b"orders.@2|1714500000.123|17592186044417|hello"),
-        (Sent(NOW, b"", b"hello"), b"orders.@2.|1714500000.123|17592186044417|hello"),
-        (Sent(NOW, b"eu", b"hello"), b"orders.@2.eu|1714500000.123|17592186044417|hello"),
-        (Sent(NOW, b"a.b|c;d%\xff\n", b"x"), b"orders.@2.a%2Eb%7Cc%3Bd%25%FF%0A|1714500000.123|17592186044417|x"),
-        (Sent(NOW, None, None), b"orders.@2|1714500000.123|17592186044417|"),
-        (Sent(NOW, None, b""), b"orders.@2|1714500000.123|17592186044417;enc=b64|"),
-        (Sent(NOW, None, b"a|b;c%\t\r"), b"orders.@2|1714500000.123|17592186044417|a|b;c%\t\r"),
-        (Sent(NOW, None, "grün".encode()), "orders.@2|1714500000.123|17592186044417|grün".encode()),
-        (Sent(NOW, None, b"a\nb"), b"orders.@2|1714500000.123|17592186044417;enc=b64|YQpi"),
-        (Sent(NOW, None, b"a\0"), b"orders.@2|1714500000.123|17592186044417;enc=b64|YQA="),
-        (Sent(NOW, None, b"\xff"), b"orders.@2|1714500000.123|17592186044417;enc=b64|/w=="),
-        (Sent(-1, None, b"x"), b"orders.@2||17592186044417|x"),
-        (Sent(0, None, b"x"), b"orders.@2|0.000|17592186044417|x"),
-        (Sent(10**15 - 1, None, b"x"), b"orders.@2|999999999999.999|17592186044417|x"),
+        (Sent(NOW, None, b"hello"), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2|hello"),
+        (Sent(NOW, b"", b"hello"), b"orders.@2.|1714500000.123|17592186044417;p=k1000001.7.2|hello"),
+        (Sent(NOW, b"eu", b"hello"), b"orders.@2.eu|1714500000.123|17592186044417;p=k1000001.7.2|hello"),
+        (
+            Sent(NOW, b"a.b|c;d%\xff\n", b"x"),
+            b"orders.@2.a%2Eb%7Cc%3Bd%25%FF%0A|1714500000.123|17592186044417;p=k1000001.7.2|x",
+        ),
+        (Sent(NOW, None, None), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2|"),
+        (Sent(NOW, None, b""), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;enc=b64|"),
+        (Sent(NOW, None, b"a|b;c%\t\r"), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2|a|b;c%\t\r"),
+        (Sent(NOW, None, "grün".encode()), "orders.@2|1714500000.123|17592186044417;p=k1000001.7.2|grün".encode()),
+        (Sent(NOW, None, b"a\nb"), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;enc=b64|YQpi"),
+        (Sent(NOW, None, b"a\0"), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;enc=b64|YQA="),
+        (Sent(NOW, None, b"\xff"), b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;enc=b64|/w=="),
+        (Sent(-1, None, b"x"), b"orders.@2||17592186044417;p=k1000001.7.2|x"),
+        (Sent(0, None, b"x"), b"orders.@2|0.000|17592186044417;p=k1000001.7.2|x"),
+        (Sent(10**15 - 1, None, b"x"), b"orders.@2|999999999999.999|17592186044417;p=k1000001.7.2|x"),
         (
             Sent(NOW, None, b"x", ((b"trace", b"a b"), (b"trace", b""), (b"trace", None))),
-            b"orders.@2|1714500000.123|17592186044417;trace=a%20b;trace=;trace|x",
+            b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;trace=a%20b;trace=;trace|x",
         ),
         (
             Sent(NOW, None, b"", ((b"", b""), (b"", None), (b"", b"=;"))),
-            b"orders.@2|1714500000.123|17592186044417;=;;==%3B;enc=b64|",
+            b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;=;;==%3B;enc=b64|",
         ),
         (
             Sent(NOW, None, b"x", ((b"p", b"1"), (b"enc", b"b64"), (b"origin_topic", b"t"), (b"pp", b"1"))),
-            b"orders.@2|1714500000.123|17592186044417;%70=1;%65nc=b64;%6Frigin_topic=t;pp=1|x",
+            b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;%70=1;%65nc=b64;%6Frigin_topic=t;pp=1|x",
         ),
         (
             Sent(NOW, None, b"x", ((b"a=b|\n", b"\0\xff"), ("ü".encode(), b"1"), (b"\xff", b"1"))),
-            b"orders.@2|1714500000.123|17592186044417;a%3Db%7C%0A=%00%FF;%C3%BC=1;%FF=1|x",
+            b"orders.@2|1714500000.123|17592186044417;p=k1000001.7.2;a%3Db%7C%0A=%00%FF;%C3%BC=1;%FF=1|x",
         ),
     ],
 )
@@ -105,7 +109,7 @@ def test_a_record_is_this_line(sent, line):
 def test_ids_rise_from_the_first_and_the_topic_may_have_dots():
     batch = batch_of([Sent(NOW + n, b"k", b"%d" % n) for n in range(2500)])
     lines = lines_of(batch, topic="a.b", partition=0)
-    assert [line.split(b"|")[2] for line in lines] == [b"%d" % (FIRST_ID + n) for n in range(2500)]
+    assert [line.split(b"|")[2] for line in lines] == [b"%d;p=%b" % (FIRST_ID + n, PRODUCER) for n in range(2500)]
     assert {line.split(b"|")[0] for line in lines} == {b"a.b.@0.k"}
     assert [line.split(b"|")[3] for line in lines] == [b"%d" % n for n in range(2500)]
 

@@ -3,6 +3,8 @@
 import errno
 import random
 import time
+from array import array
+from binascii import b2a_base64
 from collections import OrderedDict
 from itertools import pairwise
 
@@ -336,6 +338,61 @@ def test_messages_that_are_taken_together_are_stored_and_remembered_as_one_by_on
     assert kinds == {(True, False), (False, False), (False, True)}
 
 
+def test_lines_that_say_whose_they_are_are_stored_and_remembered_as_one_by_one():
+    """The Kafka door's. Each is stored as it came, and its fingerprint is the same from the records."""
+    rng, kinds, me = random.Random(34), set(), K % 1
+    bad = [b"t|1|%d|x", b"t|1|%d;p=k1000009.1.0|x", b"t|1|%d;a=b;p=me|x", b"t|1|%d;p=me;w=s|x", b"t|1|x%d;p=me|x"]
+    for _ in range(3000):
+        first = rng.randrange(3, 6)
+        lines = [
+            b"t.@%d|%d.5|%d;p=me%b|%b"
+            % (n % 2, n, id, rng.choice([b"", b";a=b", b";enc=b64"]), rng.choice([b"", b"a;p=me|", b"x"]))
+            for n, id in enumerate(range(first, first + rng.randrange(1, 5)))
+        ]
+        is_good = first > 3 and bool(rng.randrange(4))
+        if not is_good:
+            at = rng.randrange(len(lines))
+            lines[at] = rng.choice(bad) % (first + at)
+        lines = [line.replace(b"p=me", b"p=" + me) for line in lines]
+        ways = [(LineBatch(7), table()) for _ in range(3)]
+        together, singly, foreign = (Acceptor(MAX, known, ANY_TOPIC) for _, known in ways)
+        for acceptor, (batch, known) in zip((together, singly, foreign), ways, strict=True):
+            known.remember(known.producer(me, NOW), 3, 4, 1, NOW, (5,))
+            acceptor.begin(batch, NOW + 1)
+        text = b"".join(line + b"\n" for line in lines)
+        is_taken = together.accept_all(text, b"p", me, reserved=True)
+        assert is_taken or not ways[0][0].lines
+        assert not foreign.accept_all(text, b"p", me) or ways[2][0].lines != lines, (
+            "only the pod's programs say whose it is"
+        )
+        assert is_taken or not is_good, lines
+        if not is_taken:
+            kinds.add(None)
+            continue
+        assert not any(singly.accept(line, n, b"p", me) for n, line in enumerate(lines, 1))
+        assert ways[0][0].lines == ways[1][0].lines and state(ways[0][1]) == state(ways[1][1]), lines
+        after = table()
+        after.remember(after.producer(me, NOW), 3, 4, 1, NOW, (5,))
+        after.absorb(
+            b"".join(b"%d|%d.000001|%b\n" % (7 + n, NOW + 1, line) for n, line in enumerate(ways[0][0].lines)), NOW + 9
+        )
+        assert state(after) == state(ways[0][1])
+        kinds.add(ways[0][0].lines == lines)
+    assert kinds == {None, False, True}
+
+
+def test_what_another_content_has_under_a_known_id_is_told_of_kafkas_producers_too():
+    known = table()
+    accept, batch = Acceptor(MAX, known, ANY_TOPIC), LineBatch(7)
+    accept.begin(batch, NOW)
+    line = b"t.@0|1.5|1;p=%b|x" % (K % 1)
+    assert accept.accept_all(line + b"\n", b"p", K % 1, 0, reserved=True)
+    gap = b"".join(b"t.@0|1.5|%d;p=%b|x\n" % (id, K % 1) for id in (2, 4))
+    assert not accept.accept_all(gap, b"p", K % 1, 1, reserved=True)
+    assert accept.accept(line, 1, b"p", K % 1) == b"!dup 1 7"
+    assert accept.accept(line[:-1] + b"y", 1, b"p", K % 1) == b"!err 1 id_reused 7"
+
+
 # --- arbitrary ids -----------------------------------------------------------------------------------------------------
 
 
@@ -546,6 +603,24 @@ def test_a_version_that_is_not_known_is_passed_over_whole(data):
     write(data, saved(filled(), 7).replace(b"|2\n", b"|3\n", 1))
     with pytest.raises(ValueError, match=r"^format 3 is not known here$"):
         table().load(data, 7)
+
+
+def test_fingerprints_of_kafkas_producers_are_neither_written_nor_taken_from_an_older_file(data):
+    """There they are of other bytes: a batch that is sent again after an update would pass for another one."""
+    known, prints = table(), b2a_base64(array("I", (5, 6)), newline=False)
+    for name in (K % 0, b"me"):
+        known.remember(known.producer(name, 1000), 1, 1, 2, 1000, (5, 6))
+    text = saved(known, 4)
+    body = text.partition(b"\n")[2]
+    assert body.count(prints) == 1 and prints in next(row for row in body.splitlines() if b"|me|" in row)
+    older = body.replace(b"1:1:2|\n", b"1:1:2|%b\n" % prints)
+    assert older.count(prints) == 2
+    for rows in (body, older):
+        write(data, b"4|%d|2\n%b" % (dedupe_file.checksum(4, rows), rows))
+        again = table()
+        assert again.load(data, 4) == 4
+        assert [again.names[name].find(2) for name in (K % 0, b"me")] == [2, 2]
+        assert [again.names[name].print_of(2) for name in (K % 0, b"me")] == [0, 6]
 
 
 def test_an_empty_table_is_worth_a_file_too(data):

@@ -255,14 +255,15 @@ class ProduceChapter:
             return _Produced(ErrorCode.request_timed_out)
 
     async def _lines(
-        self, part: _ProducedPart, batch: RecordBatch, first_id: int, held: HeldBatch | None = None
+        self, part: _ProducedPart, batch: RecordBatch, label: bytes, first_id: int, held: HeldBatch | None = None
     ) -> RenderedLines:
         requires_key = self._core.partitions.is_compacted(part.topic)
         key = b"" if held is None else held.routing_key
 
         def work() -> RenderedLines:
             most = self._settings.max_line
-            return render(batch, part.topic, part.partition, first_id, most, requires_key=requires_key, held=key)
+            where = part.topic, part.partition
+            return render(batch, *where, label, first_id, most, requires_key=requires_key, held=key)
 
         nbytes, records = _SMALL
         is_small = len(batch.data) <= (nbytes if batch.codec else _IN_THREAD) and batch.record_count <= records
@@ -286,9 +287,10 @@ class ProduceChapter:
         async with own.turn, self._rendering:
             await self._units.room()
             first_id = own.last + 1
-            lines = await self._lines(part, batch, first_id)
+            label = b"auto-k%d.%d" % (life, own.number)
+            lines = await self._lines(part, batch, label, first_id)
             own.last += batch.record_count
-            return self._hand_over(b"auto-k%d.%d" % (life, own.number), part, batch, from_seq, lines, None, first_id)
+            return self._hand_over(label, part, batch, from_seq, lines, None, first_id)
 
     async def _begin_held(
         self, part: _ProducedPart, batch: RecordBatch, from_seq: int
@@ -326,7 +328,7 @@ class ProduceChapter:
                         return refused
                     async with self._rendering:
                         await self._units.room()
-                        lines = await self._lines(part, batch, first_id, held)
+                        lines = await self._lines(part, batch, label, first_id, held)
                         if (name.last, name.refused) == known:  # no batch before it was refused meanwhile
                             after = min(name.last or 0, first_id - 1)
                             task = self._hand_over(label, part, batch, from_seq, lines, name, first_id, after, held)

@@ -3,10 +3,10 @@
     produce   read_batches → render    a batch of a Produce request → lines as they are sent
     fetch     encode                   stored lines → a batch; patched: a batch kept as it came, with its place
 
-Line        `<topic>.@<partition>[.<key>]|<seconds.mmm>|<id>[;headers]|<payload>` (kmq/message/record.py). A null key is no
-            second dot, an empty one a dot at the end. A null value is an empty payload; an empty value and one that is
-            not printable text have the header `enc=b64`. A timestamp of -1 is an empty field, which is read as the time
-            of receipt.
+Line        `<topic>.@<partition>[.<key>]|<seconds.mmm>|<id>;p=<producer>[;headers]|<payload>` (kmq/message/record.py).
+            A null key is no second dot, an empty one a dot at the end. A null value is an empty payload; an empty value
+            and one that is not printable text have the header `enc=b64`. A timestamp of -1 is an empty field, which is
+            read as the time of receipt.
 Invariant   Key, value, names and values of headers come back byte for byte, whichever bytes they are. A batch is
             rendered as a whole or refused: no line of a bad batch exists.
 Memory      At most MAX_BATCH for a batch decompressed, checked before memory is taken, and as much as it has compressed. Its
@@ -192,16 +192,18 @@ def render(
     batch: RecordBatch,
     topic: str,
     partition: int,
+    producer: bytes,
     first_id: int,
     max_line: int,
     *,
     requires_key: bool = False,
     held: bytes = b"",
 ) -> RenderedLines:
-    """Return the records of a batch as lines with rising ids. Raises BatchRefused.
+    """Return the records of a batch as lines of `producer` with rising ids. Raises BatchRefused.
 
-    `max_line`: bytes of a line without its newline. `requires_key`: a null key is refused. `held`: the routing key of the
-    lines whose payloads these lines will be, without their ids (transactions.py); b"": none.
+    The framer adds the producer where it is missing; here it costs nothing. `max_line`: bytes of a line without its
+    newline. `requires_key`: a null key is refused. `held`: the routing key of the lines whose payloads these lines will be,
+    without their ids (transactions.py); b"": none.
     """
     routing_key = make_routing_key(topic, partition=partition)
     if batch.record_count * (len(routing_key) + len(held) + 100) > MAX_TEXT:
@@ -218,7 +220,7 @@ def render(
             raise _invalid("it ends before it should", first + len(parts) // _PARTS) from None
         except BatchRefused as error:
             raise BatchRefused(error.code, str(error), first + len(parts) // _PARTS) from None
-        lines = _joined(parts, first_id + first, held)
+        lines = _joined(parts, producer, first_id + first, held)
         if len(lines) > max_line:
             _check_lengths(lines, max_line, first)
         texts.append(lines)
@@ -369,15 +371,16 @@ def _number(data: bytes, at: int, most: int = 5) -> tuple[int, int]:
     return number | byte << shift, at + 1
 
 
-def _joined(parts: list[bytes], first_id: int, held: bytes) -> bytes:
+def _joined(parts: list[bytes], producer: bytes, first_id: int, held: bytes) -> bytes:
     """Return the lines of parsed records."""
     count = len(parts) // _PARTS
-    ids = range(first_id, first_id + count)
+    owned = b"%%d;p=%b" % producer
+    ids = [owned % id for id in range(first_id, first_id + count)]
     if held:
         heads = zip(ids, parts[0::_PARTS], strict=True)
-        parts[0::_PARTS] = [b"\n%b||%d|%b" % (held, id, head[1:]) for id, head in heads]
+        parts[0::_PARTS] = [b"\n%b||%b|%b" % (held, id, head[1:]) for id, head in heads]
     else:
-        parts[2::_PARTS] = [b"%d" % id for id in ids]
+        parts[2::_PARTS] = ids
     parts[0] = parts[0][1:]  # each line begins with the newline of the line before
     parts.append(b"\n")
     if is_text(parts[4]):
