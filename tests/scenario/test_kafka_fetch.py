@@ -316,6 +316,7 @@ def test_a_topic_that_is_deleted_and_made_again_never_shows_what_it_had(broker, 
         assert other.read_fetched()[topic, 0].error_code == ErrorCode.unknown_topic_or_partition
         assert peer.fetch(topic, 0, 50).error_code == ErrorCode.unknown_topic_or_partition
         send(broker, topic, [b"%b|0||new" % topic.encode()])
+        broker.wait(lambda: end_of(broker, topic, 0) == 101, "the record of the new topic")
         for each in (peer, other):
             row = each.fetch(topic, 0, 50)
             assert (row.error_code, row.log_start_offset) == (ErrorCode.offset_out_of_range, 100)

@@ -40,10 +40,11 @@ def peer(broker):
         yield made
 
 
-def batch(values, producer=(-1, -1, -1), **more):
-    rows = [Sent(1000 + n, None, value) for n, value in enumerate(values)]
-    more = {"base": 1000, "latest": 1000 + len(rows) - 1} | more
-    return framed(records_of(rows, 1000), len(rows), producer=producer, **more)
+def batch(values, producer=(-1, -1, -1), begin=1000, **more):
+    """Records with a time each, from `begin` on."""
+    rows = [Sent(begin + n, None, value) for n, value in enumerate(values)]
+    more = {"base": begin, "latest": begin + len(rows) - 1} | more
+    return framed(records_of(rows, begin), len(rows), producer=producer, **more)
 
 
 def stored(broker, topic, partition=0):
@@ -139,7 +140,7 @@ def test_a_batch_that_comes_again_has_the_offset_that_it_had(broker, topic, peer
 def test_a_part_of_a_batch_that_comes_again_is_no_gap(broker, topic, peer):
     pid = new_pid(peer)
     assert peer.produce(topic, 0, batch([b"a", b"b"], (pid, 0, 0))).base_offset == 0
-    found = peer.produce(topic, 0, batch([b"b", b"c"], (pid, 0, 1)))
+    found = peer.produce(topic, 0, batch([b"b", b"c"], (pid, 0, 1), begin=1001))
     assert (found.error_code, found.base_offset) == (ErrorCode.none, 1)
     assert stored(broker, topic) == [b"a", b"b", b"c"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kmq.gateway.core.broker import RequestRefused
-from kmq.gateway.kafka import producing, units
+from kmq.gateway.kafka import bodies, producing, units
 from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.producing import ProduceChapter
 from kmq.gateway.kafka.records import RecordBatch, RenderedLines
@@ -209,11 +209,11 @@ def chapter(monkeypatch):
     return made
 
 
-PART = producing._ProducedPart("t", 0, None)
+PART = bodies.ProducedPart("t", 0, None)
 
 
 def code(found):
-    return found.code if isinstance(found, producing._Produced) else None
+    return found.code if isinstance(found, bodies.Produced) else None
 
 
 def test_a_batch_behind_a_refused_one_is_a_gap_until_that_one_comes_again(chapter):

@@ -8,20 +8,19 @@ Invariant   What is shown is in its partition, so durable, routed and, in a shar
 Wait        A waiting fetch is woken by the kernel (core/fetching.py). A partition that has had no event since it was
             looked at is not looked at again. An error that the last answer told ends no wait: a client that asks again
             and again is answered when its time is up.
-Memory      An answer has at most _ANSWER_BYTES, or one batch that is longer. Batches are made of _CHUNK_BYTES of lines.
+Memory      An answer has at most bodies.MAX_ANSWER, or one batch that is longer. Batches are made of _CHUNK_BYTES of lines.
             All answers count in the budget of all doors until their clients have taken them; a waiting fetch holds
             nothing. At most _MOST_KNOWN partitions are remembered, of all connections.
 Not covered Sessions: every answer says session 0, so clients name all their partitions each time. Followers' fetches.
 """
 
 import asyncio
-import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from uuid import UUID
 
 from kmq.broker.stats import Incidents
@@ -33,49 +32,28 @@ from kmq.gateway.core.fetching import Waiter
 from kmq.gateway.core.metrics import Requests as RequestCounts
 from kmq.gateway.core.partitions import Partition, Signature
 from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.bodies import MAX_ANSWER, UNKNOWN, FetchRequest, Row, fetch_response, read_fetch
 from kmq.gateway.kafka.cache import KeptBatch, TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import encode, patched
 from kmq.gateway.kafka.topic_ids import TopicIds
-from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key, Reader
+from kmq.gateway.kafka.wire import ErrorCode, Fields, KafkaRefused, Key
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.message.record import count_lines, stamp
-from kmq.wire.requests import MAX_WAIT_MS, Position, TopicPartition
+from kmq.wire.requests import Position, TopicPartition
 
-_ANSWER_BYTES = 4 * MIB
 _FEW = 16  # partitions that are looked at without a thread
 _CHUNK_BYTES = MIB  # of lines that become a batch
 _ENOUGH_BYTES = 512 * KIB  # that are left of a limit, and not worth another batch: small ones cost more a record
 _PIECE_BYTES = 64 * KIB  # given to the transport at once
 _SEARCHED_BYTES = MIB  # of records that are looked at for their time
 _REST_S = 5.0  # until an offset that cannot be read is read again
-_MOST_ASKED = 10_000  # topics and partitions of a request
 _MOST_KNOWN = 20_000
 _WITH_SIZE = 3  # numbers of the signature of a partition that has a segment
 _SPARE_WATCHES = 64  # directories that a connection watches and does not ask for any more
 _ZSTD_FROM = 10  # version of Fetch whose clients know zstd
 _LATEST, _EARLIEST = -1, -2  # times of ListOffsets that mean an end of the partition
-_UNKNOWN = -1
 T = TypeVar("T")
-
-
-class AskedPartition(NamedTuple):
-    """What a Fetch asks for of a partition. `epoch`: of the leader that the client knows; -1: any."""
-
-    epoch: int
-    offset: int
-    max_bytes: int
-
-
-class FetchRequest(NamedTuple):
-    """What is asked for. `ids`: topic → its id, of a client that names topics by ids."""
-
-    wait_s: float
-    min_bytes: int
-    max_bytes: int
-    is_incremental: bool  # it goes on with a session, which another broker has begun
-    partitions: dict[TopicPartition, AskedPartition]
-    ids: dict[str, UUID]
 
 
 class _KnownPartition:
@@ -85,7 +63,7 @@ class _KnownPartition:
 
     def __init__(self, partition: Partition, offset: int) -> None:
         self.partition, self.directory, self.offset = partition, partition.directory, offset
-        self.first = self.end = _UNKNOWN
+        self.first = self.end = UNKNOWN
         self.seen: Signature | None = None
         self.damage: DamageError | None = None
         self.rests_until = 0.0
@@ -128,26 +106,26 @@ class _KnownPartition:
         if now == seen or self.is_resting:
             return 0
         if seen is None or now[:-1] != seen[:-1] or len(now) != _WITH_SIZE or now[-1] < seen[-1]:
-            return _ANSWER_BYTES
+            return MAX_ANSWER
         return now[-1] - seen[-1]
 
 
-class Row:
-    """What a partition gets in the answer."""
+class _Row(Row):
+    """What a partition gets in the answer, and the partition as it is known."""
 
-    __slots__ = ("code", "end", "first", "known", "records")
+    __slots__ = ("known",)
 
     def __init__(self, code: ErrorCode = ErrorCode.none, known: _KnownPartition | None = None) -> None:
-        self.code, self.known = code, known
-        self.first, self.end = (_UNKNOWN, _UNKNOWN) if known is None else (known.first, known.end)
-        self.records: list[bytes] = []
+        first, end = (UNKNOWN, UNKNOWN) if known is None else (known.first, known.end)
+        super().__init__(code, first, end)
+        self.known = known
 
     def has_records(self, offset: int) -> bool:
         """Return True if there are records to be read from `offset` on."""
         return self.code == ErrorCode.none and offset < self.end
 
 
-Rows = dict[TopicPartition, Row]
+Rows = dict[TopicPartition, _Row]
 
 
 class _Consumer(BudgetHolder):
@@ -218,16 +196,16 @@ class FetchChapter:
 
     async def fetch(self, call: Call) -> bytes | None:
         """Answer a Fetch: with what there is, or when there is something, or when its time is up."""
-        request = read_request(call.body, call.version)
+        request = read_fetch(call.body, call.version)
         if request.is_incremental:
-            return response(call, {}, ErrorCode.fetch_session_id_not_found).frame()
+            return fetch_response(call, {}, ErrorCode.fetch_session_id_not_found).frame()
         if request.ids:
             request = await self._named(request)
         consumer = self._consumer(call.connection, len(request.partitions))
         try:
             rows = await self._rows(call, consumer, request)
             call.errors.extend(consumer.told.values())
-            await consumer.send(response(call, rows, ids=request.ids))
+            await consumer.send(fetch_response(call, rows, ids=request.ids))
         finally:
             consumer.close()
         return None
@@ -263,7 +241,7 @@ class FetchChapter:
             nbytes = 0
             wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
             if wanted:
-                most = min(request.max_bytes, _ANSWER_BYTES, sum(asked.max_bytes for asked in wanted))
+                most = min(request.max_bytes, MAX_ANSWER, sum(asked.max_bytes for asked in wanted))
                 try:
                     await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
                 except RequestRefused:  # too many answers are on their way: this one is empty
@@ -292,7 +270,7 @@ class FetchChapter:
         if len(asked) > _FEW or not any(self._cache.has(place, each.offset) for place, each in asked.items()):
             return None
         with suppress(RequestRefused):  # files are read then, which is refused once more
-            most = min(request.max_bytes, _ANSWER_BYTES, sum(each.max_bytes for each in asked.values()))
+            most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in asked.values()))
             await self._core.answers.take(consumer, most + COPIES * _CHUNK_BYTES)
             rows, nbytes = self._kept_in(call, consumer, request)
             if nbytes >= max(1, request.min_bytes):
@@ -304,7 +282,7 @@ class FetchChapter:
 
     def _kept_in(self, call: Call, consumer: _Consumer, request: FetchRequest) -> tuple[Rows, int]:
         """Return what the cache has for each partition, and how many bytes; nothing if one of them may have lines instead."""
-        rows, nbytes, left = Rows(), 0, min(request.max_bytes, _ANSWER_BYTES)
+        rows, nbytes, left = Rows(), 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
             known, id = consumer.known.get(place), request.ids.get(place.topic)
             if known is None or known.is_resting:
@@ -319,7 +297,7 @@ class FetchChapter:
             records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
             if not records and (asked.offset != known.end or known.growth()):
                 return Rows(), 0
-            row = rows[place] = Row(known=known)
+            row = rows[place] = _Row(known=known)
             row.records, found = records, sum(map(len, records))
             nbytes, left = nbytes + found, left - found
         return rows, nbytes
@@ -365,11 +343,11 @@ class FetchChapter:
 
     def _look(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
         """Return where each partition begins and ends, or what is wrong with it."""
-        rows = {}
+        rows = Rows()
         for place, asked in request.partitions.items():
             work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic)
             code, row = self._tried(call, place, asked.epoch, *work)
-            rows[place] = row or Row(code)
+            rows[place] = _Row(code) if row is None else row
         return rows
 
     def _tried(
@@ -378,7 +356,7 @@ class FetchChapter:
         """Return the result of work on a partition, or why it has none. `epoch`: that the client takes for the leader's."""
         if not call.may(Key(call.header.key)):
             return ErrorCode.topic_authorization_failed, None
-        if epoch not in (_UNKNOWN, self._epoch()):
+        if epoch not in (UNKNOWN, self._epoch()):
             is_old = epoch < self._epoch()
             return (ErrorCode.fenced_leader_epoch if is_old else ErrorCode.unknown_leader_epoch), None
         try:
@@ -392,7 +370,7 @@ class FetchChapter:
                 self._incidents.note("kafka_not_read", call.connection.peer, f"{place}: {err}")
             return ErrorCode.kafka_storage_error, None
 
-    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None) -> Row:
+    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None) -> _Row:
         """Look at a partition, unless it is known that nothing has changed. `id`: by which its topic is asked for.
 
         Raises RequestRefused, DamageError.
@@ -419,7 +397,7 @@ class FetchChapter:
         if id is not None and id != self._ids.of_life(place.topic, known.partition.from_seq):
             del consumer.known[place]
             raise KafkaRefused(ErrorCode.unknown_topic_id, f"topic {place.topic} was made again, and has another id")
-        row = Row(known=known)
+        row = _Row(known=known)
         if not known.first <= offset <= known.end:
             row.code = wire.code_of(self._out_of_range(offset, known.end))
         return row
@@ -435,7 +413,7 @@ class FetchChapter:
 
     def _read(self, call: Call, request: FetchRequest, rows: Rows) -> tuple[int, bool]:
         """Fill rows with records. Return how many bytes they are, and whether that is all there is room for."""
-        nbytes, left = 0, min(request.max_bytes, _ANSWER_BYTES)
+        nbytes, left = 0, min(request.max_bytes, MAX_ANSWER)
         for place, asked in request.partitions.items():
             row = rows[place]
             if not row.has_records(asked.offset) or row.known is None:
@@ -444,7 +422,7 @@ class FetchChapter:
                 break
             most = min(asked.max_bytes, left)
             work = self._records, row.known, asked.offset, most, not nbytes, call.version
-            row.code, records = self._tried(call, place, _UNKNOWN, *work)
+            row.code, records = self._tried(call, place, UNKNOWN, *work)
             row.records, row.first, row.end = records or [], row.known.first, row.known.end
             found = sum(map(len, row.records))
             nbytes, left = nbytes + found, left - found
@@ -521,12 +499,12 @@ class FetchChapter:
             rows = []
             for asked in topic.partitions:
                 place = TopicPartition(topic.name, asked.partition_index)
-                epoch = getattr(asked, "current_leader_epoch", _UNKNOWN)
+                epoch = getattr(asked, "current_leader_epoch", UNKNOWN)
                 work = self._tried, call, place, epoch, self._offset_at, place, asked.timestamp
                 code, found = await self._core.fetching.run(*work)
-                timestamp, offset = found or (_UNKNOWN, _UNKNOWN)
+                timestamp, offset = found or (UNKNOWN, UNKNOWN)
                 row = {"partition_index": place.partition, "error_code": code, "timestamp": timestamp, "offset": offset}
-                rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else _UNKNOWN})
+                rows.append(row | {"leader_epoch": self._epoch() if offset >= 0 else UNKNOWN})
             topics.append({"name": topic.name, "partitions": rows})
         return {"topics": topics}
 
@@ -538,11 +516,11 @@ class FetchChapter:
         """
         first, end = self._partitions.bounds(*place)
         if timestamp in (_EARLIEST, _LATEST):
-            return _UNKNOWN, first if timestamp == _EARLIEST else end
+            return UNKNOWN, first if timestamp == _EARLIEST else end
         if timestamp < 0:
             raise RequestRefused("bad_field", f"{timestamp} is no time")
         partition, is_receipt = self._partitions.open(*place), self._partitions.shows_receipt(place.topic)
-        best = _UNKNOWN, _UNKNOWN
+        best = UNKNOWN, UNKNOWN
         offset, nbytes = partition.locate(Position("time", timestamp * 1000)), 0
         for messages, _ in partition.chunks(offset, _SEARCHED_BYTES // 16):
             for message in messages:
@@ -564,7 +542,7 @@ class FetchChapter:
                 place = TopicPartition(topic.topic, asked.partition)
                 work = self._tried, call, place, asked.current_leader_epoch, self._end_of, place, asked.leader_epoch
                 code, found = await self._core.fetching.run(*work)
-                epoch, end = found or (_UNKNOWN, _UNKNOWN)
+                epoch, end = found or (UNKNOWN, UNKNOWN)
                 rows.append(
                     {"error_code": code, "partition": place.partition, "leader_epoch": epoch, "end_offset": end}
                 )
@@ -574,122 +552,4 @@ class FetchChapter:
     def _end_of(self, place: TopicPartition, epoch: int) -> tuple[int, int]:
         """Return (ours, end) for an epoch up to ours: what was shown is never cut. (-1, -1) for one that we do not know."""
         _, end = self._partitions.bounds(*place)
-        return (self._epoch(), end) if 0 <= epoch <= self._epoch() else (_UNKNOWN, _UNKNOWN)
-
-
-# --- the request and the response of Fetch ---------------------------------------------------------------------------
-
-
-class _Form(NamedTuple):
-    """How some versions of Fetch are laid out, from `version` on.
-
-    `head`: replica, wait, least and most bytes, isolation; session and its epoch. `asked`: partition, known epoch, offset,
-    epoch of the last record, first offset of the replica, most bytes. `row`: partition, error, end, stable end, first offset.
-    `more`: no list of aborted transactions, no preferred replica.
-    """
-
-    version: int
-    head: struct.Struct
-    asked: struct.Struct
-    row: str
-    more: bytes
-
-
-_SESSION_FROM, _EPOCH_FROM, _FIRST_FROM, _RACK_FROM, _IDS_FROM = 7, 9, 5, 11, 13
-_NULL = b"\xff" * 4  # an array that is null; or -1
-_FORMS = [
-    _Form(4, struct.Struct(">iiiib"), struct.Struct(">iqi"), ">ihqq", _NULL),
-    _Form(5, struct.Struct(">iiiib"), struct.Struct(">iqqi"), ">ihqqq", _NULL),
-    _Form(7, struct.Struct(">iiiibii"), struct.Struct(">iqqi"), ">ihqqq", _NULL),
-    _Form(9, struct.Struct(">iiiibii"), struct.Struct(">iiqqi"), ">ihqqq", _NULL),
-    _Form(11, struct.Struct(">iiiibii"), struct.Struct(">iiqqi"), ">ihqqq", _NULL + _NULL),
-    _Form(12, struct.Struct(">iiiibii"), struct.Struct(">iiqiqi"), ">ihqqq", b"\0" + _NULL),
-]
-_INDEX = struct.Struct(">i")
-
-
-def _form(version: int) -> _Form:
-    return next(form for form in reversed(_FORMS) if form.version <= version)
-
-
-def read_request(reader: Reader, version: int) -> FetchRequest:
-    """Return a Fetch. Raises BadRequest."""
-    form, left = _form(version), _MOST_ASKED
-
-    def entries() -> range:
-        nonlocal left
-        count = max(0, reader.count())
-        left -= count
-        if left < 0:
-            raise BadRequest(f"more than {_MOST_ASKED} topics and partitions")
-        return range(count)
-
-    def topic_name() -> str:
-        if version < _IDS_FROM:
-            name = reader.text()
-        elif (id := reader.uuid()) is None:
-            name = None
-        else:
-            name = str(id)
-            ids[name] = id
-        if name is None:
-            raise BadRequest("a topic without a name")
-        return name
-
-    _, wait_ms, min_bytes, max_bytes, _, *session = reader.unpack(form.head)
-    partitions: dict[TopicPartition, AskedPartition] = {}
-    ids: dict[str, UUID] = {}
-    for _ in entries():
-        topic = topic_name()
-        for _ in entries():
-            number, *rest, most = reader.unpack(form.asked)
-            epoch = rest.pop(0) if version >= _EPOCH_FROM else _UNKNOWN
-            partitions[TopicPartition(topic, number)] = AskedPartition(epoch, rest[0], max(0, most))
-            reader.tags()
-        reader.tags()
-    if version >= _SESSION_FROM:
-        for _ in entries():
-            topic_name()
-            for _ in entries():
-                reader.unpack(_INDEX)
-            reader.tags()
-    if version >= _RACK_FROM:
-        reader.text()
-    reader.tags()
-    if reader.at != len(reader.data):
-        raise BadRequest(f"{len(reader.data) - reader.at} bytes more than a Fetch has")
-    wait_s = min(max(0, wait_ms), MAX_WAIT_MS) / 1000
-    max_bytes = max(0, max_bytes)
-    is_incremental = bool(session) and session[0] != 0 and session[1] > 0
-    min_bytes = min(min_bytes, max(1, max_bytes), _ANSWER_BYTES)
-    return FetchRequest(wait_s, min_bytes, max_bytes, is_incremental, partitions, ids)
-
-
-def response(
-    call: Call, rows: Rows, code: ErrorCode = ErrorCode.none, ids: Mapping[str, UUID] | None = None
-) -> wire.Writer:
-    """Return the response to a Fetch. `code`: what is wrong with the request itself. `ids`: of the topics in `rows`."""
-    form, out = _form(call.version), wire.Writer(wire.is_flexible(Key.FETCH, call.version))
-    out.begin(call.header.correlation)
-    out.pack(">i", 0)
-    if call.version >= _SESSION_FROM:
-        out.pack(">hi", code, 0)
-    by_topic: dict[str, list[tuple[int, Row]]] = {}
-    for place, row in rows.items():
-        by_topic.setdefault(place.topic, []).append((place.partition, row))
-    out.count(len(by_topic))
-    for topic, found in by_topic.items():
-        if call.version >= _IDS_FROM:
-            out.raw((ids or {})[topic].bytes)
-        else:
-            out.text(topic)
-        out.count(len(found))
-        for number, row in found:
-            ends = (row.end, row.end, row.first) if call.version >= _FIRST_FROM else (row.end, row.end)
-            out.pack(form.row, number, row.code, *ends)
-            out.raw(form.more)
-            out.blobs(row.records)
-            out.tags()
-        out.tags()
-    out.tags()
-    return out
+        return (self._epoch(), end) if 0 <= epoch <= self._epoch() else (UNKNOWN, UNKNOWN)

@@ -14,7 +14,6 @@ a pid       twice.
 """
 
 import asyncio
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,19 +26,19 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.finding import StoredPlace
 from kmq.gateway.core.producing import ANSWER_S
 from kmq.gateway.kafka import wire
+from kmq.gateway.kafka.bodies import UNKNOWN, Produced, ProducedPart, produce_response, read_produce
 from kmq.gateway.kafka.cache import TailCache
 from kmq.gateway.kafka.connection import Call, Connection, Handler
 from kmq.gateway.kafka.records import BatchRefused, RecordBatch, RenderedLines, read_batches, render
 from kmq.gateway.kafka.transaction import HeldBatch, TransactionRefused
 from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.units import UNIT_BYTES, SeqRun, Units, split
-from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key, Reader
+from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Key
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.message.record import parse_stored
 from kmq.wire.requests import TopicPartition
 
-UNKNOWN = -1
 _PER_LIFE = 10**6  # producer ids that one life of the gateway may give: 18 digits last for 10^6 epochs of a shard
 _EPOCH_IDS, _SEQUENCES = 1 << 44, 1 << 31  # ids of one epoch; sequences before they begin again at 0
 _NAMES = 20_000  # of which the door remembers how far they are
@@ -94,24 +93,6 @@ class _Turn(NamedTuple):
     own: _Own
 
 
-class _ProducedPart(NamedTuple):
-    """The batch of one partition in a request."""
-
-    topic: str
-    partition: int
-    records: memoryview | None
-
-
-class _Produced(NamedTuple):
-    """What became of it."""
-
-    code: ErrorCode = ErrorCode.none
-    offset: int = UNKNOWN
-    timestamp: int = -1  # that the broker gave it, in milliseconds; -1: none
-    text: str | None = None
-    record: int | None = None  # the index of the one that is wrong
-
-
 class ProduceChapter:
     """Produce requests of all connections."""
 
@@ -134,7 +115,7 @@ class ProduceChapter:
         self._rendering = asyncio.Semaphore(_AT_ONCE)
         self._own = [_Own(number) for number in range(_OWN_NAMES)]
         self._connected = 0  # connections that have produced
-        self._finishing: set[asyncio.Task[_Produced]] = set()  # also for connections that have ended meanwhile
+        self._finishing: set[asyncio.Task[Produced]] = set()  # also for connections that have ended meanwhile
         self.handlers: dict[Key, Handler] = {
             Key.PRODUCE: self.produce,
             Key.INIT_PRODUCER_ID: self._init_producer_id,
@@ -193,17 +174,17 @@ class ProduceChapter:
 
     async def produce(self, call: Call) -> bytes | None:
         """Store what a request has. Returns the response; None if the client wants none."""
-        parts, acks = read_request(call.body, call.version)
+        parts, acks = read_produce(call.body, call.version)
         if acks not in _ACKS:
-            return response(call, parts, [_Produced(ErrorCode.invalid_required_acks)] * len(parts))
+            return produce_response(call, parts, [Produced(ErrorCode.invalid_required_acks)] * len(parts))
         turn, until = self._turn(call.connection), asyncio.get_running_loop().time() + ANSWER_S
         async with turn.lock:
             later = [await self._begin(call, turn.own, part, until) for part in parts]
         # Shielded: what becomes of a batch is noted, also when its client has gone.
-        produced = [each if isinstance(each, _Produced) else await asyncio.shield(each) for each in later]
+        produced = [each if isinstance(each, Produced) else await asyncio.shield(each) for each in later]
         call.errors.extend(found.code for found in produced if found.code)
         if acks:
-            return response(call, parts, produced)
+            return produce_response(call, parts, produced)
         for found in produced:
             if found.code != ErrorCode.none:  # the one way to tell a client that waits for nothing
                 raise BadRequest(f"a batch with acks=0 was refused: {found.code.name} {found.text or ''}")
@@ -220,20 +201,20 @@ class ProduceChapter:
         self._turns.pop(connection, None)
 
     async def _begin(
-        self, call: Call, own: _Own, part: _ProducedPart, until: float
-    ) -> "_Produced | asyncio.Task[_Produced]":
+        self, call: Call, own: _Own, part: ProducedPart, until: float
+    ) -> "Produced | asyncio.Task[Produced]":
         """Judge a batch and hand its lines over. Returns why it is refused, or the task that waits for its offset."""
         try:
             if not call.may(Key.PRODUCE):
-                return _Produced(ErrorCode.topic_authorization_failed)
+                return Produced(ErrorCode.topic_authorization_failed)
             count, from_seq = self._core.partitions.declared(part.topic)
             if part.topic.startswith("__"):
-                return _Produced(ErrorCode.invalid_topic_exception, text="topics of KMQ itself are not produced to")
+                return Produced(ErrorCode.invalid_topic_exception, text="topics of KMQ itself are not produced to")
             if not 0 <= part.partition < count or from_seq is None:
-                return _Produced(ErrorCode.unknown_topic_or_partition)
+                return Produced(ErrorCode.unknown_topic_or_partition)
             batches = read_batches(part.records or b"")
             if len(batches) != 1:
-                return _Produced(ErrorCode.invalid_record, text=f"{len(batches)} batches, where there must be one")
+                return Produced(ErrorCode.invalid_record, text=f"{len(batches)} batches, where there must be one")
             batch = batches[0]
             async with asyncio.timeout_at(until):
                 if batch.is_transactional:
@@ -241,21 +222,21 @@ class ProduceChapter:
                 if batch.producer_id < 0:
                     return await self._begin_own(own, part, batch, from_seq)
                 if not self._is_ours(batch.producer_id):
-                    return _Produced(ErrorCode.unknown_producer_id, text=f"{batch.producer_id} was not given here")
+                    return Produced(ErrorCode.unknown_producer_id, text=f"{batch.producer_id} was not given here")
                 if self._transactions.is_transactional(batch.producer_id):
-                    return _Produced(ErrorCode.invalid_txn_state, text="its producer sends in transactions alone")
+                    return Produced(ErrorCode.invalid_txn_state, text="its producer sends in transactions alone")
                 return await self._begin_idempotent(part, batch, from_seq)
         except BatchRefused as err:
-            return _Produced(err.code, text=str(err), record=err.index)
+            return Produced(err.code, text=str(err), record=err.index)
         except TransactionRefused as err:
-            return _Produced(err.code, text=str(err))
+            return Produced(err.code, text=str(err))
         except RequestRefused as err:
-            return _Produced(wire.code_of(err), text=str(err))
+            return Produced(wire.code_of(err), text=str(err))
         except TimeoutError:
-            return _Produced(ErrorCode.request_timed_out)
+            return Produced(ErrorCode.request_timed_out)
 
     async def _lines(
-        self, part: _ProducedPart, batch: RecordBatch, label: bytes, first_id: int, held: HeldBatch | None = None
+        self, part: ProducedPart, batch: RecordBatch, label: bytes, first_id: int, held: HeldBatch | None = None
     ) -> RenderedLines:
         requires_key = self._core.partitions.is_compacted(part.topic)
         key = b"" if held is None else held.routing_key
@@ -280,8 +261,8 @@ class ProduceChapter:
         return life
 
     async def _begin_own(
-        self, own: _Own, part: _ProducedPart, batch: RecordBatch, from_seq: int
-    ) -> "asyncio.Task[_Produced]":
+        self, own: _Own, part: ProducedPart, batch: RecordBatch, from_seq: int
+    ) -> "asyncio.Task[Produced]":
         """Hand over a batch without a producer id."""
         life = self._known_life()
         async with own.turn, self._rendering:
@@ -293,8 +274,8 @@ class ProduceChapter:
             return self._hand_over(label, part, batch, from_seq, lines, None, first_id)
 
     async def _begin_held(
-        self, part: _ProducedPart, batch: RecordBatch, from_seq: int
-    ) -> "_Produced | asyncio.Task[_Produced]":
+        self, part: ProducedPart, batch: RecordBatch, from_seq: int
+    ) -> "Produced | asyncio.Task[Produced]":
         """Hand over a batch of a transaction, which is held back until it is committed."""
         held = await self._transactions.hold(batch.producer_id, batch.producer_epoch, (part.topic, part.partition))
         try:
@@ -302,15 +283,15 @@ class ProduceChapter:
         except BaseException:
             held.leave()
             raise
-        if isinstance(begun, _Produced):
+        if isinstance(begun, Produced):
             held.leave()
         else:
             begun.add_done_callback(lambda _: held.leave())
         return begun
 
     async def _begin_idempotent(
-        self, part: _ProducedPart, batch: RecordBatch, from_seq: int, held: HeldBatch | None = None
-    ) -> "_Produced | asyncio.Task[_Produced]":
+        self, part: ProducedPart, batch: RecordBatch, from_seq: int, held: HeldBatch | None = None
+    ) -> "Produced | asyncio.Task[Produced]":
         """Hand over a batch of a producer, if it is the one that comes next, or was stored before."""
         label = b"k%d.%d.%d" % (batch.producer_id, from_seq, part.partition)
         name = self._name((batch.producer_id, from_seq, part.partition))
@@ -355,7 +336,7 @@ class ProduceChapter:
     def _hand_over(
         self,
         label: bytes,
-        part: _ProducedPart,
+        part: ProducedPart,
         batch: RecordBatch,
         from_seq: int,
         lines: RenderedLines,
@@ -363,7 +344,7 @@ class ProduceChapter:
         first_id: int,
         after: int = 0,
         held: HeldBatch | None = None,
-    ) -> "asyncio.Task[_Produced]":
+    ) -> "asyncio.Task[Produced]":
         """Send the lines to ingress. `after`: the id of the name that must be stored before them."""
         link, most = self._units, self._settings.max_line + UNIT_BYTES
         if held is not None:
@@ -384,13 +365,13 @@ class ProduceChapter:
 
     async def _finish(
         self,
-        part: _ProducedPart,
+        part: ProducedPart,
         batch: RecordBatch,
         from_seq: int | None,
         units: "list[asyncio.Future[list[SeqRun]]]",
         name: _Name | None,
         held: HeldBatch | None,
-    ) -> _Produced:
+    ) -> Produced:
         """Wait until the lines are durable and routed, and find where they are. `from_seq` None: the batch is not kept."""
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -398,29 +379,29 @@ class ProduceChapter:
         except TimeoutError:  # the same batch again is answered by its ids
             if name is not None:
                 name.last = None
-            return _Produced(ErrorCode.request_timed_out)
+            return Produced(ErrorCode.request_timed_out)
         except RequestRefused as err:
             if err.code == "id_reused":
                 self._log.warn("kafka_id_reused", topic=part.topic, partition=part.partition, reason=str(err))
-            return _Produced(wire.code_of(err), text=str(err))
+            return Produced(wire.code_of(err), text=str(err))
         if held is not None:
             held.stored(max(run.seq + run.lines - 1 for run in runs))
-            return _Produced()  # it has no offset before its transaction is committed
+            return Produced()  # it has no offset before its transaction is committed
         try:
             offset, place = await self._offset(part, runs)
         except RequestRefused as err:
-            return _Produced(wire.code_of(err), text=str(err))
+            return Produced(wire.code_of(err), text=str(err))
         if offset >= 0 and from_seq is not None and not any(run.is_duplicate for run in runs):
             last = offset + batch.record_count - 1
             self._cache.put(part.topic, part.partition, offset, last, bytes(batch.data), from_seq)
-        return _Produced(offset=offset, timestamp=self._timestamp(part.topic, place))
+        return Produced(offset=offset, timestamp=self._timestamp(part.topic, place))
 
     def _timestamp(self, topic: str, place: StoredPlace | None) -> int:
         """Return the timestamp that the broker has given the first record, in milliseconds; -1 if it keeps its own."""
         found = None if place is None else parse_stored(place.line)
         return found[1] // 1000 if found and self._core.partitions.shows_receipt(topic) else -1
 
-    async def _offset(self, part: _ProducedPart, runs: list[SeqRun]) -> tuple[int, StoredPlace | None]:
+    async def _offset(self, part: ProducedPart, runs: list[SeqRun]) -> tuple[int, StoredPlace | None]:
         """Return the offset of the first line if all follow it without a gap, else -1. Raises RequestRefused."""
         first, last = runs[0].seq, runs[-1].seq + runs[-1].lines - 1
         if not all(run.seq for run in runs):
@@ -459,14 +440,14 @@ def _epoch_of(id: int) -> int:
     return (id - 1) // _EPOCH_IDS
 
 
-def _judge(batch: RecordBatch, first_id: int, name: _Name) -> _Produced | None:
+def _judge(batch: RecordBatch, first_id: int, name: _Name) -> Produced | None:
     """Return why a batch is not taken; None if it comes next, or may have been stored before."""
     last = name.last or 0
     if batch.producer_epoch < 0 or batch.base_sequence < 0:
-        return _Produced(ErrorCode.invalid_record, text="a producer id without epoch and sequence")
+        return Produced(ErrorCode.invalid_record, text="a producer id without epoch and sequence")
     epoch = _epoch_of(last)
     if last and batch.producer_epoch < epoch:
-        return _Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
+        return Produced(ErrorCode.invalid_producer_epoch, text=f"epoch {batch.producer_epoch}, where {epoch} is known")
     if name.is_gap(first_id):
         return _gap(batch, "a batch before it was refused")
     if not last:
@@ -476,59 +457,5 @@ def _judge(batch: RecordBatch, first_id: int, name: _Name) -> _Produced | None:
     return _gap(batch, "records before it are missing") if first_id > last + 1 else None
 
 
-def _gap(batch: RecordBatch, why: str) -> _Produced:
-    return _Produced(ErrorCode.out_of_order_sequence_number, text=f"sequence {batch.base_sequence}: {why}")
-
-
-# --- the request and the response ------------------------------------------------------------------------------------
-
-_ACKS_TIMEOUT, _INDEX = struct.Struct(">hi"), struct.Struct(">i")
-_ERRORS_FROM, _START_FROM = 8, 5  # versions
-
-
-def read_request(reader: Reader, version: int) -> tuple[list[_ProducedPart], int]:
-    """Return the parts of a Produce request, and its acks. Raises BadRequest."""
-    reader.text()  # the transactional id, which the batches say too
-    acks, _ = reader.unpack(_ACKS_TIMEOUT)
-    parts = []
-    for _ in range(reader.count()):
-        topic = reader.text()
-        for _ in range(reader.count()):
-            (number,) = reader.unpack(_INDEX)
-            records = reader.blob()
-            reader.tags()
-            if topic is None:
-                raise BadRequest("a topic without a name")
-            parts.append(_ProducedPart(topic, number, records))
-        reader.tags()
-    reader.tags()
-    return parts, acks
-
-
-def response(call: Call, parts: list[_ProducedPart], produced: list[_Produced]) -> bytes:
-    """Return the response to a Produce request."""
-    version, out = call.version, wire.Writer(wire.is_flexible(Key.PRODUCE, call.version))
-    out.begin(call.header.correlation)
-    by_topic: dict[str, list[tuple[_ProducedPart, _Produced]]] = {}
-    for part, found in zip(parts, produced, strict=True):
-        by_topic.setdefault(part.topic, []).append((part, found))
-    out.count(len(by_topic))
-    for topic, rows in by_topic.items():
-        out.text(topic)
-        out.count(len(rows))
-        for part, found in rows:
-            out.pack(">ihqq", part.partition, found.code, found.offset, found.timestamp)
-            if version >= _START_FROM:
-                out.pack(">q", UNKNOWN)
-            if version >= _ERRORS_FROM:
-                out.count(found.record is not None)
-                if found.record is not None:
-                    out.pack(">i", found.record)
-                    out.text(found.text)
-                    out.tags()
-                out.text(found.text)
-            out.tags()
-        out.tags()
-    out.pack(">i", 0)
-    out.tags()
-    return out.frame()
+def _gap(batch: RecordBatch, why: str) -> Produced:
+    return Produced(ErrorCode.out_of_order_sequence_number, text=f"sequence {batch.base_sequence}: {why}")
