@@ -101,12 +101,12 @@ class TailCache:
         """Wait a moment, at most `most_s` seconds, for the next batch that may hold one of these offsets."""
         if not self._coming:
             return
-        places = [place for place, offset in positions if place in self._coming and offset == self._end(place)]
+        places = [place for place, offset in positions if place in self._coming and offset == self.end(place)]
         if places:
             oldest = [next(iter(self._coming[place])) for place in places]
             await asyncio.wait(oldest, timeout=min(most_s, _COMING_S), return_when=asyncio.FIRST_COMPLETED)
 
-    def _end(self, place: TopicPartition) -> int | None:
+    def end(self, place: TopicPartition) -> int | None:
         """Return the offset behind the last batch of a partition; None: there is none."""
         with self._lock:
             firsts = self._firsts.get(place)

@@ -43,6 +43,7 @@ from kmq.message.record import count_lines, stamp
 from kmq.wire.requests import Position, TopicPartition
 
 _FEW = 16  # partitions that are looked at without a thread
+_MOMENT_S = 1.0  # for which an end is told that may be higher by now
 _CHUNK_BYTES = MIB  # of lines that become a batch
 _ENOUGH_BYTES = 512 * KIB  # that are left of a limit, and not worth another batch: small ones cost more a record
 _PIECE_BYTES = 64 * KIB  # given to the transport at once
@@ -59,14 +60,14 @@ T = TypeVar("T")
 class _KnownPartition:
     """A partition as a connection reads it. `first` and `end` are those of the moment when its files were `seen`."""
 
-    __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen")
+    __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen", "seen_at")
 
     def __init__(self, partition: Partition, offset: int) -> None:
         self.partition, self.directory, self.offset = partition, partition.directory, offset
         self.first = self.end = UNKNOWN
         self.seen: Signature | None = None
         self.damage: DamageError | None = None
-        self.rests_until = 0.0
+        self.rests_until = self.seen_at = 0.0
 
     def move(self, offset: int) -> None:
         if offset != self.offset:
@@ -74,7 +75,7 @@ class _KnownPartition:
 
     def look(self) -> None:
         """Find out where the partition begins and ends now. Raises DamageError; RequestRefused if its topic was deleted."""
-        seen = self.partition.signature()
+        seen, self.seen_at = self.partition.signature(), time.monotonic()
         if seen != self.seen:
             self.partition.check()
             try:
@@ -90,11 +91,12 @@ class _KnownPartition:
             self.damage, self.rests_until = damage, time.monotonic() + _REST_S
 
     def begins_as_seen(self) -> bool:
-        """Return True if it is the same partition still, and has no other beginning than when it was seen."""
-        now, seen = self.partition.signature(), self.seen
-        if seen is None or len(now) != _WITH_SIZE or now[:-1] != seen[:-1] or now[-1] < seen[-1]:
+        """Return True if it is the same partition still, with the beginning that it had a moment ago. Reads no file."""
+        if self.seen is None or time.monotonic() - self.seen_at > _MOMENT_S:
             return False
-        return self.partition.is_current()
+        now, seen = self.partition.signature(), self.seen
+        is_same = len(now) == _WITH_SIZE and now[:-1] == seen[:-1] and now[-1] >= seen[-1]
+        return is_same and self.partition.is_current()
 
     @property
     def is_resting(self) -> bool:
@@ -148,6 +150,11 @@ class _Consumer(BudgetHolder):
         """Return True if nothing has happened to a partition since it was looked at."""
         known = self.known.get(place)
         return known is not None and known.seen is not None and self.waiter.is_quiet(known.directory)
+
+    def is_behind(self, place: TopicPartition, offset: int) -> bool:
+        """Return True if the record at `offset` was there a moment ago, and the partition is as it was."""
+        known = self.known.get(place)
+        return known is not None and known.first <= offset < known.end and known.begins_as_seen()
 
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
@@ -298,13 +305,17 @@ class FetchChapter:
             if not records and (asked.offset != known.end or known.growth()):
                 return Rows(), 0
             row = rows[place] = _Row(known=known)
+            row.end = max(row.end, self._cache.end(place) or 0)
             row.records, found = records, sum(map(len, records))
             nbytes, left = nbytes + found, left - found
         return rows, nbytes
 
     async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
         """Return the state of what is asked for, without records."""
-        if all(map(consumer.is_quiet, request.partitions)):
+        asked = request.partitions
+        if all(map(consumer.is_quiet, asked)) or (
+            len(asked) <= _FEW and all(consumer.is_behind(place, each.offset) for place, each in asked.items())
+        ):
             return self._look(call, consumer, request)  # reads no files
         rows = await self._core.fetching.run(self._look, call, consumer, request)
         self._known += len(consumer.known) - consumer.counted
@@ -384,7 +395,8 @@ class FetchChapter:
             if known.is_resting and known.damage is not None:
                 raise known.damage
             try:
-                if not is_quiet or offset > known.end:  # the event of what the client knows may be on its way
+                # The event of what the client knows may be on its way.
+                if offset > known.end or not (is_quiet or consumer.is_behind(place, offset)):
                     known.look()
             except RequestRefused as err:
                 if err.code != "unknown_topic":
