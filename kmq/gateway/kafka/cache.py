@@ -76,13 +76,6 @@ class TailCache:
             batch = self._batches[topic, partition, firsts[at - 1]] if at else None
         return batch if batch is not None and offset <= batch.last and batch.from_seq == from_seq else None
 
-    def has(self, place: TopicPartition, offset: int) -> bool:
-        """Return True if the record at `offset` is in a batch that is kept."""
-        with self._lock:
-            firsts = self._firsts.get(place, ())
-            at = bisect_right(firsts, offset)
-            return at > 0 and offset <= self._batches[(*place, firsts[at - 1])].last
-
     # --- what is coming ----------------------------------------------------------------------------------------------
 
     def expect(self, place: TopicPartition, task: "asyncio.Task[Any]") -> None:

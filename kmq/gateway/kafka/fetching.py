@@ -156,6 +156,11 @@ class _Consumer(BudgetHolder):
         known = self.known.get(place)
         return known is not None and known.first <= offset < known.end and known.begins_as_seen()
 
+    def finds(self, cache: TailCache, place: TopicPartition, offset: int) -> bool:
+        """Return True if the cache has a batch that holds the record at `offset`."""
+        known = self.known.get(place)
+        return known is not None and cache.find(*place, offset, known.partition.from_seq) is not None
+
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
         for part in answer.pieces(_PIECE_BYTES):
@@ -274,7 +279,9 @@ class FetchChapter:
         waits for two of them a fetch falls behind the cache, and lines cost it ten times as much.
         """
         asked = request.partitions
-        if len(asked) > _FEW or not any(self._cache.has(place, each.offset) for place, each in asked.items()):
+        if len(asked) > _FEW or not any(
+            consumer.finds(self._cache, place, each.offset) for place, each in asked.items()
+        ):
             return None
         with suppress(RequestRefused):  # files are read then, which is refused once more
             most = min(request.max_bytes, MAX_ANSWER, sum(each.max_bytes for each in asked.values()))
