@@ -17,16 +17,18 @@ from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.wire import Key
 
 PATIENCE_S = 60.0
-_FLAGS = {"include_cluster_authorized_operations": False, "include_topic_authorized_operations": False}
 
 
 def request(api: Key, version: int, correlation: int = 1, client: str = "test", **fields: Any) -> bytes:
-    """A request as it crosses the network, with its length. `fields`: by kio's names; entries of arrays are dicts."""
+    """A request as it crosses the network, with its length. `fields`: by kio's names; entries of arrays are dicts.
+
+    What is not said is empty.
+    """
     cls = wire.request_class(api, version)
     name = client.encode()
     out = BytesIO()
     out.write(struct.pack(">hhih", api, version, correlation, len(name)) + name + b"\0" * cls.__flexible__)
-    entity_writer(cls)(out, wire.entity(cls, _FLAGS | fields))
+    entity_writer(cls)(out, wire.entity(cls, fields))
     return struct.pack(">i", len(out.getvalue())) + out.getvalue()
 
 

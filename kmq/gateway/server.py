@@ -240,7 +240,6 @@ class Gateway:
             await self.redelivery.close()
             await self.offsets.close()
             await self.bus.close()
-            await self.kmq.close()
             self.consumers.close()
             self.overview.close()
             await self.core.close()

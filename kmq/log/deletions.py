@@ -169,3 +169,21 @@ def changed_ns(data: str) -> int:
         return os.stat(f"{data}/{NAME}").st_mtime_ns
     except FileNotFoundError:
         return 0
+
+
+class DeletedTopics:
+    """Which records belong to a topic that was deleted after they were written."""
+
+    def __init__(self, data: str) -> None:
+        self._data, self._deleted, self._changed_ns = data, Deleted([]), -1
+        self.is_due = False  # a topic was deleted, and records of it may be left
+
+    def look(self) -> None:
+        """Read the list of deleted topics, if it has changed."""
+        latest_ns = changed_ns(self._data)
+        if latest_ns != self._changed_ns:
+            self._deleted, self._changed_ns = Deleted.of(self._data), latest_ns
+            self.is_due = bool(self._deleted.lives)
+
+    def covers(self, topic: str, seq: int) -> bool:
+        return seq <= self._deleted.last_seq(topic)

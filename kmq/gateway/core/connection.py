@@ -10,12 +10,22 @@ Memory      At most HIGH_BYTES of replies, and what the last write had more.
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 HIGH_BYTES = 1 << 16
+_DRAIN_S, _PAUSE_S = 2.0, 0.02
 _LINGER_S = 1.0  # how long a refused client has to read the refusal and to close
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+
+
+async def drain(connections: Collection["ClientConnection"]) -> None:
+    """Wait until connections that are ending have ended, at most _DRAIN_S; then close those that are left."""
+    until = time.monotonic() + _DRAIN_S
+    while connections and time.monotonic() < until:
+        await asyncio.sleep(_PAUSE_S)
+    for connection in [*connections]:
+        connection.force_close()
 
 
 class ClientConnection(asyncio.Protocol):

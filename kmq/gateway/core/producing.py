@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import NamedTuple
 
 from kmq.client.delivery import Delivery
@@ -88,12 +88,13 @@ class Producing:
         self._finder = PlaceFinder(settings.data)
         self._max_line = settings.max_line
         self._senders: OrderedDict[tuple[str, str], _Sender] = OrderedDict()  # the one used last at the end
-        self._ending: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()  # what nobody waits for
 
     async def close(self) -> None:
+        await asyncio.gather(*self._background)
         senders = [sender.producer for sender in self._senders.values()]
         self._senders.clear()
-        await asyncio.gather(*(_end(producer) for producer in senders), *self._ending)
+        await asyncio.gather(*map(_end, senders))
         self._finder.close()
 
     # --- producing ---------------------------------------------------------------------------------------------------
@@ -120,9 +121,18 @@ class Producing:
                 outcomes.append(RequestRefused("stored_not_routed", self._where(seq), seq=seq))
         return outcomes
 
-    async def send(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> None:
-        """Send messages and forget what became of them; returns when the broker has replied, or not in time."""
-        await self._send(topic, self._format(topic, messages), producer)
+    def send(self, topic: str, messages: Sequence[NewMessage], producer: str, over: Callable[[], None]) -> None:
+        """Send messages of a request that does not wait. `over` is called when the broker has replied, or not in time."""
+
+        async def work() -> None:
+            try:
+                await self._send(topic, self._format(topic, messages), producer)
+            except RequestRefused:
+                pass  # nobody asked to hear of it
+            finally:
+                over()
+
+        self._in_background(work())
 
     async def bury(self, topic: str, values: Sequence[bytes]) -> None:
         """Store the beginnings of values that are too long for a message as dead letters. Raises RequestRefused."""
@@ -234,9 +244,12 @@ class Producing:
             raise RequestRefused("too_many", f"{_MOST} producers and topics with ids are being served already")
 
     def _end(self, sender: _Sender) -> None:
-        task = asyncio.get_running_loop().create_task(_end(sender.producer))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._in_background(_end(sender.producer))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 async def _end(producer: AsyncProducer) -> None:

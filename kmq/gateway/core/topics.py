@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from kmq.broker.admission import TOPIC_INODES, spare_inodes
 from kmq.config.states import InForce
 from kmq.config.values import FOREVER
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, KmqError
 from kmq.gateway.core.broker import Broker, RequestRefused, bad_field, check_data
 from kmq.log import bounds, reader, topic_changes, topics
 from kmq.log.bounds import Bounds, PartitionSize
@@ -85,6 +85,15 @@ def limits_of(options: Mapping[str, Value]) -> dict[str, str]:
 def values_of(limits: Limits) -> dict[str, int | str]:
     """Return every option as it is in force."""
     return {name: option.value(getattr(limits, option.limit)) for name, option in OPTIONS.items()}
+
+
+async def declare_own(data: str, name: str, partitions: int, limits: dict[str, str]) -> None:
+    """Declare a topic that the gateway writes for itself, unless it is there. Raises RequestRefused."""
+    if not os.path.isdir(f"{data}/topics/{name}"):
+        try:
+            await asyncio.to_thread(topics.declare, data, name, partitions, limits, own=True)
+        except KmqError as err:
+            raise RequestRefused("internal", str(err)) from err
 
 
 # --- topics ----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class GroupAdmin:
 
     def names(self) -> list[str]:
         """Return the names of all groups, sorted."""
-        self._groups.describe("")  # raises until the offsets are loaded
+        self._groups.ready()
         return self._groups.coordinator.groups()
 
     def all(self) -> list[tuple[GroupView, int]]:

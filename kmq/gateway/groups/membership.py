@@ -341,7 +341,8 @@ class Groups:
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    def _coordinator(self) -> Coordinator:
+    def ready(self) -> Coordinator:
+        """Return the coordinator. Raises RequestRefused before groups can be served."""
         if not self.is_ready:
             raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
         return self.coordinator
@@ -361,7 +362,7 @@ class Groups:
         `is_anew`: the member's program has started, or lost its connection, so what it had in hand comes again.
         Raises what Coordinator.join raises.
         """
-        self._coordinator()
+        self.ready()
         self.store.check_complete(group)
         await self._topics.know(options.topics)
         now = time.monotonic()
@@ -397,24 +398,24 @@ class Groups:
             del self._listeners[group, member]
 
     def beat(self, group: str, member: str, polled: bool = False, generation: int | None = None) -> None:
-        self._coordinator().beat(group, member, generation, time.monotonic(), polled)
+        self.ready().beat(group, member, generation, time.monotonic(), polled)
 
     def sync(self, group: str, member: str, generation: int | None = None) -> None:
-        self._coordinator().sync(group, member, generation, time.monotonic())
+        self.ready().sync(group, member, generation, time.monotonic())
         self._arm()
 
     def hand_out(self, group: str, member: str, generation: int, assignments: Mapping[str, bytes]) -> None:
-        self._coordinator().hand_out(group, member, generation, assignments)
+        self.ready().hand_out(group, member, generation, assignments)
         self._arm()
 
     def revoked(self, group: str, member: str, generation: int | None = None) -> None:
-        coordinator = self._coordinator()
+        coordinator = self.ready()
         coordinator.revoked(group, member, generation, time.monotonic())
         self.deliveries.release(group, member, coordinator.assignment(group, member).partitions)
         self._arm()
 
     def leave(self, group: str, member: str) -> None:
-        self._coordinator().leave(group, member, time.monotonic())
+        self.ready().leave(group, member, time.monotonic())
         self.deliveries.release(group, member)
         listener = self._listeners.pop((group, member), None)
         if listener is not None:  # which another door may have said on its behalf
@@ -425,7 +426,7 @@ class Groups:
 
     def committed(self, group: str) -> Mapping[Partition, CommittedOffset]:
         """Return what a group has committed: the table itself, so do not change it, nor read it in a thread."""
-        self._coordinator()
+        self.ready()
         return self.store.committed(group)
 
     def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
@@ -437,7 +438,7 @@ class Groups:
         self, group: str, member: str | None, rows: Mapping[Partition, OffsetCommit], generation: int | None = None
     ) -> None:
         """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
-        coordinator, deadline = self._coordinator(), time.monotonic() + _ROUTED_S
+        coordinator, deadline = self.ready(), time.monotonic() + _ROUTED_S
         turn = self._judging.setdefault(group, asyncio.Lock())
         async with turn:
             await self.check_commit(group, member, generation, rows)
@@ -483,7 +484,7 @@ class Groups:
         places = tuple(places)
         if unknown := {topic for topic, _ in places if topic not in self._topics}:
             await self._topics.know(unknown)
-        self._coordinator().check_commit(group, member, generation, places, time.monotonic())
+        self.ready().check_commit(group, member, generation, places, time.monotonic())
 
     @contextmanager
     def attending(self, group: str, member: str) -> Iterator[None]:
@@ -621,7 +622,7 @@ class Groups:
     # --- views -------------------------------------------------------------------------------------------------------
 
     def describe(self, group: str) -> GroupView | None:
-        return self._coordinator().describe(group)
+        return self.ready().describe(group)
 
     def is_alive(self, group: str) -> bool:
         """Return True if the group has members, may have some, or had some within KMQ_GROUP_RETENTION."""

@@ -29,7 +29,6 @@ Not covered With RB_OVERFLOW_POLICY=drop_oldest in force on the ring `durable`, 
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,6 +49,7 @@ from kmq.config.values import FOREVER, MIB
 from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.topics import declare_own
 from kmq.gateway.groups.offset_table import (
     MAX_OFFSET,
     TOPIC,
@@ -63,9 +63,9 @@ from kmq.gateway.groups.offset_table import (
     read_log,
     routing_key,
 )
-from kmq.log import deletions, reader, segment, topics, wal
+from kmq.log import reader, segment, topics, wal
 from kmq.log.damage import DamageError
-from kmq.log.deletions import Deleted
+from kmq.log.deletions import DeletedTopics
 from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -206,24 +206,6 @@ class OffsetCommit(NamedTuple):
         return CommittedOffset(self.offset, ts, member, generation, self.metadata, leader_epoch=self.leader_epoch)
 
 
-class _DeletedTopics:
-    """Which records belong to a topic that was deleted after they were written."""
-
-    def __init__(self, data: str) -> None:
-        self._data, self._deleted, self._changed_ns = data, Deleted([]), -1
-        self.is_due = False  # a topic was deleted, and rows of it may be left
-
-    def look(self) -> None:
-        """Read the list of deleted topics, if it has changed."""
-        changed_ns = deletions.changed_ns(self._data)
-        if changed_ns != self._changed_ns:
-            self._deleted, self._changed_ns = Deleted.of(self._data), changed_ns
-            self.is_due = bool(self._deleted.lives)
-
-    def covers(self, topic: str, seq: int) -> bool:
-        return seq <= self._deleted.last_seq(topic)
-
-
 class OffsetStore:
     """The committed offsets. Use it in one event loop; `load` once before anything else."""
 
@@ -236,7 +218,7 @@ class OffsetStore:
         self._data, self._log = settings.data, log
         self._table = OffsetTable()
         self._writing = Counter[str]()  # group → writes without an outcome
-        self._deleted = _DeletedTopics(settings.data)
+        self._deleted = DeletedTopics(settings.data)
         self._is_declared, self._declaring = False, asyncio.Lock()
         self._writer = OffsetWriter(settings, lambda text: log.warn("commits_stalled", waiting=text))
 
@@ -475,11 +457,7 @@ class OffsetStore:
         if self._is_declared:
             return
         async with self._declaring:  # so that the first commits keep their order
-            if not os.path.isdir(f"{self._data}/topics/{TOPIC}"):
-                try:
-                    await asyncio.to_thread(topics.declare, self._data, TOPIC, 1, LIMITS, own=True)
-                except KmqError as err:
-                    raise RequestRefused("internal", str(err)) from err
+            await declare_own(self._data, TOPIC, 1, LIMITS)
             self._is_declared = True
 
 

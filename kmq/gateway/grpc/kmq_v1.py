@@ -10,6 +10,7 @@ Memory      At most _HELD_BYTES of requests whose messages are being stored, wha
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from kmq.config.values import MIB
@@ -39,17 +40,12 @@ class KmqV1:
         self._core, self._groups, self._streams, self._redelivery = core, groups, streams, redelivery
         self._longest = calls.longest
         self._held = 0
-        self._sending: set[asyncio.Task[None]] = set()  # acks NONE: what nobody waits for
         self._members: set[Subscription] = set()
 
     def stop(self) -> None:
         """End the subscriptions; requests that were accepted still get their responses."""
         for member in self._members:
             member.end(RequestRefused("stopping", "the gateway is stopping; join again"))
-
-    async def close(self) -> None:
-        """Wait for what nobody waits for."""
-        await asyncio.gather(*self._sending)
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
@@ -58,42 +54,30 @@ class KmqV1:
         headers = sum(len(message.headers) for message in request.messages)
         weight = len(data) + _MESSAGE * len(request.messages) + _HEADER * headers
         if request.acks == request.NONE:
-            self._send(request, weight)
+            messages = values.new_messages(request)
+            self._hold(weight)  # until the broker has replied
+            self._core.producing.send(request.topic, messages, request.producer, partial(self._release, weight))
             return _Produced()
         self._hold(weight)
         try:
             messages = values.new_messages(request)
             outcomes = await self._core.producing.produce(request.topic, messages, request.producer)
         finally:
-            self._held -= weight
+            self._release(weight)
         refused = [outcome for outcome in outcomes if isinstance(outcome, RequestRefused)]
         codes = {each.code for each in refused}
         if len(refused) == len(outcomes) and len(codes) == 1 and refused[0].refusal.is_retryable:
             raise refused[0]
         return _Produced(results=[values.result(request.topic, outcome) for outcome in outcomes])
 
-    def _send(self, request: Any, weight: int) -> None:
-        """Send the messages of a request that does not wait; they count as held until the broker has replied."""
-        messages = values.new_messages(request)
-        self._hold(weight)
-
-        async def send() -> None:
-            try:
-                await self._core.producing.send(request.topic, messages, request.producer)
-            except RequestRefused:
-                pass  # nobody asked to hear of it
-            finally:
-                self._held -= weight
-
-        task = asyncio.get_running_loop().create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
     def _hold(self, nbytes: int) -> None:
         """Count a request as held. Raises RequestRefused (busy)."""
         if self._held and self._held + nbytes > _HELD_BYTES:
             raise RequestRefused("busy", "other requests hold the memory for messages; send this one again")
         self._held += nbytes
+
+    def _release(self, nbytes: int) -> None:
+        self._held -= nbytes
 
     # --- fetch -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ Produce     POST /api/topics/{topic}/produce: one message, {"messages": […]}, 
             goes to the dead letters, as at an intake.
 """
 
-import asyncio
 import json
 import re
 import secrets
@@ -24,6 +23,7 @@ from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -334,12 +334,7 @@ class MessageCalls:
     def __init__(self, core: Core, bodies: Bodies, by_group: Callable[[Call], Awaitable[web.Response]]) -> None:
         self._fetching, self._producing, self._topics = core.fetching, core.producing, core.topics
         self._bodies, self._by_group = bodies, by_group
-        self._sending: set[asyncio.Task[None]] = set()  # acks=0: what nobody waits for
         self.handlers = {"consume": self.consume, "produce": self.produce}
-
-    async def close(self) -> None:
-        """Wait for what nobody waits for."""
-        await asyncio.gather(*self._sending)
 
     async def consume(self, call: Call) -> web.Response:
         topic, query = call.path["topic"], call.query
@@ -381,18 +376,7 @@ class MessageCalls:
     def _send(self, topic: str, asked: ProduceRequest, nbytes: int) -> web.Response:
         """Answer at once; the messages count as held until the broker has replied."""
         self._bodies.take(nbytes)
-
-        async def send() -> None:
-            try:
-                await self._producing.send(topic, asked.messages, asked.producer)
-            except RequestRefused:
-                pass  # acks=0: nobody asked to hear of it
-            finally:
-                self._bodies.held -= nbytes
-
-        task = asyncio.get_running_loop().create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._producing.send(topic, asked.messages, asked.producer, partial(self._bodies.release, nbytes))
         return web.json_response({"accepted": len(asked.messages)}, status=202)
 
     async def _parse(self, call: Call, body: bytes) -> ProduceRequest:

@@ -162,7 +162,7 @@ class Bodies:
         try:
             yield await self._read(request, grow_to)
         finally:
-            self.held -= share
+            self.release(share)
 
     async def _read(self, request: web.Request, grow_to: Callable[[int], None]) -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
@@ -193,6 +193,9 @@ class Bodies:
         if self.held + nbytes > self._all_bytes:
             raise RequestRefused("busy", "other requests hold the memory for bodies; send this one again")
         self.held += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self.held -= nbytes
 
     async def parse(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """Return what `parse` makes of a body: of a large one in a thread, one at a time."""

@@ -145,7 +145,6 @@ class Api:
         app[KEY] = self
 
     async def _close(self, app: web.Application) -> None:
-        await self.messages.close()
         await self.groups.close()
         self.console.close()
 

@@ -15,7 +15,7 @@ from kmq.access import roles, scram
 from kmq.access.tokens import Tokens
 from kmq.broker.stats import Strangers
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Key
 
 BEFORE = (Key.API_VERSIONS, Key.SASL_HANDSHAKE, Key.SASL_AUTHENTICATE)  # is served to clients that are not known yet
@@ -55,7 +55,7 @@ class _Dialog:
         self.holders: list[roles.Holder] = []  # who may turn out to be the client
 
 
-class AccessChapter:
+class AccessChapter(Chapter):
     """Knows who is at the other end of each connection."""
 
     def __init__(self, tokens: Tokens | None, strangers: Strangers) -> None:
@@ -69,9 +69,6 @@ class AccessChapter:
     def forget(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
         self._dialogs.pop(connection, None)
-
-    async def close(self) -> None:
-        """Nothing is held."""
 
     # --- roles -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +115,7 @@ class AccessChapter:
         if not dialog.mechanism or dialog.is_done:
             dialog.has_failed = not dialog.is_done
             text = "the token was shown before" if dialog.is_done else "say SaslHandshake first"
-            return {"error_code": ErrorCode.illegal_sasl_state, "error_message": text, "auth_bytes": b""}
+            return {"error_code": ErrorCode.illegal_sasl_state, "error_message": text}
         reply, refused = self._step(call.connection, dialog, call.body.auth_bytes)
         code = ErrorCode.sasl_authentication_failed if refused else ErrorCode.none
         return {"error_code": code, "error_message": refused or None, "auth_bytes": reply}

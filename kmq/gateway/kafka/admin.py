@@ -15,17 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from kmq.access.tokens import Tokens
 from kmq.config.settings import SETTINGS, Settings
 from kmq.config.values import KIB
-from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.topics import UNLIMITED, TopicState, Value, limits_of
+from kmq.gateway.core.topics import OPTIONS, UNLIMITED, TopicState, Value, limits_of
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import MAX_FRAME, Call, Connection, Handler
+from kmq.gateway.kafka.connection import MAX_FRAME, Call, Chapter, Connection, Handler
 from kmq.gateway.kafka.door import NAMES, BrokerNodes
 from kmq.gateway.kafka.transaction import Transaction
 from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY
@@ -38,7 +38,6 @@ from kmq.message import record
 _DEFAULT_COUNT = -1  # of partitions or replicas: as the settings of the broker say
 _END = -1  # the offset of DeleteRecords that means the end
 _MOST_PATIENCE_S = 60.0  # with the router: what comes after a request on its connection waits, too
-_AT_ONCE = 32  # topics of a request that are changed side by side: each waits for the router
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
@@ -50,12 +49,11 @@ _BOTH = "compact,delete"
 
 
 class _Option(NamedTuple):
-    """A setting of a topic that can be changed. `wide`: its name in the broker; `attribute`: of Settings, if it has one."""
+    """A setting of a topic that can be changed. `wide`: its name in the broker."""
 
     option: str
     kind: int
     wide: str
-    attribute: str = ""
     has_minus: bool = False  # -1 is no limit; otherwise _FOREVER is
 
 
@@ -63,13 +61,13 @@ _OPTIONS = {
     "cleanup.policy": _Option("cleanupPolicy", _LIST, "log.cleanup.policy"),
     "delete.retention.ms": _Option("deleteRetentionMs", _LONG, "log.cleaner.delete.retention.ms"),
     "message.timestamp.type": _Option("messageTimestampType", _STRING, "log.message.timestamp.type"),
-    "retention.bytes": _Option("retentionBytes", _LONG, "log.retention.bytes", "retention_bytes", True),
-    "retention.ms": _Option("retentionMs", _LONG, "log.retention.ms", "retention_age", True),
-    "segment.bytes": _Option("segmentBytes", _INT, "log.segment.bytes", "segment_bytes"),
-    "segment.ms": _Option("segmentMs", _LONG, "log.roll.ms", "segment_age"),
+    "retention.bytes": _Option("retentionBytes", _LONG, "log.retention.bytes", True),
+    "retention.ms": _Option("retentionMs", _LONG, "log.retention.ms", True),
+    "segment.bytes": _Option("segmentBytes", _INT, "log.segment.bytes"),
+    "segment.ms": _Option("segmentMs", _LONG, "log.roll.ms"),
 }
-_ATTRIBUTES = {option.attribute for option in _OPTIONS.values()}
-_STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in _ATTRIBUTES}
+_LIMITS = {OPTIONS[option.option].limit for option in _OPTIONS.values()}
+_STANDARD = {row.attribute: row.parse(row.default) for row in SETTINGS if row.attribute in _LIMITS}
 # What is the same in every topic. Data is synced before it is acknowledged, hence flush.messages.
 _FIXED = {
     "compression.type": (_STRING, "producer"),
@@ -120,16 +118,16 @@ def options_of(
     for name, text in changes.items():
         if name not in _OPTIONS:
             if name not in fixed:
-                raise _bad(name, f"is not known here; there are {', '.join(_OPTIONS)}")
+                raise bad_field(name, f"is not known here; there are {', '.join(_OPTIONS)}")
             if text not in (None, fixed[name][1]):
-                raise _bad(name, f"is always {fixed[name][1]!r}")
+                raise bad_field(name, f"is always {fixed[name][1]!r}")
         else:
             options[_OPTIONS[name].option] = None if text is None else _parsed(name, text)
     try:
         limits_of(options)
     except RequestRefused as err:
         name = next(name for name, option in _OPTIONS.items() if option.option == err.fields["field"])
-        raise _bad(name, str(err).partition(": ")[2]) from None
+        raise bad_field(name, str(err).partition(": ")[2]) from None
     own = {} if before is None else {name: before.options[name] for name in before.own}
     own = {name: value for name, value in (own | options).items() if value is not None}
     asked = changes.get("cleanup.policy")
@@ -138,9 +136,9 @@ def options_of(
     if own.get("cleanupPolicy") == "compact":
         has_retention = any(own.get(limit, UNLIMITED) != UNLIMITED for limit in _RETENTION)
         if has_retention and "delete" not in str(asked):
-            raise _bad("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
+            raise bad_field("cleanup.policy", f"compact with a retention deletes rows; say {_BOTH}, or no retention")
         if not has_retention and "delete" in str(asked):
-            raise _bad("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
+            raise bad_field("cleanup.policy", f"{_BOTH} needs retention.ms or retention.bytes")
     return options
 
 
@@ -153,14 +151,10 @@ def _parsed(name: str, text: str) -> int | str:
         return text
     digits = text.strip()
     if not digits.removeprefix("-").isdecimal() or not (number := int(digits)) <= _FOREVER:
-        raise _bad(name, f"{text!r} is no number of at most {_FOREVER}")
+        raise bad_field(name, f"{text!r} is no number of at most {_FOREVER}")
     if number < 0 and not (option.has_minus and number == UNLIMITED):
-        raise _bad(name, "must not be negative")
+        raise bad_field(name, "must not be negative")
     return UNLIMITED if number == _FOREVER else number
-
-
-def _bad(name: str, what: str) -> RequestRefused:
-    return RequestRefused("bad_field", f"{name}: {what}", field=name)
 
 
 def code_of(err: RequestRefused) -> ErrorCode:
@@ -171,21 +165,13 @@ def code_of(err: RequestRefused) -> ErrorCode:
     return by_field.get(str(err.fields["field"]), ErrorCode.invalid_config)
 
 
-class _Refused(Exception):
-    """What one topic or resource of a request is answered."""
-
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 # --- requests --------------------------------------------------------------------------------------------------------
 
 _SET, _DELETE, _APPEND, _SUBTRACT = range(4)  # what IncrementalAlterConfigs does with a setting
 _SHA_256, _SHA_512 = 1, 2  # mechanisms of SCRAM
 
 
-class AdminChapter:
+class AdminChapter(Chapter):
     """Answers what consoles and administrators ask."""
 
     def __init__(
@@ -214,12 +200,6 @@ class AdminChapter:
             Key.LIST_TRANSACTIONS: self._list_transactions,
         }
 
-    def forget(self, connection: Connection) -> None:
-        """Forget a connection that has ended: nothing is known of it."""
-
-    async def close(self) -> None:
-        """End: nothing is held."""
-
     def _fixed(self, nodes: BrokerNodes) -> dict[str, _Row]:
         """Return what is the same in every topic."""
         of_broker = {_MOST_BYTES: longest_message(self._settings), "min.insync.replicas": nodes.min_insync}
@@ -234,45 +214,43 @@ class AdminChapter:
             partitions, replicas = topic.num_partitions, topic.replication_factor
             if topic.assignments:
                 if (partitions, replicas) != (_DEFAULT_COUNT, _DEFAULT_COUNT):
-                    raise _Refused(ErrorCode.invalid_request, "give either an assignment, or how many partitions")
+                    raise KafkaRefused(ErrorCode.invalid_request, "give either an assignment, or how many partitions")
                 _check_assignment([row.broker_ids for row in topic.assignments], nodes.replicas)
                 if sorted(row.partition_index for row in topic.assignments) != [*range(len(topic.assignments))]:
-                    raise _Refused(ErrorCode.invalid_replica_assignment, "must be of partitions 0, 1, 2 and so on")
+                    raise KafkaRefused(ErrorCode.invalid_replica_assignment, "must be of partitions 0, 1, 2 and so on")
                 partitions = len(topic.assignments)
             elif replicas not in (_DEFAULT_COUNT, len(nodes.replicas)):
                 text = f"must be {len(nodes.replicas)}, because each broker keeps a copy of every topic, or -1"
-                raise _Refused(ErrorCode.invalid_replication_factor, text)
+                raise KafkaRefused(ErrorCode.invalid_replication_factor, text)
             if partitions == _DEFAULT_COUNT:
                 partitions = self._settings.kafka_partitions
             _check_count(partitions)
             if not record.is_topic(topic.name):
-                raise _Refused(ErrorCode.invalid_topic_exception, NAMES)
+                raise KafkaRefused(ErrorCode.invalid_topic_exception, NAMES)
             if self._topics.exists(topic.name):
-                raise _Refused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
+                raise KafkaRefused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
             options = options_of({row.name: row.value for row in topic.configs}, self._fixed(nodes))
             if call.body.validate_only:
                 return
             made, is_new = await self._topics.create(topic.name, partitions, options)
             if not is_new:
-                raise _Refused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
+                raise KafkaRefused(ErrorCode.topic_already_exists, f"topic {topic.name!r}: exists")
             if made.from_seq is None:
-                raise _Refused(ErrorCode.request_timed_out, "it is declared, and in force once the router is up")
+                raise KafkaRefused(ErrorCode.request_timed_out, "it is declared, and in force once the router is up")
 
         return {"topics": await _each(call, call.body.topics, _name_of, create)}
 
     async def _delete_topics(self, call: Call) -> Fields:
-        async def delete(name: str) -> None:
-            await self._topics.delete(name)
-
-        return {"responses": await _each(call, call.body.topic_names, lambda name: {"name": name}, delete)}
+        names = call.body.topic_names
+        return {"responses": await _each(call, names, lambda name: {"name": name}, self._topics.delete)}
 
     async def _delete_records(self, call: Call) -> Fields:
         patience_s = min(_MOST_PATIENCE_S, wire.milliseconds(call.body.timeout) / 1000)
 
-        async def delete(topic: Any) -> dict[str, Any]:
+        async def delete(topic: Any) -> Fields:
             rows, starts = [], dict[int, int]()
             for asked in topic.partitions:
-                row = {"partition_index": asked.partition_index, "error_code": ErrorCode.none, "low_watermark": -1}
+                row = {"partition_index": asked.partition_index, "error_code": ErrorCode.none}
                 try:
                     offset = await asyncio.to_thread(self._start_of, topic.name, asked.partition_index, asked.offset)
                     starts[asked.partition_index] = max(offset, starts.get(asked.partition_index, 0))
@@ -291,13 +269,9 @@ class AdminChapter:
                     row |= {"low_watermark": first} if is_there else {"error_code": ErrorCode.request_timed_out}
                 if row["error_code"]:
                     call.errors.append(row["error_code"])
-            return {"name": topic.name, "partitions": rows}
+            return {"partitions": rows}
 
-        topics = call.body.topics
-        answers: list[dict[str, Any]] = []
-        for first in range(0, len(topics), _AT_ONCE):
-            answers += await asyncio.gather(*map(delete, topics[first : first + _AT_ONCE]))
-        return {"topics": answers}
+        return {"topics": await call.each(call.body.topics, _name_of, delete, code_of)}
 
     def _start_of(self, topic: str, partition: int, offset: int) -> int:
         """Return with which offset a partition shall begin; -1 is its end. Raises RequestRefused if it cannot."""
@@ -316,11 +290,13 @@ class AdminChapter:
             before = await self._topics.describe(topic.name)
             _check_count(topic.count)
             if topic.count <= before.partitions:
-                raise _Refused(ErrorCode.invalid_partitions, f"must be more than {before.partitions}, which there are")
+                raise KafkaRefused(
+                    ErrorCode.invalid_partitions, f"must be more than {before.partitions}, which there are"
+                )
             if topic.assignments is not None:
                 _check_assignment([row.broker_ids for row in topic.assignments], nodes)
                 if len(topic.assignments) != topic.count - before.partitions:
-                    raise _Refused(ErrorCode.invalid_replica_assignment, "must be of each new partition")
+                    raise KafkaRefused(ErrorCode.invalid_replica_assignment, "must be of each new partition")
             if not call.body.validate_only:
                 # To Kafka's clients it is no news that keys go to other partitions then: they choose them.
                 await self._topics.change(topic.name, {}, topic.count, force=True)
@@ -330,40 +306,32 @@ class AdminChapter:
     # --- settings ----------------------------------------------------------------------------------------------------
 
     async def _describe_configs(self, call: Call) -> Fields:
-        with_synonyms = call.body.include_synonyms
-        defaults, results, nodes = self._topics.defaults(), [], self._nodes(call.connection)
+        without = {} if call.body.include_synonyms else {"synonyms": ()}
+        defaults, nodes = self._topics.defaults(), self._nodes(call.connection)
         fixed = [_setting(name, kind, value) for name, (kind, value) in self._fixed(nodes).items()]
         named = {(resource.resource_type, resource.resource_name): resource for resource in call.body.resources}
-        for resource in named.values():
-            asked = resource.configuration_keys
-            answer = _resource_of(resource) | {"error_code": ErrorCode.none, "error_message": None, "configs": ()}
-            try:
-                rows = await self._settings_of(resource, defaults, fixed, nodes)
-            except (RequestRefused, _Refused) as err:
-                code = err.code if isinstance(err, _Refused) else wire.code_of(err)
-                call.errors.append(code)
-                answer |= {"error_code": code, "error_message": str(err)}
-            else:
-                none = {} if with_synonyms else {"synonyms": ()}
-                answer["configs"] = [row | none for row in rows if asked is None or row["name"] in asked]
-            results.append(answer)
-        return {"results": results}
+
+        async def describe(resource: Any) -> Fields:
+            rows, asked = await self._settings_of(resource, defaults, fixed, nodes), resource.configuration_keys
+            return {"configs": [row | without for row in rows if asked is None or row["name"] in asked]}
+
+        return {"results": await call.each(named.values(), _resource_of, describe, code_of)}
 
     async def _settings_of(
         self, resource: Any, defaults: Mapping[str, int | str], fixed: list[dict[str, Any]], nodes: BrokerNodes
     ) -> list[dict[str, Any]]:
-        """Return the settings of a topic, or of the broker. Raises RequestRefused and _Refused."""
+        """Return the settings of a topic, or of the broker. Raises RequestRefused."""
         if resource.resource_type == _TOPIC:
             state = await self._topics.describe(resource.resource_name)
             rows = [self._option(name, state, defaults) for name in _OPTIONS]
             return sorted(rows + fixed, key=lambda row: str(row["name"]))
         if resource.resource_type != _BROKER:
-            raise _Refused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
+            raise KafkaRefused(ErrorCode.invalid_request, "there are settings of topics (2) and of brokers (4)")
         if resource.resource_name == "":
             return []  # what was set while it runs, for all brokers
         if resource.resource_name not in map(str, nodes.replicas):
             text = f"there is no broker {resource.resource_name!r}, only {', '.join(map(str, nodes.replicas))}"
-            raise _Refused(ErrorCode.invalid_request, text)
+            raise KafkaRefused(ErrorCode.invalid_request, text)
         rows = [
             _setting(option.wide, option.kind, value_of(name, defaults), self._source(option))
             for name, option in _OPTIONS.items()
@@ -385,7 +353,8 @@ class AdminChapter:
 
     def _source(self, option: _Option) -> int:
         # Not `given`: the processes of a broker are given all settings.
-        is_set = option.attribute and getattr(self._settings, option.attribute) != _STANDARD[option.attribute]
+        limit = OPTIONS[option.option].limit
+        is_set = limit in _STANDARD and getattr(self._settings, limit) != _STANDARD[limit]
         return _OF_BROKER if is_set else _DEFAULT
 
     def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, _Row]:
@@ -425,11 +394,11 @@ class AdminChapter:
             changes: dict[str, str | None] = {}
             for row in resource.configs:
                 if row.name in changes:
-                    raise _Refused(ErrorCode.invalid_request, f"{row.name}: is named twice")
+                    raise KafkaRefused(ErrorCode.invalid_request, f"{row.name}: is named twice")
                 if row.config_operation == _DELETE:
                     changes[row.name] = None
                 elif row.value is None:
-                    raise _Refused(ErrorCode.invalid_request, f"{row.name}: has no value")
+                    raise KafkaRefused(ErrorCode.invalid_request, f"{row.name}: has no value")
                 elif row.config_operation == _SET:
                     changes[row.name] = row.value
                 else:
@@ -441,7 +410,7 @@ class AdminChapter:
     async def _to_change(self, resource: Any) -> TopicState:
         if resource.resource_type != _TOPIC:
             text = "only the settings of topics can be changed; those of the broker are KMQ_… in its environment"
-            raise _Refused(ErrorCode.invalid_request, text)
+            raise KafkaRefused(ErrorCode.invalid_request, text)
         return await self._topics.describe(resource.resource_name)
 
     async def _change(self, call: Call, state: TopicState, changes: Mapping[str, str | None]) -> None:
@@ -455,54 +424,40 @@ class AdminChapter:
         """Tell what each partition has on disk. All of it lies in KMQ_DATA, so there is one directory."""
         asked = call.body.topics
         wanted = None if asked is None else {row.topic: frozenset(row.partitions) for row in asked}
-        names = await self._topics.names(internal=True)
-        states = await asyncio.to_thread(
-            self._topics.states, [name for name in names if wanted is None or name in wanted]
-        )
-        topics = await asyncio.to_thread(self._sizes, states, wanted)
-        disk = os.statvfs(self._settings.data)
-        found = {
-            "error_code": ErrorCode.none,
-            "log_dir": self._settings.data,
-            "topics": topics,
-            "total_bytes": disk.f_blocks * disk.f_frsize,
-            "usable_bytes": disk.f_bavail * disk.f_frsize,
-        }
-        return {"error_code": ErrorCode.none, "results": [found]}
+        names = [name for name in await self._topics.names(internal=True) if wanted is None or name in wanted]
+        data = self._settings.data
 
-    def _sizes(self, states: Iterable[TopicState], wanted: Mapping[str, frozenset[int]] | None) -> list[dict[str, Any]]:
-        """Return the size of each partition that is wanted; None: of all. Reads files."""
-        topics = []
-        for state in states:
-            rows = [
-                {
-                    "partition_index": size.partition,
-                    "partition_size": size.nbytes,
-                    "offset_lag": 0,
-                    "is_future_key": False,
-                }
-                for size in bounds.measure(self._settings.data, state.name, state.partitions)
-                if wanted is None or size.partition in wanted[state.name]
-            ]
-            topics.append({"name": state.name, "partitions": rows})
-        return topics
+        def sizes() -> list[Fields]:
+            topics: list[Fields] = []
+            for state in self._topics.states(names):
+                rows = [
+                    {"partition_index": size.partition, "partition_size": size.nbytes, "offset_lag": 0}
+                    for size in bounds.measure(data, state.name, state.partitions)
+                    if wanted is None or size.partition in wanted[state.name]
+                ]
+                topics.append({"name": state.name, "partitions": rows})
+            return topics
+
+        disk = os.statvfs(data)
+        room = {"total_bytes": disk.f_blocks * disk.f_frsize, "usable_bytes": disk.f_bavail * disk.f_frsize}
+        return {"results": [{"log_dir": data, "topics": await asyncio.to_thread(sizes)} | room]}
 
     async def _describe_acls(self, call: Call) -> Fields:
         text = "there are no ACLs, but roles of tokens: kmq token list"
-        return {"error_code": ErrorCode.security_disabled, "error_message": text, "resources": ()}
+        return {"error_code": ErrorCode.security_disabled, "error_message": text}
 
     async def _describe_scram_users(self, call: Call) -> Fields:
         known = {} if self._tokens is None else self._tokens.scram_names()
         asked = [row.name for row in call.body.users or ()] or [*known]
         results = []
         for user in dict.fromkeys(asked):
-            code, text, rows = ErrorCode.none, None, []
             if user in known:
                 rows = [{"mechanism": each, "iterations": known[user]} for each in (_SHA_256, _SHA_512)]
+                results.append({"user": user, "credential_infos": rows})
             else:
                 code, text = ErrorCode.resource_not_found, "has no token of: kmq token new <name> --scram"
-            results.append({"user": user, "error_code": code, "error_message": text, "credential_infos": rows})
-        return {"error_code": ErrorCode.none, "error_message": None, "results": results}
+                results.append({"user": user, "error_code": code, "error_message": text})
+        return {"results": results}
 
     async def _alter_scram_users(self, call: Call) -> Fields:
         users = dict.fromkeys(row.name for row in (*call.body.deletions, *call.body.upsertions))
@@ -514,33 +469,17 @@ class AdminChapter:
     # --- transactions ------------------------------------------------------------------------------------------------
 
     async def _describe_transactions(self, call: Call) -> Fields:
-        return {"transaction_states": [self._described(call, id) for id in dict.fromkeys(call.body.transactional_ids)]}
-
-    def _described(self, call: Call, id: str) -> Fields:
+        asked = dict.fromkeys(call.body.transactional_ids)
         try:
-            txn = self._transactions.known().get(id)
-            code = ErrorCode.transactional_id_not_found
+            known = self._transactions.known()
         except RequestRefused:
-            txn, code = None, ErrorCode.coordinator_load_in_progress
-        if txn is None:
-            call.errors.append(code)
-            asked = SimpleNamespace(transactional_ids=[id])
-            row: Fields = wire.refusal(call.header, asked, code)["transaction_states"][0]
-            return row
-        numbers: dict[str, list[int]] = {}
-        for topic, number in sorted(txn.partitions):
-            numbers.setdefault(topic, []).append(number)
-        started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - txn.begun)
-        return {
-            "error_code": ErrorCode.none,
-            "transactional_id": id,
-            "transaction_state": _state_of(txn),
-            "transaction_timeout": timedelta(milliseconds=txn.timeout_ms),
-            "transaction_start_time": wire.NO_TIME if txn.first is None else started,
-            "producer_id": txn.pid,
-            "producer_epoch": txn.epoch,
-            "topics": [{"topic": topic, "partitions": each} for topic, each in numbers.items()],
-        }
+            known, code = {}, ErrorCode.coordinator_load_in_progress
+        else:
+            code = ErrorCode.transactional_id_not_found
+        call.errors.extend(code for id in asked if id not in known)
+        unknown = {"error_code": code}
+        rows = [{"transactional_id": id} | (_described(known[id]) if id in known else unknown) for id in asked]
+        return {"transaction_states": rows}
 
     async def _list_transactions(self, call: Call) -> Fields:
         wanted, pids = call.body.state_filters, call.body.producer_id_filters
@@ -548,14 +487,13 @@ class AdminChapter:
         try:
             known = self._transactions.known().values()
         except RequestRefused:
-            code = ErrorCode.coordinator_load_in_progress
-            return {"error_code": code, "unknown_state_filters": unknown, "transaction_states": ()}
+            return {"error_code": ErrorCode.coordinator_load_in_progress, "unknown_state_filters": unknown}
         rows = [
             {"transactional_id": txn.id, "producer_id": txn.pid, "transaction_state": _state_of(txn)}
             for txn in known
             if (not wanted or _state_of(txn) in wanted) and (not pids or txn.pid in pids)
         ]
-        return {"error_code": ErrorCode.none, "unknown_state_filters": unknown, "transaction_states": rows}
+        return {"unknown_state_filters": unknown, "transaction_states": rows}
 
 
 def _name_of(topic: Any) -> dict[str, Any]:
@@ -567,40 +505,28 @@ def _resource_of(resource: Any) -> dict[str, Any]:
 
 
 async def _each(
-    call: Call, asked: Sequence[Any], name: Callable[[Any], dict[str, Any]], work: Callable[[Any], Awaitable[None]]
-) -> list[dict[str, Any]]:
-    """Do what is asked of each topic or resource, and return what each is answered, in order."""
+    call: Call, asked: Iterable[Any], name: Callable[[Any], dict[str, Any]], change: Callable[[Any], Awaitable[None]]
+) -> list[Fields]:
+    """Change each topic or resource, unless it is named twice, and return what each is answered, in order."""
     times = Counter(tuple(name(each).values()) for each in asked)
 
-    async def answer(each: Any) -> dict[str, Any]:
-        code, text = ErrorCode.none, None
-        try:
-            if times[tuple(name(each).values())] > 1:
-                raise _Refused(ErrorCode.invalid_request, "is named twice")
-            await work(each)
-        except _Refused as err:
-            code, text = err.code, str(err)
-        except RequestRefused as err:
-            code, text = code_of(err), str(err)
-        if code != ErrorCode.none:
-            call.errors.append(code)
-        return name(each) | {"error_code": code, "error_message": text}
+    async def work(each: Any) -> None:
+        if times[tuple(name(each).values())] > 1:
+            raise KafkaRefused(ErrorCode.invalid_request, "is named twice")
+        await change(each)
 
-    answers: list[dict[str, Any]] = []
-    for first in range(0, len(asked), _AT_ONCE):
-        answers += await asyncio.gather(*map(answer, asked[first : first + _AT_ONCE]))
-    return answers
+    return await call.each(asked, name, work, code_of)
 
 
 def _check_count(partitions: int) -> None:
     if not 1 <= partitions <= MAX_PARTITIONS:
-        raise _Refused(ErrorCode.invalid_partitions, f"there must be 1 to {MAX_PARTITIONS} partitions")
+        raise KafkaRefused(ErrorCode.invalid_partitions, f"there must be 1 to {MAX_PARTITIONS} partitions")
 
 
 def _check_assignment(replicas: Iterable[Sequence[int]], nodes: tuple[int, ...]) -> None:
     if any(tuple(sorted(each)) != nodes for each in replicas):
         text = f"each partition has a replica on each broker: {', '.join(map(str, nodes))}"
-        raise _Refused(ErrorCode.invalid_replica_assignment, text)
+        raise KafkaRefused(ErrorCode.invalid_replica_assignment, text)
 
 
 def _setting(name: str, kind: int, value: str, source: int = _DEFAULT, is_fixed: bool = True) -> dict[str, Any]:
@@ -609,18 +535,16 @@ def _setting(name: str, kind: int, value: str, source: int = _DEFAULT, is_fixed:
         "value": value,
         "read_only": is_fixed,
         "config_source": source,
-        "is_sensitive": False,
         "synonyms": [{"name": name, "value": value, "source": source}],
         "config_type": kind,
-        "documentation": None,
     }
 
 
 def _listed(row: Any, state: TopicState) -> str:
-    """Return a list to which something was added, or from which it was taken. Raises _Refused for a setting that is none."""
+    """Return a list to which something was added, or from which it was taken. Raises KafkaRefused for a setting that is none."""
     option = _OPTIONS.get(row.name)
     if option is None or option.kind != _LIST or row.config_operation not in (_APPEND, _SUBTRACT):
-        raise _Refused(ErrorCode.invalid_config, f"{row.name}: is no list that can be changed")
+        raise KafkaRefused(ErrorCode.invalid_config, f"{row.name}: is no list that can be changed")
     words = dict.fromkeys(value_of(row.name, state.options, state.own).split(","))
     change = dict.fromkeys(word.strip() for word in row.value.split(","))
     if row.config_operation == _APPEND:
@@ -630,6 +554,21 @@ def _listed(row: Any, state: TopicState) -> str:
 
 _TRANSACTION_STATES = ("Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort")
 _ENDED = {EMPTY: "Empty", COMMIT: "CompleteCommit", ABORT: "CompleteAbort"}
+
+
+def _described(txn: Transaction) -> dict[str, Any]:
+    started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - txn.begun)
+    return {
+        "transaction_state": _state_of(txn),
+        "transaction_timeout": timedelta(milliseconds=txn.last.timeout_ms),
+        "transaction_start_time": wire.NO_TIME if txn.first is None else started,
+        "producer_id": txn.pid,
+        "producer_epoch": txn.epoch,
+        "topics": [
+            {"topic": topic, "partitions": [number for _, number in each]}
+            for topic, each in groupby(sorted(txn.partitions), lambda place: place[0])
+        ],
+    }
 
 
 def _state_of(txn: Transaction) -> str:

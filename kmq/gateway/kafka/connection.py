@@ -12,12 +12,13 @@ Memory      At most MAX_FRAME bytes of a request that carries records, MAX_CONTR
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 from kmq.access.roles import Holder
 from kmq.broker.stats import Strangers
 from kmq.config.values import KIB, MIB
+from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.connection import ClientConnection
 from kmq.gateway.kafka.wire import ErrorCode, Fields, Header, Key
 
@@ -28,6 +29,7 @@ _LEAST = 8  # bytes of a request
 _HTTP, _TLS = (b"GET", b"PUT", b"POS", b"HEA", b"OPT", b"DEL", b"PRI"), b"\x16\x03"
 _PARTIAL_BYTES = _WHOLE_BYTES = 64 * MIB
 _MOST_FRAMES = 64  # whole requests of a connection that wait; beyond that nothing is received
+_AT_ONCE = 32  # topics, groups … of a request that are worked on side by side: some wait for the router
 _PIPELINED = 16  # produce requests of a connection that are worked on at a time
 
 
@@ -252,5 +254,43 @@ class Call(NamedTuple):
         """Return True if this client may ask for that."""
         return self.holder is None or self.holder.may(key.act)
 
+    async def each(
+        self,
+        asked: Iterable[Any],
+        name: Callable[[Any], dict[str, Any]],
+        work: Callable[[Any], Awaitable[Fields | None]],
+        code_of: Callable[[RequestRefused], ErrorCode],
+    ) -> list[Fields]:
+        """Do what is asked of each topic, group or the like, and return what each is answered, in order.
+
+        `name`: how an answer names it. `work` returns what the answer says besides, or raises RequestRefused.
+        """
+
+        async def answer(each: Any) -> Fields:
+            try:
+                return name(each) | dict(await work(each) or {})
+            except RequestRefused as err:
+                self.errors.append(code_of(err))
+                return name(each) | {"error_code": self.errors[-1], "error_message": str(err)}
+
+        rows, waiting = list[Fields](), [*asked]
+        for first in range(0, len(waiting), _AT_ONCE):
+            rows += await asyncio.gather(*map(answer, waiting[first : first + _AT_ONCE]))
+        return rows
+
 
 Handler = Callable[[Call], Awaitable[Fields | bytes | None]]
+
+
+class Chapter(Protocol):
+    """A part of the protocol, which serves some keys. Most keep nothing of a connection, and have nothing to end."""
+
+    handlers: dict[Key, Handler]
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        return
+
+    async def close(self) -> None:
+        """End: the gateway stops."""
+        return

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from kmq.access.tokens import Tokens
@@ -26,11 +26,12 @@ from kmq.broker.stats import Row, Strangers
 from kmq.config.settings import Settings
 from kmq.config.values import KIB
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.connection import drain
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests as RequestCounts
 from kmq.gateway.kafka import wire
 from kmq.gateway.kafka.access import BEFORE, AccessChapter
-from kmq.gateway.kafka.connection import Call, Connection, Handler, Requests
+from kmq.gateway.kafka.connection import Call, Chapter, Connection, Handler, Requests
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, Header, Key, Unsupported
 from kmq.log import identity
@@ -41,21 +42,8 @@ _AUTHENTICATE_S = 10.0  # until a client has shown its token
 _REFUSED_S = 0.5  # for a client whose token is refused to end its connection
 _LARGE = 64 * KIB  # bytes of a request that is read in a thread: others must not wait for it
 _MANY = 100  # entries of a response that is written in one
-_DRAIN_S = 2.0
-_PAUSE_S = 0.02
+_TOLD = {"api_keys": [{"api_key": key, "min_version": key.low, "max_version": key.high} for key in Key]}
 _SUPPORTED_S = 60.0  # between two log lines about one client's unknown requests
-
-
-class Chapter(Protocol):
-    """A part of the protocol, which serves some keys."""
-
-    handlers: dict[Key, Handler]
-
-    def forget(self, connection: Connection) -> None:
-        """Forget a connection that has ended."""
-
-    async def close(self) -> None:
-        """End: the gateway stops."""
 
 
 class Kafka:
@@ -98,12 +86,8 @@ class Kafka:
             connection.end()
 
     async def drain(self) -> None:
-        """Wait until the connections have ended, at most _DRAIN_S."""
-        until = time.monotonic() + _DRAIN_S
-        while self._requests.connections and time.monotonic() < until:
-            await asyncio.sleep(_PAUSE_S)
-        for connection in [*self._requests.connections]:
-            connection.force_close()
+        """Wait a moment until the connections have ended, then end the chapters."""
+        await drain(self._requests.connections)
         for chapter in self._chapters:
             await chapter.close()
 
@@ -152,11 +136,10 @@ class Kafka:
             if err.header.key != Key.API_VERSIONS:
                 raise
             await connection.all_answered()
-            return await connection.answer(frame, wire.unsupported_versions(err.header.correlation, self._handlers))
+            # In the oldest form, which every client can read.
+            refused = _TOLD | {"error_code": ErrorCode.unsupported_version}
+            return await connection.answer(frame, wire.encode(err.header._replace(version=0), refused))
         key = Key(found.key)
-        handler = self._handlers.get(key)
-        if handler is None:
-            raise Unsupported(found)
         if not connection.is_known and key not in BEFORE:
             self._strangers.refuse(connection.peer, f"Kafka {key.name} without a token", "token")
             raise ConnectionAbortedError("not authenticated")
@@ -170,15 +153,15 @@ class Kafka:
         call = Call(found, body, connection, [])
         connection.is_admitted = connection.is_known
         if key == Key.PRODUCE:
-            return await connection.answer_later(frame, self._answer(handler, call))
+            return await connection.answer_later(frame, self._answer(call))
         await connection.all_answered()
         connection.pending, connection.may_wait = 1, True
-        response = await self._answer(handler, call)
+        response = await self._answer(call)
         connection.pending, connection.may_wait = 0, False
         await connection.answer(frame, response)
 
-    async def _answer(self, handler: Handler, call: Call) -> bytes | None:
-        answer = self._access.refusal(call) or await handler(call)
+    async def _answer(self, call: Call) -> bytes | None:
+        answer = self._access.refusal(call) or await self._handlers[Key(call.header.key)](call)
         if isinstance(answer, Mapping) and answer.get("error_code"):
             call.errors.append(answer["error_code"])
         self._seekers.note(call, answer)
@@ -208,9 +191,7 @@ class Kafka:
     # --- who it is ---------------------------------------------------------------------------------------------------
 
     async def _api_versions(self, call: Call) -> Fields:
-        served = [(key, wire.VERSIONS[key]) for key in sorted(self._handlers)]
-        rows = [{"api_key": key, "min_version": found.low, "max_version": found.high} for key, found in served]
-        return {"error_code": ErrorCode.none, "api_keys": rows}
+        return _TOLD
 
     def _cut_unknown(self, connection: Connection) -> None:
         if not connection.is_known:
@@ -233,11 +214,9 @@ class BrokerNodes(NamedTuple):
     min_insync: int
     places: tuple[tuple[int, str, int], ...]
 
-    def rows(self) -> list[Fields]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return the brokers as Metadata and DescribeCluster show them."""
-        return [
-            {"node_id": at, "broker_id": at, "host": host, "port": port, "rack": None} for at, host, port in self.places
-        ]
+        return [{"node_id": at, "broker_id": at, "host": host, "port": port} for at, host, port in self.places]
 
 
 def asks_for_all(call: Call) -> bool:
@@ -245,7 +224,7 @@ def asks_for_all(call: Call) -> bool:
     return call.body.topics is None or (call.version == 0 and not call.body.topics)
 
 
-class Cluster:
+class Cluster(Chapter):
     """What Metadata and its like say: brokers, topics, partitions."""
 
     def __init__(self, settings: Settings, core: Core, ids: TopicIds, epoch: Callable[[], int]) -> None:
@@ -256,12 +235,6 @@ class Cluster:
             Key.DESCRIBE_CLUSTER: self._describe,
             Key.FIND_COORDINATOR: self._coordinator,
         }
-
-    def forget(self, connection: Connection) -> None:
-        """Nothing is kept of a connection."""
-
-    async def close(self) -> None:
-        """Nothing is to be ended."""
 
     def nodes(self, connection: Connection) -> BrokerNodes:
         """Return the brokers, and where this client shall find them. A shard is as the replica has read it last."""
@@ -296,8 +269,10 @@ class Cluster:
         host, port = connection.transport.get_extra_info("sockname")[:2]
         return ("localhost" if host in ("127.0.0.1", "::1") else host), port
 
-    def _id(self) -> str:
-        return identity.lineage(self._settings.data)
+    def _told(self, nodes: BrokerNodes) -> dict[str, Any]:
+        """Return what Metadata and DescribeCluster say of the brokers."""
+        id = identity.lineage(self._settings.data)
+        return {"brokers": nodes.rows(), "cluster_id": id, "controller_id": nodes.me}
 
     async def _metadata(self, call: Call) -> Fields:
         asked = call.body.topics
@@ -316,12 +291,7 @@ class Cluster:
             rows.append(await self._topic_of(call, id, nodes))
             if len(rows) % _MANY == 0:
                 await asyncio.sleep(0)
-        return {
-            "brokers": nodes.rows(),
-            "cluster_id": self._id(),
-            "controller_id": nodes.me,
-            "topics": rows,
-        }
+        return self._told(nodes) | {"topics": rows}
 
     async def _topic(self, call: Call, name: str, may_create: bool, nodes: BrokerNodes) -> Fields:
         """Return what there is of a topic. Make it first if it is not there, and that is wanted and allowed."""
@@ -334,13 +304,11 @@ class Cluster:
             code = ErrorCode.invalid_topic_exception if is_name else wire.code_of(err)
         rows = [
             {
-                "error_code": ErrorCode.none,
                 "partition_index": number,
                 "leader_id": nodes.me,
                 "leader_epoch": self.epoch(),
                 "replica_nodes": nodes.replicas,
                 "isr_nodes": nodes.insync,
-                "offline_replicas": (),
             }
             for number in range(partitions)
         ]
@@ -354,7 +322,7 @@ class Cluster:
         if row is not None and row["topic_id"] == id:
             return row
         code, none = ErrorCode.unknown_topic_id, None if call.version >= _BY_ID_FROM else ""
-        return {"error_code": code, "name": none, "topic_id": id, "is_internal": False, "partitions": ()}
+        return {"error_code": code, "name": none, "topic_id": id}
 
     async def partitions(self, call: Call, name: str, may_create: bool) -> int:
         """Return how many partitions a topic has. Raises RequestRefused."""
@@ -375,22 +343,13 @@ class Cluster:
         return made.partitions
 
     async def _describe(self, call: Call) -> Fields:
-        nodes = self.nodes(call.connection)
-        return {
-            "error_code": ErrorCode.none,
-            "error_message": None,
-            "cluster_id": self._id(),
-            "controller_id": nodes.me,
-            "brokers": nodes.rows(),
-        }
+        return self._told(self.nodes(call.connection))
 
     async def _coordinator(self, call: Call) -> Fields:
         nodes = self.nodes(call.connection)
-        me: dict[str, Any] = {"error_code": ErrorCode.none, "error_message": None}
-        found = [row for row in nodes.rows() if row["node_id"] == nodes.me]
         # Without an address its own note has not come back from Consul yet.
-        none = {"node_id": -1, "host": "", "port": -1, "error_code": ErrorCode.coordinator_not_available}
-        me |= found[0] if found else none
+        none = {"error_code": ErrorCode.coordinator_not_available}
+        me = next((row for row in nodes.rows() if row["node_id"] == nodes.me), none)
         return me | {"coordinators": [me | {"key": key} for key in getattr(call.body, "coordinator_keys", ())]}
 
 

@@ -48,7 +48,7 @@ from kmq.gateway.groups.protocol import (
     State,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.connection import Call, Chapter, Handler
 from kmq.gateway.kafka.transaction import TransactionRefused
 from kmq.gateway.kafka.transactions import Transactions
 from kmq.gateway.kafka.wire import BadRequest, ErrorCode, Fields, KafkaRefused, Key
@@ -158,19 +158,12 @@ _OF_A_MEMBER = (ErrorCode.none, ErrorCode.unknown_member_id, ErrorCode.fenced_in
 _OF_ONE = ("fenced", "unknown_partition", "out_of_range", "bad_request")  # may be about one partition of several
 
 
-def code_of(call: Call, refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
-    """Return the error that says why something is refused, and count it. `instead`: what differs from the usual."""
-    if isinstance(refused, KafkaRefused):
-        code = refused.error
-    else:
-        code = (_CODES | dict(instead or {})).get(refused.code, ErrorCode.unknown_server_error)
-    call.errors.append(code)
-    return code
+def code_of(refused: RequestRefused, instead: Mapping[str, ErrorCode] | None = None) -> ErrorCode:
+    """Return the error that says why something is refused. `instead`: what differs from the usual."""
+    return wire.code_of(refused, _CODES | dict(instead or {}))
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-_NOT_JOINED: dict[str, Any] = {"generation_id": -1, "protocol_name": "", "leader": "", "members": ()}
 
 
 class Waiting:
@@ -186,8 +179,8 @@ class Waiting:
         self.heard.set()
 
 
-class KafkaGroups:
-    """The handlers of what is asked about groups."""
+class KafkaGroups(Chapter):
+    """The handlers of what is asked about groups. A connection that ends does not end its member."""
 
     def __init__(
         self, groups: Groups, admin: GroupAdmin, transactions: Transactions, has_epoch: Callable[[str, str], bool]
@@ -208,32 +201,22 @@ class KafkaGroups:
             Key.OFFSET_DELETE: self._offset_delete,
         }
 
-    def forget(self, connection: Connection) -> None:
-        """A connection that ends does not end its member."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-    def _admit(self) -> None:
-        """Raise RequestRefused unless groups can be served."""
-        if not self._groups.is_ready:
-            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
-
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def _join_group(self, call: Call) -> Fields:
         body = call.body
         try:
-            self._admit()
+            self._groups.ready()
             if call.version >= 4 and not body.member_id and _instance(body) is None:
                 # So that a client which has not got the answer does not leave a member behind.
                 id = self._groups.coordinator.new_id(call.header.client)
-                return _NOT_JOINED | {"error_code": ErrorCode.member_id_required, "member_id": id}
+                return {"error_code": ErrorCode.member_id_required, "protocol_name": "", "member_id": id}
             return await self._join(call)
         except RequestRefused as err:
             is_static = err.code == "fenced" and _instance(body) is not None
             refused = KafkaRefused(ErrorCode.fenced_instance_id, str(err)) if is_static else err
-            return _NOT_JOINED | {"error_code": code_of(call, refused, _JOIN_CODES), "member_id": body.member_id}
+            code = code_of(refused, _JOIN_CODES)
+            return {"error_code": code, "protocol_name": "", "member_id": body.member_id}
 
     async def _join(self, call: Call) -> Fields:
         body, groups = call.body, self._groups
@@ -251,7 +234,6 @@ class KafkaGroups:
         finally:
             groups.stop_listening(group, id, waiting.hear)
         return {
-            "error_code": ErrorCode.none,
             "generation_id": found.generation,
             "protocol_type": body.protocol_type,
             "protocol_name": asked.names[found.protocol],
@@ -294,13 +276,12 @@ class KafkaGroups:
         try:
             found = self._beat(call)
             if generation < found.changed:
-                return {"error_code": ErrorCode.rebalance_in_progress, "assignment": b""}
+                return {"error_code": ErrorCode.rebalance_in_progress}
             self._groups.sync(group, member, generation)
             assignment = await self._handed_out(call, found) if found.leader else assignment_bytes(found.partitions)
         except RequestRefused as err:
-            return {"error_code": code_of(call, err, _SYNC_CODES), "assignment": b""}
+            return {"error_code": code_of(err, _SYNC_CODES)}
         return {
-            "error_code": ErrorCode.none,
             "protocol_type": getattr(body, "protocol_type", None),
             "protocol_name": getattr(body, "protocol_name", None),
             "assignment": assignment,
@@ -335,13 +316,13 @@ class KafkaGroups:
         try:
             found = self._beat(call)
         except RequestRefused as err:
-            return {"error_code": ErrorCode.none if err.code == "not_ready" else code_of(call, err)}
+            return {"error_code": ErrorCode.none if err.code == "not_ready" else code_of(err)}
         is_over = call.body.generation_id < found.changed or bool(found.revoking)
         return {"error_code": ErrorCode.rebalance_in_progress if is_over else ErrorCode.none}
 
     def _beat(self, call: Call) -> Assignment:
         """Note a sign of life, and return what the member has. Raises RequestRefused (unknown_member, fenced …)."""
-        self._admit()
+        self._groups.ready()
         group, member = call.body.group_id, call.body.member_id
         self._check_instance(group, member, _instance(call.body))
         self._groups.beat(group, member, polled=True, generation=call.body.generation_id)
@@ -363,13 +344,14 @@ class KafkaGroups:
         for each in [body] if call.version < 3 else body.members:
             code, name, member = ErrorCode.none, _instance(each), each.member_id
             try:
-                self._admit()
+                self._groups.ready()
                 if name is not None and not member:  # said by an operator, who knows no ids
                     member = self._groups.coordinator.static_member(body.group_id, name) or ""
                 self._check_instance(body.group_id, member, name)
                 self._groups.leave(body.group_id, member)
             except RequestRefused as err:
-                code = code_of(call, err)
+                code = code_of(err)
+                call.errors.append(code)
             rows.append({"member_id": each.member_id, "group_instance_id": name, "error_code": code})
         codes = [row["error_code"] for row in rows]
         of_all = next((code for code in codes if call.version < 3 or code not in _OF_A_MEMBER), ErrorCode.none)
@@ -397,7 +379,7 @@ class KafkaGroups:
                 groups.coordinator.check_commit(group, member, generation, tuple(rows), time.monotonic())
 
         try:
-            self._admit()
+            self._groups.ready()
             self._transactions.find(*producer)
             groups.store.check(group, member, rows)
             await groups.check_ends(rows, time.monotonic() + ANSWER_S)
@@ -405,10 +387,9 @@ class KafkaGroups:
             await self._transactions.hold_offsets(producer, group, held, check)
         except TransactionRefused as err:
             is_busy = err.code == ErrorCode.concurrent_transactions  # which clients do not expect here
-            call.errors.append(ErrorCode.coordinator_load_in_progress if is_busy else err.code)
-            return call.errors[-1]
+            return ErrorCode.coordinator_load_in_progress if is_busy else err.code
         except RequestRefused as err:
-            return code_of(call, err)
+            return code_of(err)
         return ErrorCode.none
 
     def _asked_to_commit(self, call: Call) -> tuple[dict[Partition, OffsetCommit], dict[Partition, ErrorCode]]:
@@ -418,7 +399,6 @@ class KafkaGroups:
             at, metadata = (topic, each.partition_index), each.committed_metadata or ""
             if len(metadata.encode()) > MAX_METADATA:
                 codes[at] = ErrorCode.offset_metadata_too_large
-                call.errors.append(codes[at])
                 continue
             epoch = getattr(each, "committed_leader_epoch", -1)
             rows[at] = OffsetCommit(each.committed_offset, metadata, epoch if epoch >= 0 else None)
@@ -426,6 +406,7 @@ class KafkaGroups:
 
     def _committed(self, call: Call, codes: Mapping[Partition, ErrorCode]) -> Fields:
         """Return the response to a commit. Where there is no code it is done."""
+        call.errors.extend(filter(None, codes.values()))
 
         def row(topic: str, number: int) -> Fields:
             return {"partition_index": number, "error_code": codes.get((topic, number), ErrorCode.none)}
@@ -444,11 +425,11 @@ class KafkaGroups:
             try:
                 await groups.commit(group, by[0], {place: rows[place]}, by[1])
             except RequestRefused as err:
-                return code_of(call, err, instead)
+                return code_of(err, instead)
             return ErrorCode.none
 
         try:
-            self._admit()
+            self._groups.ready()
             if by[0] is not None:
                 self._check_instance(group, member, _instance(body))
             await groups.check_commit(group, by[0], by[1], ())
@@ -459,7 +440,7 @@ class KafkaGroups:
                     raise
                 return dict(zip(rows, await asyncio.gather(*map(one, rows)), strict=True))
         except RequestRefused as err:
-            return dict.fromkeys(rows, code_of(call, err, instead))
+            return dict.fromkeys(rows, code_of(err, instead))
         return {}
 
     async def _offset_fetch(self, call: Call) -> Fields:
@@ -473,11 +454,11 @@ class KafkaGroups:
         code = ErrorCode.none
         committed: Mapping[Partition, CommittedOffset] = {}
         try:
-            self._admit()
             self._groups.store.check_complete(group)
             committed = self._groups.committed(group)
         except RequestRefused as err:
-            code = code_of(call, err)
+            code = code_of(err)
+            call.errors.append(code)
         wanted: dict[str, list[int]] = {}
         if asked is None:
             for topic, number in sorted(committed):
@@ -504,20 +485,13 @@ class KafkaGroups:
     # --- groups as people look after them -----------------------------------------------------------------------------
 
     async def _describe_groups(self, call: Call) -> Fields:
-        rows = []
-        for group in dict.fromkeys(call.body.groups):  # each once, however often a stranger asks for it
-            row = {"group_id": group, "group_state": "", "protocol_type": "", "protocol_data": "", "members": ()}
-            try:
-                self._admit()
-                rows.append(row | self._described(group))
-            except RequestRefused as err:
-                rows.append(row | {"error_code": code_of(call, err)})
-        return {"groups": rows}
+        # Each once, however often a stranger asks for it.
+        return {"groups": await call.each(dict.fromkeys(call.body.groups), group_named, self._described, code_of)}
 
-    def _described(self, group: str) -> dict[str, Any]:
+    async def _described(self, group: str) -> Fields:
         view = self._groups.describe(group)
         if view is None:
-            return {"error_code": ErrorCode.none, "group_state": _STATES[State.DEAD]}
+            return {"group_state": _STATES[State.DEAD]}
         members = [
             {
                 "member_id": member.id,
@@ -529,7 +503,6 @@ class KafkaGroups:
             for member in view.members
         ]
         return {
-            "error_code": ErrorCode.none,
             "group_state": _STATES[view.state],
             "protocol_type": view.protocol_type or _CONSUMER,
             "protocol_data": view.protocol,
@@ -537,45 +510,35 @@ class KafkaGroups:
         }
 
     async def _list_groups(self, call: Call) -> Fields:
-        rows, code, wanted = [], ErrorCode.none, getattr(call.body, "states_filter", ())
-        coordinator = self._groups.coordinator
         try:
-            self._admit()
-            for group in coordinator.groups():
-                state, protocol_type = _STATES[coordinator.state(group)], coordinator.protocol_type(group) or _CONSUMER
-                if not wanted or state in wanted:
-                    rows.append({"group_id": group, "protocol_type": protocol_type, "group_state": state})
+            coordinator = self._groups.ready()
         except RequestRefused as err:
-            code = ErrorCode.none if err.code == "forbidden" else code_of(call, err)  # who may see none is shown none
-        return {"error_code": code, "groups": rows}
+            return {"error_code": code_of(err)}
+        rows, wanted = [], getattr(call.body, "states_filter", ())
+        for group in coordinator.groups():
+            state, protocol_type = _STATES[coordinator.state(group)], coordinator.protocol_type(group) or _CONSUMER
+            if not wanted or state in wanted:
+                rows.append({"group_id": group, "protocol_type": protocol_type, "group_state": state})
+        return {"groups": rows}
 
     async def _delete_groups(self, call: Call) -> Fields:
-        rows = []
-        for group in call.body.groups_names:
-            code = ErrorCode.none
-            try:
-                self._admit()
-                await self._admin.delete(group)
-            except RequestRefused as err:
-                code = code_of(call, err)
-            rows.append({"group_id": group, "error_code": code})
-        return {"results": rows}
+        names = dict.fromkeys(call.body.groups_names)
+        return {"results": await call.each(names, group_named, self._admin.delete, code_of)}
 
     async def _offset_delete(self, call: Call) -> Fields:
         asked = [(topic.name, [each.partition_index for each in topic.partitions]) for topic in call.body.topics]
         try:
-            self._admit()
             places = {(name, number) for name, numbers in asked for number in numbers}
             kept = await self._admin.forget(call.body.group_id, places)
         except RequestRefused as err:
-            return {"error_code": code_of(call, err), "topics": ()}
+            return {"error_code": code_of(err)}
 
         def row(name: str, number: int) -> Fields:
             code = ErrorCode.group_subscribed_to_topic if (name, number) in kept else ErrorCode.none
             return {"partition_index": number, "error_code": code}
 
         topics = [{"name": name, "partitions": [row(name, number) for number in numbers]} for name, numbers in asked]
-        return {"error_code": ErrorCode.none, "topics": topics}
+        return {"topics": topics}
 
 
 _STATES = {
@@ -585,6 +548,11 @@ _STATES = {
     State.STABLE: "Stable",
     State.DEAD: "Dead",
 }
+
+
+def group_named(group: str) -> dict[str, Any]:
+    """Return how answers name a group."""
+    return {"group_id": group}
 
 
 def _instance(body: Any) -> str | None:

@@ -24,13 +24,14 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 from uuid import UUID
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.assignors import ASSIGNORS, COOPERATIVE
-from kmq.gateway.groups.membership import Groups, Listener
+from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import Partition
 from kmq.gateway.groups.protocol import (
     MAX_POLL_S,
@@ -46,8 +47,8 @@ from kmq.gateway.groups.protocol import (
     State,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Connection, Handler
-from kmq.gateway.kafka.groups import code_of
+from kmq.gateway.kafka.connection import Call, Chapter, Handler
+from kmq.gateway.kafka.groups import code_of, group_named
 from kmq.gateway.kafka.topic_ids import TopicIds
 from kmq.gateway.kafka.wire import INVALID_REGULAR_EXPRESSION, ErrorCode, Fields, KafkaRefused, Key
 from kmq.message import record
@@ -155,7 +156,6 @@ class _Member:
         self.asked: frozenset[Partition] = frozenset()  # what it was asked to give up when it was told
         self.has_left = False  # for a while
         self.heard, self.has_ended = asyncio.Event(), False
-        self.listener: Listener = self.hear
 
     def hear(self, event: Event) -> None:
         self.has_ended |= isinstance(event, Ended)
@@ -166,8 +166,8 @@ class _Member:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class ConsumerProtocol:
-    """The handlers of the newer protocol."""
+class ConsumerProtocol(Chapter):
+    """The handlers of the newer protocol. A connection that ends does not end its member."""
 
     def __init__(self, groups: Groups, ids: TopicIds) -> None:
         self._groups, self._ids = groups, ids
@@ -178,26 +178,15 @@ class ConsumerProtocol:
             Key.CONSUMER_GROUP_DESCRIBE: self._describe,
         }
 
-    def forget(self, connection: Connection) -> None:
-        """A connection that ends does not end its member."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
     def has(self, group: str, member: str) -> bool:
         """Return True if a member of a group speaks this protocol."""
         return (group, member) in self._members
-
-    def _admit(self) -> None:
-        """Raise RequestRefused unless groups can be served."""
-        if not self._groups.is_ready:
-            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
 
     async def _heartbeat(self, call: Call) -> Fields:
         body = call.body
         group, id, epoch = body.group_id, body.member_id, body.member_epoch
         try:
-            self._admit()
+            self._groups.ready()
             if epoch == _JOIN:
                 id = await self._join(call)
                 return self._answer(group, id, epoch)
@@ -208,7 +197,7 @@ class ConsumerProtocol:
             await self._beat(call)
             return self._answer(group, id, epoch)
         except RequestRefused as err:
-            return _said(code_of(call, err, _CODES), id, epoch) | {"error_message": str(err)}
+            return _said(code_of(err, _CODES), id, epoch) | {"error_message": str(err)}
 
     def _answer(self, group: str, id: str, epoch: int) -> Fields:
         """Return what a member is told that has shown this epoch. It is told what it has with each new one."""
@@ -284,7 +273,6 @@ class ConsumerProtocol:
             if member.has_ended and self._members.get(key) is member:
                 del self._members[key]
 
-        member.listener = hear
         await groups.join(*key, Client(call.header.client, call.connection.peer), member.options, hear, resume)
         if not member.has_ended:
             self._members[key] = member
@@ -342,24 +330,15 @@ class ConsumerProtocol:
     # --- groups as people look after them -----------------------------------------------------------------------------
 
     async def _describe(self, call: Call) -> Fields:
-        rows = []
-        for group in dict.fromkeys(call.body.group_ids):
-            row = {"group_id": group, "group_state": "", "group_epoch": -1, "assignment_epoch": -1}
-            row |= {"assignor_name": "", "members": ()}
-            try:
-                self._admit()
-                rows.append(row | self._described(group))
-            except RequestRefused as err:
-                rows.append(row | {"error_code": code_of(call, err, _CODES), "error_message": str(err)})
-        return {"groups": rows}
+        code = partial(code_of, instead=_CODES)
+        return {"groups": await call.each(dict.fromkeys(call.body.group_ids), group_named, self._described, code)}
 
-    def _described(self, group: str) -> dict[str, Any]:
+    async def _described(self, group: str) -> Fields:
         """Return a group that has members of this protocol. Clients ask for others by DescribeGroups."""
         view = self._groups.describe(group)
         if view is None or not any(self.has(group, member.id) for member in view.members):
             raise RequestRefused("unknown_group", f"group {group} has no members of this protocol")
         return {
-            "error_code": ErrorCode.none,
             "group_state": _STATES[view.state],
             "group_epoch": view.generation,
             "assignment_epoch": view.generation,

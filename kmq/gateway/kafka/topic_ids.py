@@ -2,7 +2,7 @@
 
 Invariant   An id is made of the lineage of the records, the topic's name, and the seq from which on it is in force. So
             it is the same in every life of a gateway and in all replicas. A topic that is made again has another.
-Memory      An id and a name for each topic that was named, or found by the last look.
+Memory      An id and a name for each topic that was named since the last look, or found by it.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ class TopicIds:
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
-        self._topics: dict[UUID, str] = {}
-        self._ids: dict[str, UUID] = {}
+        self._topics: dict[UUID, str] = {}  # also of some that were made again since, under another id
         self._looking, self._not_before = asyncio.Lock(), 0.0
 
     @cached_property
@@ -36,27 +35,23 @@ class TopicIds:
     def of(self, topic: str) -> UUID | None:
         """Return the id of a topic; None while its declaration is pending. Raises RequestRefused if there is none."""
         id = self.of_life(topic, self._partitions.from_seq(topic))
-        before = self._ids.get(topic)
-        if id is not None and id != before:
-            if before is not None:
-                del self._topics[before]
-            self._ids[topic], self._topics[id] = id, topic
+        if id is not None:
+            self._topics[id] = topic
         return id
 
     async def topic(self, id: UUID) -> str | None:
-        """Return the name of the topic that has this id, or had it when it was looked at last."""
+        """Return the name of the topic that has this id, or had it once: who asks has to look whether it still has."""
         if id not in self._topics:
             async with self._looking:
                 if id not in self._topics and time.monotonic() >= self._not_before:
-                    self._ids = await asyncio.to_thread(self._look)
-                    self._topics = {id: name for name, id in self._ids.items()}
+                    self._topics = await asyncio.to_thread(self._look)
                     self._not_before = time.monotonic() + _LOOK_S
         return self._topics.get(id)
 
-    def _look(self) -> dict[str, UUID]:
+    def _look(self) -> dict[UUID, str]:
         declared = self._partitions.declared_of(topics.names(self._partitions.data))
-        ids = {name: self.of_life(name, from_seq) for name, (_, from_seq) in declared.items()}
-        return {name: id for name, id in ids.items() if id is not None}
+        ids = ((self.of_life(name, from_seq), name) for name, (_, from_seq) in declared.items())
+        return {id: name for id, name in ids if id is not None}
 
 
 @lru_cache(10_000)

@@ -6,14 +6,14 @@ Turn        What changes the state of an id is done one after the other. At most
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.groups.offset_table import Partition
 from kmq.gateway.kafka.connection import Call
-from kmq.gateway.kafka.transaction_log import ABORT, COMMIT, EMPTY, TransactionState, partition_of
+from kmq.gateway.kafka.transaction_log import COMMIT, EMPTY, TransactionState, partition_of
 from kmq.gateway.kafka.wire import ErrorCode
 
 _MOST_WAITING = 10
@@ -51,31 +51,20 @@ def refusal_code(call: Call, err: Exception, fenced_from: int = 0) -> ErrorCode:
 
 
 class Transaction:
-    """A transactional id and the transaction that is open, if there is one."""
+    """A transactional id and the transaction that is open, if there is one. Whether there is, its lines say."""
 
-    def __init__(self, id: str) -> None:
-        self.id, self.pid, self.epoch, self.number, self.copy, self.timeout_ms = id, -1, -1, 0, 1, 0
-        self.partition = partition_of(id)
-        self.former: int | None = None  # an epoch whose holder may ask for the next one again
-        self.outcome = EMPTY  # of the last transaction
-        self.touched = time.monotonic()
-        self.state_seq = 0  # of its last state
-        self.is_ending = False
+    def __init__(self, id: str, last: TransactionState | None = None) -> None:
+        self.id, self.partition = id, partition_of(id)
+        # The state that was written last; of an id that is new one without a producer id, which is nowhere.
+        self.last = last or TransactionState(id, -1, -1, 0, EMPTY, self.partition, 0, 0, 1, 0)
+        self.outcome = EMPTY  # of the last transaction in this life
+        self.touched = time.monotonic() - (max(0.0, time.time() - last.seconds) if last else 0.0)
+        self._is_closing = False  # a state that ends it is being written
         self.opening = 0  # requests that look where it will begin
         self.users = 0  # batches and offsets on their way
         self.idle = asyncio.Event()
         self._turn, self._waiting = asyncio.Lock(), 0
         self.close()
-
-    @staticmethod
-    def restored(state: TransactionState) -> "Transaction":
-        """Return the id as its last state says. Whether a transaction is open under it, its lines say."""
-        txn = Transaction(state.id)
-        txn.pid, txn.epoch, txn.copy, txn.timeout_ms = state.pid, state.epoch, state.copy, state.timeout_ms
-        txn.number = state.number + (state.state == ABORT)
-        txn.touched = time.monotonic() - max(0.0, time.time() - state.seconds)
-        txn.former, txn.state_seq = state.former, state.seq
-        return txn
 
     def close(self) -> None:
         """There is no open transaction any more."""
@@ -85,22 +74,33 @@ class Transaction:
         self.offsets: set[tuple[str, Partition]] = set()
 
     @property
+    def pid(self) -> int:
+        return self.last.pid
+
+    @property
+    def epoch(self) -> int:
+        return self.last.epoch
+
+    @property
     def key(self) -> bytes:
-        return b"%d-%d-%d" % (self.pid, self.epoch, self.number)
+        return self.last.held_key
 
     @property
     def is_late(self) -> bool:
-        return self.first is not None and time.monotonic() - self.begun > self.timeout_ms / 1000
+        return self.first is not None and time.monotonic() - self.begun > self.last.timeout_ms / 1000
+
+    @property
+    def is_ending(self) -> bool:
+        """Return True while the end of a transaction is being written, or what is committed."""
+        return self._is_closing or self.last.state == COMMIT
 
     @property
     def is_used(self) -> bool:
         """Return True if a transaction is open, decided or about to begin."""
         return self.first is not None or self.is_ending or bool(self.opening or self.users)
 
-    def state(self, state: str, end: int = 0) -> TransactionState:
-        first = self.first or 0 if state == COMMIT else 0
-        numbers = self.partition, first, end, self.copy, self.timeout_ms, self.former
-        return TransactionState(self.id, self.pid, self.epoch, self.number, state, *numbers)
+    def next_state(self, state: str, first: int = 0, end: int = 0) -> TransactionState:
+        return self.last._replace(number=self.last.open_number, state=state, first=first, end=end)
 
     @property
     def is_changing(self) -> bool:
@@ -122,6 +122,15 @@ class Transaction:
         finally:
             self._turn.release()
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let nothing begin while a state is written that ends what is open."""
+        self._is_closing = True
+        try:
+            yield
+        finally:
+            self._is_closing = False
+
     def enter(self) -> None:
         self.users += 1
         self.idle.clear()
@@ -133,7 +142,7 @@ class Transaction:
 
 
 class HeldBatch(NamedTuple):
-    """A batch on its way into a transaction. `routing_key`: of its lines."""
+    """A batch, or offsets, on the way into a transaction. `routing_key`: of its lines."""
 
     transaction: Transaction
     routing_key: bytes

@@ -14,7 +14,7 @@ Open        is a transaction that has lines and no state that decides it: nothin
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 from zlib import crc32
@@ -23,7 +23,7 @@ from kmq.config.values import MIB
 from kmq.gateway.groups.offset_table import TOPIC as OFFSETS
 from kmq.gateway.groups.offset_table import CommittedOffset, Partition, RowKey, decode_key, decode_payload
 from kmq.log import reader
-from kmq.log.deletions import Deleted
+from kmq.log.deletions import DeletedTopics
 from kmq.message import record
 from kmq.message.text import decode
 
@@ -61,10 +61,14 @@ class TransactionState(NamedTuple):
     seconds: int = 0  # when it was stored, since the epoch
 
     @property
+    def open_number(self) -> int:
+        """Return the number of the transaction that is committed, or of the one that may be open."""
+        return self.number + (self.state == ABORT)
+
+    @property
     def held_key(self) -> bytes:
-        """Return the key of the lines of the transaction that it decides, or of the one that may be open."""
-        number = self.number + (self.state == ABORT)
-        return b"%d-%d-%d" % (self.pid, self.epoch, number)
+        """Return the key of the lines of that transaction."""
+        return b"%d-%d-%d" % (self.pid, self.epoch, self.open_number)
 
     def encode(self) -> bytes:
         return (
@@ -173,24 +177,13 @@ class Copied(NamedTuple):
     too_long: int
 
 
-class RenderedCopies(NamedTuple):
-    """The same of a part, which has so many lines of all transactions. `text`: the lines to be written."""
-
-    lines: int
-    text: bytes
-    next_id: int
-    offsets: dict[RowKey, CommittedOffset]
-    deleted: int
-    too_long: int
-
-
-def render_copies(lines: bytes, most: int, key: bytes, id: int, deletions: Deleted, max_line: int) -> RenderedCopies:
-    """Return what the first `most` of these stored lines that have this routing key are in their topics."""
+def render_copies(
+    lines: Iterable[bytes], key: bytes, before: Copied, deleted_topics: DeletedTopics, max_line: int
+) -> tuple[bytes, Copied]:
+    """Return what those of these stored lines that have this routing key are in their topics, and what is copied then."""
     copies: list[bytes] = []
-    offsets: dict[RowKey, CommittedOffset] = {}
-    count = deleted = too_long = 0
-    for line in _first(lines, most):
-        count += 1
+    id, offsets, deleted, too_long = before
+    for line in lines:
         seq, _, line_key, _, held_id, payload = line.split(b"|", 5)  # hot loop: record.fields
         if line_key != key:
             continue
@@ -200,23 +193,16 @@ def render_copies(lines: bytes, most: int, key: bytes, id: int, deletions: Delet
         if topic == OFFSETS and mark is not None:
             row = decode_key(mark.key)
             offset = decode_payload(rest.partition(b"|")[2], int(seq))
-            if isinstance(offset, CommittedOffset) and int(seq) > deletions.last_seq(row.topic):
+            if isinstance(offset, CommittedOffset) and not deleted_topics.covers(row.topic, int(seq)):
                 offsets[row] = offset
-        elif deletions.lives and deletions.last_seq(topic) >= _from_seq(held_id):
+        elif deleted_topics.covers(topic, _from_seq(held_id)):
             deleted += 1
         elif len(copy := b"%b|%b|%d%b\n" % (target, stamp, id, rest)) > max_line + 1:
             too_long += 1
         else:
             copies.append(copy)
         id += 1
-    return RenderedCopies(count, b"".join(copies), id, offsets, deleted, too_long)
-
-
-def _first(lines: bytes, most: int) -> Iterator[bytes]:
-    for number, line in enumerate(lines[:-1].split(b"\n")):
-        if number >= most:
-            return
-        yield line
+    return b"".join(copies), Copied(id, offsets, deleted, too_long)
 
 
 def _from_seq(held_id: bytes) -> int:

@@ -10,14 +10,13 @@ Size        Compaction leaves a newline for each state that a later one replaces
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
 
 from kmq.config.settings import Settings
-from kmq.errors import KmqError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.topics import declare_own
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_table import CommittedOffset, Partition, RowKey
 from kmq.gateway.groups.offsets import OffsetCommit
@@ -35,8 +34,8 @@ from kmq.gateway.kafka.transaction_log import (
     render_copies,
 )
 from kmq.gateway.kafka.units import SPARE, UNIT_BYTES, Units, split
-from kmq.log import deletions, reader, segment, topic_changes, topics, wal
-from kmq.log.deletions import Deleted
+from kmq.log import reader, segment, topic_changes, topics, wal
+from kmq.log.deletions import DeletedTopics
 from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.message.text import make_routing_key
@@ -86,7 +85,7 @@ class TransactionWriter:
         self._settings, self._core, self._groups, self._units = settings, core, groups, units
         self._own, self._spare = _OwnName(_OWN, units), _OwnName(_OWN_SPARE, Units(settings, log, SPARE))
         self._declaring, self._is_declared = asyncio.Lock(), False
-        self._deleted, self._deleted_ns = Deleted([]), -1
+        self._deleted = DeletedTopics(settings.data)
 
     async def take_over(self) -> None:
         """Fence the gateway before this one, and wait until what it has sent is routed: it writes nothing any more."""
@@ -99,12 +98,12 @@ class TransactionWriter:
         stored, _ = await asyncio.to_thread(wal.last_stored, self._settings.data)
         await self._core.watermark.passed(stored)
 
-    async def write_state(self, txn: Transaction, state: TransactionState, *, frees: bool = False) -> int:
-        """Write the next state of an id. Returns its seq once it is durable. `frees`: there is room by it."""
+    async def write_state(self, txn: Transaction, state: TransactionState, *, frees: bool = False) -> None:
+        """Write the next state of an id, and put it in force once it is durable. `frees`: there is room by it."""
         before = self._core.watermark.durable  # where the seq is not known any more
         lines, most = [(make_routing_key(STATES, state.id), state.encode())], self._settings.max_line + UNIT_BYTES
-        txn.state_seq = await (self._spare if frees else self._own).write(lines, most) or before
-        return txn.state_seq
+        seq = await (self._spare if frees else self._own).write(lines, most)
+        txn.last = state._replace(seq=seq or before)
 
     async def write(self, lines: list[tuple[bytes, bytes]]) -> int:
         """Write lines of our own. Returns the last seq, once all are durable."""
@@ -119,12 +118,8 @@ class TransactionWriter:
         if self._is_declared:
             return
         async with self._declaring:
-            try:
-                for name, partitions in ((HELD, PARTITIONS), (STATES, 1)):
-                    if not os.path.isdir(f"{data}/topics/{name}"):
-                        await asyncio.to_thread(topics.declare, data, name, partitions, LIMITS[name], own=True)
-            except KmqError as err:
-                raise RequestRefused("internal", str(err)) from err
+            for name, partitions in ((HELD, PARTITIONS), (STATES, 1)):
+                await declare_own(data, name, partitions, LIMITS[name])
             until = time.monotonic() + _IN_FORCE_S
             while any(topics.load(data, name)[1] is None for name in (HELD, STATES)):
                 if time.monotonic() > until:
@@ -144,43 +139,41 @@ class TransactionWriter:
         front = segments[-_RECENT_SEGMENTS][0]
         _, lines = await asyncio.to_thread(reader.partition(data, STATES, 0).read, front, 1)
         front_seq = record.seq_of(lines)
-        old = [txn for txn in known.values() if txn.state_seq < front_seq]
+        old = [txn for txn in known.values() if txn.last.seq < front_seq]
 
         async def renew(txn: Transaction) -> None:
             if known.get(txn.id) is txn and not txn.is_changing:
                 async with txn.turn():
-                    await self.write_state(txn, txn.state(EMPTY))
+                    await self.write_state(txn, txn.next_state(EMPTY))
 
         for at in range(0, len(old), _AT_ONCE):
             await asyncio.gather(*map(renew, old[at : at + _AT_ONCE]))
-        if all(txn.state_seq >= front_seq for txn in known.values()):
+        if all(txn.last.seq >= front_seq for txn in known.values()):
             await asyncio.to_thread(topic_changes.begin_at, data, STATES, None, {0: front})
 
     # --- the copy --------------------------------------------------------------------------------------------------------
 
-    async def copy(self, decided: TransactionState) -> "Copied":
+    async def copy(self, decided: TransactionState) -> Copied:
         """Write the lines of a decided transaction to their topics. Returns the offsets among them."""
         log = self._core.partitions.open(HELD, decided.partition)
         key, name = held_routing_key(decided.partition, decided.held_key), _copier(decided.pid)
-        at, id, max_line = decided.first, decided.copy, self._settings.max_line
-        deleted = too_long = last_seq = 0
-        offsets: dict[RowKey, CommittedOffset] = {}
+        at, last_seq, max_line = decided.first, 0, self._settings.max_line
+        copied = Copied(decided.copy, {}, 0, 0)
         while at < decided.end:
-            first, lines = await asyncio.to_thread(log.read, at, READ_BYTES)
-            if first != at or not lines:
+            first, found = await asyncio.to_thread(log.read, at, READ_BYTES)
+            if first != at or not found:
                 text = f"{HELD}/{decided.partition}: offsets {at} to {first} are missing; {decided.id} is torn"
                 raise RequestRefused("damaged", text)
-            most = decided.end - at
-            part = await asyncio.to_thread(render_copies, lines, most, key, id, self._deletions(), max_line)
-            at, id = at + part.lines, part.next_id
-            deleted, too_long = deleted + part.deleted, too_long + part.too_long
-            offsets |= part.offsets
-            count = record.count_lines(part.text)
-            for unit in split(part.text, count, max_line + UNIT_BYTES) if count else ():
+            self._deleted.look()
+            lines = found[:-1].split(b"\n")[: decided.end - at]
+            copies, copied = await asyncio.to_thread(render_copies, lines, key, copied, self._deleted, max_line)
+            at += len(lines)
+            count = record.count_lines(copies)
+            for unit in split(copies, count, max_line + UNIT_BYTES) if count else ():
                 seq, left_out = await self._store(name, *unit)  # one at a time: ids must rise
-                last_seq, too_long = max(last_seq, seq), too_long + left_out
+                last_seq, copied = max(last_seq, seq), copied._replace(too_long=copied.too_long + left_out)
         await self._core.watermark.passed(last_seq)  # so that who hears of the commit finds its records
-        return Copied(id, offsets, deleted, too_long)
+        return copied
 
     async def _store(self, name: bytes, text: bytes, count: int) -> tuple[int, int]:
         """Store copies, except those that can never be stored. Returns the last seq, and how many these are.
@@ -204,12 +197,6 @@ class TransactionWriter:
     async def keep_name(self, pid: int) -> None:
         """Ask for the last id of a commit that has to wait. So its name is not forgotten before others (dedupe.py)."""
         await self._units.last_id(_copier(pid))
-
-    def _deletions(self) -> Deleted:
-        changed_ns = deletions.changed_ns(self._settings.data)
-        if changed_ns != self._deleted_ns:
-            self._deleted, self._deleted_ns = Deleted.of(self._settings.data), changed_ns
-        return self._deleted
 
     async def store_offsets(self, offsets: Mapping[RowKey, CommittedOffset], decided_seq: int) -> None:
         """Commit offsets, except where the group has committed since the decision: they were stored, or are overtaken."""

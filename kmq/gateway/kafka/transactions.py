@@ -51,7 +51,7 @@ from kmq.gateway.groups.offset_table import (
     routing_key,
 )
 from kmq.gateway.kafka import wire
-from kmq.gateway.kafka.connection import Call, Connection, Handler
+from kmq.gateway.kafka.connection import Call, Chapter, Handler
 from kmq.gateway.kafka.transaction import (
     REFUSALS,
     HeldBatch,
@@ -68,7 +68,6 @@ from kmq.gateway.kafka.transaction_log import (
     HELD,
     PARTITIONS,
     STATES,
-    TransactionState,
     held_routing_key,
     read_held,
     read_states,
@@ -90,14 +89,14 @@ _MOST_PENDING = 100_000  # offsets of all transactions
 _COPIES = 8  # at a time
 _NOT_TAKEN = ("disk_full", "quota", "not_enough_replicas", "busy", "drop_oldest")  # while these last, groups are served
 _IDLE_S = 7 * 86400.0  # after which an id is forgotten
-_TURN_S, _TRIM_S, _FORGET_S, _TELL_S = 0.5, 10.0, 60.0, 60.0
+_TURN_S, _TIDY_S, _TELL_S = 0.5, 10.0, 60.0
 _RETRY_S = 0.5  # between two tries to write what is decided
 _LOOK_S = 0.05  # between two looks whether the offsets are loaded
 _FENCED_FROM = 2  # version of AddPartitions, AddOffsets and EndTxn that knows PRODUCER_FENCED
 
 
-class Transactions:
-    """All transactional ids of the broker."""
+class Transactions(Chapter):
+    """All transactional ids of the broker. A connection that ends ends no transaction."""
 
     def __init__(self, settings: Settings, core: Core, groups: Groups, units: Units, log: Logger) -> None:
         self._settings, self._core, self._groups, self._log = settings, core, groups, log
@@ -105,9 +104,8 @@ class Transactions:
         self._transactions: dict[str, Transaction] = {}
         self._by_pid: dict[int, Transaction] = {}
         self._with_offsets: set[Transaction] = set()
-        self._pending = 0  # offsets that they have
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._forget_at = self._trim_at = self._tell_at = 0.0
+        self._tidy_at = self._tell_at = 0.0
         self._evicted = 0  # ids since the log has told it
         self._resumed: list[Transaction] = []  # what former lives have decided
         self.recovered, self.may_serve_groups = asyncio.Event(), asyncio.Event()
@@ -117,9 +115,6 @@ class Transactions:
             Key.ADD_OFFSETS_TO_TXN: self._add_offsets,
             Key.END_TXN: self._end_txn,
         }
-
-    def forget(self, connection: Connection) -> None:
-        """A connection that ends ends no transaction."""
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -147,11 +142,9 @@ class Transactions:
             await asyncio.sleep(_TURN_S)
             for txn in [txn for txn in self._transactions.values() if txn.is_late]:
                 self._abort_soon(txn, "timeout")
-            if time.monotonic() >= self._forget_at:
-                self._forget_at = time.monotonic() + _FORGET_S
+            if time.monotonic() >= self._tidy_at:
+                self._tidy_at = time.monotonic() + _TIDY_S
                 await self._forget_idle()
-            if time.monotonic() >= self._trim_at:
-                self._trim_at = time.monotonic() + _TRIM_S
                 with suppress(KmqError, OSError):  # tried again
                     await self._trim()
                 with suppress(KmqError, OSError, TransactionRefused):
@@ -171,15 +164,15 @@ class Transactions:
                 await self._restore()
                 self.may_serve_groups.set()
             raise
-        decided = await self._restore()
-        if decided:
-            self._log.info("kafka_transactions_resumed", count=len(decided))
-        for each in decided:
-            self._start(self._resume(*each))
+        await self._restore()
+        if self._resumed:
+            self._log.info("kafka_transactions_resumed", count=len(self._resumed))
+        for txn in self._resumed:
+            self._start(self._resume(txn))
 
-    async def _resume(self, txn: Transaction, decided: TransactionState) -> None:
+    async def _resume(self, txn: Transaction) -> None:
         async with txn.turn():
-            await self._finish(txn, decided)
+            await self._finish(txn)
             self._resumed.remove(txn)  # its offsets are those of its next transaction from now on
             self._note_incomplete()
 
@@ -187,27 +180,24 @@ class Transactions:
         """Let those groups wait whose offsets are in what former lives have decided, and nobody else."""
         self._groups.store.incomplete = {group for txn in self._resumed for group, _ in txn.offsets}
 
-    async def _restore(self) -> list[tuple[Transaction, TransactionState]]:
-        """Read what is open, and what is decided, which is returned."""
+    async def _restore(self) -> None:
+        """Read what is open, and what is decided, which is to be resumed."""
         data = self._settings.data
         states = await asyncio.to_thread(read_states, data)
         held = await asyncio.to_thread(read_held, data, [state.held_key for state in states.values()])
-        decided = []
+        self._resumed = []
         self._with_offsets.clear()
-        self._pending = 0
         for state in states.values():
-            txn = self._transactions[state.id] = self._by_pid[state.pid] = Transaction.restored(state)
+            txn = self._transactions[state.id] = self._by_pid[state.pid] = Transaction(state.id, state)
             found = held.get(state.held_key)
             if found is not None:
                 txn.first, txn.begun, txn.nbytes = found.first, time.monotonic(), found.nbytes
                 txn.partitions, txn.last_seq = set(found.partitions), state.seq
                 self._hold_back(txn, found.offsets)
             if state.state == COMMIT:
-                txn.first, txn.is_ending = state.first, True
-                decided.append((txn, state))
-        self._resumed = [txn for txn, _ in decided]
+                txn.first = state.first
+                self._resumed.append(txn)
         self._note_incomplete()
-        return decided
 
     async def _trim(self) -> None:
         """Have the segments of `__transactions` deleted that lie in front of what is open or decided."""
@@ -253,11 +243,8 @@ class Transactions:
         """Forget an id, unless it is in use, or was since this moment."""
         async with txn.turn():
             if txn.touched < before and not txn.is_used:
-                txn.is_ending = True  # so that nothing begins meanwhile
-                try:
+                with txn.ending():
                     await self._writer.write([(make_routing_key(STATES, txn.id), b"")])
-                finally:
-                    txn.is_ending = False
                 del self._transactions[txn.id]
                 self._by_pid.pop(txn.pid, None)
 
@@ -325,8 +312,8 @@ class Transactions:
             work = self._init(body.transactional_id, timeout_ms, expected, give_pid)
             txn = await self._in_task(work)
         except REFUSALS as err:
-            return {"error_code": refusal_code(call, err, 4), "producer_id": -1, "producer_epoch": -1}
-        return {"error_code": ErrorCode.none, "producer_id": txn.pid, "producer_epoch": txn.epoch}
+            return {"error_code": refusal_code(call, err, 4)}
+        return {"producer_id": txn.pid, "producer_epoch": txn.epoch}
 
     async def _init(
         self, id: str, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
@@ -349,29 +336,24 @@ class Transactions:
         self, txn: Transaction, timeout_ms: int, expected: tuple[int, int] | None, give_pid: Callable[[], int]
     ) -> Transaction:
         """Give the next epoch to a producer. What is open of the one before is aborted."""
-        id = txn.id
-        if expected is not None and txn.pid >= 0:  # else the id was forgotten meanwhile, and nobody else has it
-            if txn.pid != expected[0]:
-                raise fenced(f"{id}: has another producer id, so a newer producer has it")
-            if txn.former == expected[1]:
+        before = txn.last
+        if expected is not None and before.pid >= 0:  # else the id was forgotten meanwhile, and nobody else has it
+            if before.pid != expected[0]:
+                raise fenced(f"{txn.id}: has another producer id, so a newer producer has it")
+            if before.former == expected[1]:
                 return txn  # it has not got the answer, or its transaction was aborted for it
             self._check_epoch(txn, expected[1])
-        pid, epoch, number, copy = txn.pid, txn.epoch + 1, txn.number, txn.copy
-        former = txn.epoch if expected is not None else None
-        if pid < 0 or epoch >= _MOST_EPOCH:
-            pid, epoch, copy, former = give_pid(), 0, 1, None
         is_open = txn.first is not None
-        txn.is_ending = True
-        try:
-            state = txn.state(ABORT if is_open else EMPTY)
-            state = state._replace(pid=pid, epoch=epoch, copy=copy, timeout_ms=timeout_ms, former=former)
+        former = None if expected is None else before.epoch
+        state = txn.next_state(ABORT if is_open else EMPTY)
+        state = state._replace(epoch=before.epoch + 1, timeout_ms=timeout_ms, former=former)
+        if before.pid < 0 or state.epoch >= _MOST_EPOCH:
+            state = state._replace(pid=give_pid(), epoch=0, copy=1, former=None)
+        with txn.ending():
             await self._writer.write_state(txn, state)
-        finally:
-            txn.is_ending = False
-        self._by_pid.pop(txn.pid, None)
-        txn.pid, txn.epoch, txn.copy, txn.timeout_ms, txn.former = pid, epoch, copy, timeout_ms, former
-        self._by_pid[pid] = txn
-        txn.number, txn.outcome = number + is_open, ABORT if is_open else EMPTY
+        self._by_pid.pop(before.pid, None)
+        self._by_pid[state.pid] = txn
+        txn.outcome = state.state
         if is_open:
             reason = "a newer producer has its id" if expected is None else "its producer began anew"
             self._note_abort(txn, txn.nbytes, reason)
@@ -386,7 +368,7 @@ class Transactions:
         try:
             producer = body.v3_and_below_producer_id, body.v3_and_below_producer_epoch
             txn = self.find(body.v3_and_below_transactional_id, *producer)
-            absent = [place for place in places if not self._is_there(*place)]
+            absent = [place for place in places if place[0].startswith("__")] + self._absent(places)
             codes = dict.fromkeys(absent, ErrorCode.unknown_topic_or_partition)
             if codes:
                 default = ErrorCode.operation_not_attempted
@@ -406,13 +388,10 @@ class Transactions:
         ]
         return {"results_by_topic_v3_and_below": rows}
 
-    def _is_there(self, topic: str, number: int) -> bool:
-        try:
-            return not topic.startswith("__") and 0 <= number < self._core.partitions.declared(topic)[0]
-        except RequestRefused as err:
-            if err.code != "unknown_topic":
-                raise
-            return False
+    def _absent(self, places: Iterable[Partition]) -> list[Partition]:
+        """Return those of these partitions that are not there."""
+        counts = self._core.partitions.declared_of({topic for topic, _ in places})
+        return [place for place in places if not (place[0] in counts and 0 <= place[1] < counts[place[0]][0])]
 
     async def _add_offsets(self, call: Call) -> Fields:
         body = call.body
@@ -420,7 +399,7 @@ class Transactions:
             await self._begin(self.find(body.transactional_id, body.producer_id, body.producer_epoch))
         except REFUSALS as err:
             return {"error_code": refusal_code(call, err, _FENCED_FROM)}
-        return {"error_code": ErrorCode.none}
+        return {}
 
     async def _begin(self, txn: Transaction) -> None:
         """Open a transaction, unless it is open. Its lines will lie behind what is in its partition now."""
@@ -449,24 +428,24 @@ class Transactions:
 
         Raises RequestRefused and TransactionRefused.
         """
-        txn = self._with_room(None, pid, epoch)
-        txn.enter()
+        held = await self._let_in(None, pid, epoch)
+        held.transaction.partitions.add(place)
+        return held
+
+    async def _let_in(self, id: str | None, pid: int, epoch: int) -> HeldBatch:
+        """Let something into a transaction, which begins if it is not open. Abort it if it has too much."""
+        txn = self._known(id, pid, epoch)
+        if txn.nbytes > self._settings.kafka_txn_bytes:
+            self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
+            raise fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
+        self.find(id, pid, epoch).enter()
         try:
             await self._begin(txn)
             self._check_epoch(txn, epoch)
         except BaseException:
             txn.leave()
             raise
-        txn.partitions.add(place)
         return HeldBatch(txn, held_routing_key(txn.partition, txn.key))
-
-    def _with_room(self, id: str | None, pid: int, epoch: int) -> Transaction:
-        """Return the transaction that something is for. Abort it if it has too much."""
-        txn = self._known(id, pid, epoch)
-        if txn.nbytes > self._settings.kafka_txn_bytes:
-            self._abort_soon(txn, f"over KMQ_KAFKA_TXN_BYTES={self._settings.kafka_txn_bytes}")
-            raise fenced(f"{txn.id}: the transaction has {txn.nbytes} bytes, over KMQ_KAFKA_TXN_BYTES; it is aborted")
-        return self.find(id, pid, epoch)
 
     async def hold_offsets(
         self,
@@ -480,45 +459,36 @@ class Transactions:
         `producer`: transactional id, producer id and epoch. `check` raises RequestRefused if its member is fenced: at once
         before others are told to wait, or the next reader of a partition could have read its offset in between.
         """
-        txn = self._with_room(*producer)
-        counts = self._core.partitions.declared_of({topic for topic, _ in rows})
-        for topic, number in rows:
-            if topic not in counts or not 0 <= number < counts[topic][0]:
-                raise RequestRefused("unknown_partition", f"{topic}/{number}: the topic has no such partition")
+        for topic, number in self._absent(rows):
+            raise RequestRefused("unknown_partition", f"{topic}/{number}: the topic has no such partition")
         self._groups.store.table.check_room(group, {RowKey(group, *place): row for place, row in rows.items()})
-        txn.enter()
+        held = await self._let_in(*producer)
         try:
-            await self._begin(txn)
-            self._check_epoch(txn, producer[2])
-            key = held_routing_key(txn.partition, txn.key)
             check()
-            self._check_pending(txn, len(rows))
-            self._hold_back(txn, ((group, place) for place in rows))
+            self._check_pending(held.transaction, len(rows))
+            self._hold_back(held.transaction, ((group, place) for place in rows))
             lines = [
-                (key, b"%b|||%b" % (routing_key(RowKey(group, *place)), encode_payload(row)))
+                (held.routing_key, b"%b|||%b" % (routing_key(RowKey(group, *place)), encode_payload(row)))
                 for place, row in rows.items()
             ]
-            txn.nbytes += sum(len(payload) for _, payload in lines)
+            held.handed_over(sum(len(payload) for _, payload in lines))
             async with asyncio.timeout(ANSWER_S):
-                txn.last_seq = max(txn.last_seq, await self._writer.write(lines))
+                held.stored(await self._writer.write(lines))
         except TimeoutError:
             raise RequestRefused("not_answered", f"ingress has not answered within {ANSWER_S} s") from None
         finally:
-            txn.leave()
+            held.leave()
 
     def _check_pending(self, txn: Transaction, count: int) -> None:
         """Raise RequestRefused unless there is room for so many offsets more."""
         if len(txn.offsets) + count > _MOST_OFFSETS:
             raise RequestRefused("offsets_full", f"{txn.id}: a transaction has at most {_MOST_OFFSETS:,} offsets")
-        if self._pending + count > _MOST_PENDING:
-            raise RequestRefused(
-                "busy", f"transactions have {self._pending:,} offsets; at most {_MOST_PENDING:,} in all"
-            )
+        pending = sum(len(each.offsets) for each in self._with_offsets)
+        if pending + count > _MOST_PENDING:
+            raise RequestRefused("busy", f"transactions have {pending:,} offsets; at most {_MOST_PENDING:,} in all")
 
     def _hold_back(self, txn: Transaction, offsets: Iterable[tuple[str, Partition]]) -> None:
-        before = len(txn.offsets)
         txn.offsets.update(offsets)
-        self._pending += len(txn.offsets) - before
         if txn.offsets:
             self._with_offsets.add(txn)
 
@@ -535,7 +505,7 @@ class Transactions:
             await self._in_task(self._end(txn, body.producer_epoch, is_commit=body.committed))
         except REFUSALS as err:
             return {"error_code": refusal_code(call, err, _FENCED_FROM)}
-        return {"error_code": ErrorCode.none}
+        return {}
 
     async def _end(self, txn: Transaction, epoch: int, *, is_commit: bool) -> None:
         """Decide, and write what is decided. A client that asks again waits for the first time it has asked."""
@@ -546,33 +516,27 @@ class Transactions:
                     text = f"{txn.id}: its last transaction has ended in another way"
                     raise TransactionRefused(ErrorCode.invalid_txn_state, text)
                 return
-            txn.is_ending = True
-            try:
+            with txn.ending():
                 if not is_commit:
-                    await self._abort(txn, epoch)
-                    txn.is_ending = False
-                    return
-                decided = await self._decide(txn)
-            except BaseException:
-                txn.is_ending = False
-                raise
-            await self._finish(txn, decided)
+                    return await self._abort(txn, epoch)
+                await self._decide(txn)
+            await self._finish(txn)
 
-    async def _decide(self, txn: Transaction) -> TransactionState:
+    async def _decide(self, txn: Transaction) -> None:
         """Write that a transaction is committed, once all that it has sent is in its partition."""
         if txn.users:
             await txn.idle.wait()
         watermark = self._core.watermark
         await watermark.passed(max(txn.last_seq, watermark.durable))
         end = await asyncio.to_thread(self._end_of, txn.partition)
-        decided = txn.state(COMMIT, end)
-        return decided._replace(seq=await self._writer.write_state(txn, decided))
+        await self._writer.write_state(txn, txn.next_state(COMMIT, txn.first or 0, end))
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
         frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
-        former = txn.former if epoch == txn.epoch else txn.epoch
-        await self._writer.write_state(txn, txn.state(ABORT)._replace(epoch=epoch, former=former), frees=frees)
-        txn.epoch, txn.former, txn.number, txn.outcome = epoch, former, txn.number + 1, ABORT
+        former = txn.last.former if epoch == txn.epoch else txn.epoch
+        state = txn.next_state(ABORT)._replace(epoch=epoch, former=former)
+        await self._writer.write_state(txn, state, frees=frees)
+        txn.outcome = ABORT
         self._close(txn)
 
     def _abort_soon(self, txn: Transaction, reason: str) -> None:
@@ -581,12 +545,9 @@ class Transactions:
         async def abort() -> None:
             async with txn.turn():
                 if txn.key == key and txn.first is not None:
-                    txn.is_ending = True
-                    try:
-                        nbytes = txn.nbytes
+                    nbytes = txn.nbytes
+                    with txn.ending():
                         await self._abort(txn, min(txn.epoch + 1, _MOST_EPOCH))
-                    finally:
-                        txn.is_ending = False
                     self._note_abort(txn, nbytes, reason)
 
         key = txn.key
@@ -597,7 +558,6 @@ class Transactions:
         self._log.warn("kafka_transaction_aborted", id=txn.id, pid=txn.pid, bytes=nbytes, reason=reason)
 
     def _close(self, txn: Transaction) -> None:
-        self._pending -= len(txn.offsets)
         txn.close()
         txn.touched = time.monotonic()
         self._transactions[txn.id] = self._transactions.pop(txn.id)  # behind those that are idle for longer
@@ -605,16 +565,16 @@ class Transactions:
 
     # --- the copy ----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, txn: Transaction, decided: TransactionState) -> None:
+    async def _finish(self, txn: Transaction) -> None:
         """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping)."""
-        told = ""
+        told, decided = "", txn.last
         while True:
             try:
                 async with self._copying:
                     copied = await self._writer.copy(decided)
                 await self._writer.store_offsets(copied.offsets, decided.seq)
-                txn.copy, txn.number = copied.next_id, decided.number + 1
-                await self._writer.write_state(txn, txn.state(EMPTY))
+                ended = txn.next_state(EMPTY)._replace(number=decided.number + 1, copy=copied.next_id)
+                await self._writer.write_state(txn, ended)
                 break
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
@@ -630,7 +590,7 @@ class Transactions:
         for count, why in zip((copied.deleted, copied.too_long), reasons, strict=True):
             if count:
                 self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=count, effect=why)
-        txn.outcome, txn.is_ending = COMMIT, False
+        txn.outcome = COMMIT
         self._close(txn)
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":

@@ -1,6 +1,6 @@
 """Requests and responses of the Kafka protocol: which keys and versions there are, how they are read, how they are written.
 
-Versions    `VERSIONS` is a contract with clients: each row is there because a client needs it (docs/kafka.md).
+Versions    `Key` is a contract with clients: each row is there because a client needs it (docs/kafka.md).
 Codec       kio has the form of all control messages, made from Apache's own descriptions, and writes responses. It reads
             no requests: 0.5 goes back by a negative length of a string, for ever, and ends at a tagged field that it does
             not know, which Apache adds without a new version; the native reader of 0.6 takes memory by the length that
@@ -13,9 +13,10 @@ import dataclasses
 import datetime
 import struct
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -39,49 +40,62 @@ INVALID_REGULAR_EXPRESSION = typing.cast(ErrorCode, _LateCode.invalid_regular_ex
 
 
 class Key(IntEnum):
-    """A kind of request."""
+    """A kind of request: its number, the lowest and the highest version that clients are told, the lowest that is answered."""
 
-    PRODUCE = 0
-    FETCH = 1
-    LIST_OFFSETS = 2
-    METADATA = 3
-    OFFSET_COMMIT = 8
-    OFFSET_FETCH = 9
-    FIND_COORDINATOR = 10
-    JOIN_GROUP = 11
-    HEARTBEAT = 12
-    LEAVE_GROUP = 13
-    SYNC_GROUP = 14
-    DESCRIBE_GROUPS = 15
-    LIST_GROUPS = 16
-    SASL_HANDSHAKE = 17
-    API_VERSIONS = 18
-    CREATE_TOPICS = 19
-    DELETE_TOPICS = 20
-    DELETE_RECORDS = 21
-    INIT_PRODUCER_ID = 22
-    OFFSET_FOR_LEADER_EPOCH = 23
-    ADD_PARTITIONS_TO_TXN = 24
-    ADD_OFFSETS_TO_TXN = 25
-    END_TXN = 26
-    TXN_OFFSET_COMMIT = 28
-    DESCRIBE_ACLS = 29
-    DESCRIBE_CONFIGS = 32
-    ALTER_CONFIGS = 33
-    DESCRIBE_LOG_DIRS = 35
-    SASL_AUTHENTICATE = 36
-    CREATE_PARTITIONS = 37
-    DELETE_GROUPS = 42
-    INCREMENTAL_ALTER_CONFIGS = 44
-    OFFSET_DELETE = 47
-    DESCRIBE_SCRAM_USERS = 50
-    ALTER_SCRAM_USERS = 51
-    DESCRIBE_CLUSTER = 60
-    DESCRIBE_PRODUCERS = 61
-    DESCRIBE_TRANSACTIONS = 65
-    LIST_TRANSACTIONS = 66
-    CONSUMER_GROUP_HEARTBEAT = 68
-    CONSUMER_GROUP_DESCRIBE = 69
+    low: int
+    high: int
+    served: int
+
+    def __new__(cls, number: int, low: int = 0, high: int = 0, served: int = 0) -> "Key":
+        key = int.__new__(cls, number)
+        key._value_, key.low, key.high, key.served = number, low, high, max(low, served)
+        return key
+
+    # 0 to 2 are told and refused: without them kcat stops to compress, and others take the broker for an old one.
+    PRODUCE = 0, 0, 9, 3
+    # librdkafka 2.6.0 sends 12, whatever it is told, and reads nothing if the answer is an older one.
+    FETCH = 1, 4, 13
+    LIST_OFFSETS = 2, 1, 6
+    METADATA = 3, 0, 12
+    OFFSET_COMMIT = 8, 2, 9
+    # 7 and 8 have require_stable, without which exactly-once processing is not exact.
+    OFFSET_FETCH = 9, 1, 9
+    FIND_COORDINATOR = 10, 0, 4
+    JOIN_GROUP = 11, 0, 7
+    HEARTBEAT = 12, 0, 4
+    LEAVE_GROUP = 13, 0, 4
+    SYNC_GROUP = 14, 0, 5
+    DESCRIBE_GROUPS = 15, 0, 5
+    LIST_GROUPS = 16, 0, 4
+    SASL_HANDSHAKE = 17, 0, 1
+    API_VERSIONS = 18, 0, 3
+    # 5 and more have a list of settings that is null, of which Java's client dies.
+    CREATE_TOPICS = 19, 2, 4
+    DELETE_TOPICS = 20, 1, 5
+    DELETE_RECORDS = 21, 0, 2
+    INIT_PRODUCER_ID = 22, 0, 4
+    OFFSET_FOR_LEADER_EPOCH = 23, 2, 4
+    ADD_PARTITIONS_TO_TXN = 24, 0, 3
+    ADD_OFFSETS_TO_TXN = 25, 0, 3
+    END_TXN = 26, 0, 3
+    TXN_OFFSET_COMMIT = 28, 0, 3
+    DESCRIBE_ACLS = 29, 1, 2
+    DESCRIBE_CONFIGS = 32, 1, 4
+    ALTER_CONFIGS = 33, 0, 1
+    DESCRIBE_LOG_DIRS = 35, 1, 4
+    SASL_AUTHENTICATE = 36, 0, 2
+    CREATE_PARTITIONS = 37, 0, 3
+    DELETE_GROUPS = 42, 0, 2
+    INCREMENTAL_ALTER_CONFIGS = 44, 0, 1
+    OFFSET_DELETE = 47, 0, 0
+    DESCRIBE_SCRAM_USERS = 50, 0, 0
+    ALTER_SCRAM_USERS = 51, 0, 0
+    DESCRIBE_CLUSTER = 60, 0, 0
+    DESCRIBE_PRODUCERS = 61, 0, 0
+    DESCRIBE_TRANSACTIONS = 65, 0, 0
+    LIST_TRANSACTIONS = 66, 0, 0
+    CONSUMER_GROUP_HEARTBEAT = 68, 0, 1
+    CONSUMER_GROUP_DESCRIBE = 69, 0, 0
 
     @property
     def act(self) -> str:
@@ -89,62 +103,7 @@ class Key(IntEnum):
         return f"Kafka.{self.name.title().replace('_', '')}"
 
 
-class Versions(NamedTuple):
-    """The lowest and the highest version that clients are told; `served`: the lowest that is answered."""
-
-    low: int
-    high: int
-    served: int = 0
-
-
-VERSIONS: dict[Key, Versions] = {
-    # 0 to 2 are told and refused: without them kcat stops to compress, and others take the broker for an old one.
-    Key.PRODUCE: Versions(0, 9, 3),
-    # librdkafka 2.6.0 sends 12, whatever it is told, and reads nothing if the answer is an older one.
-    Key.FETCH: Versions(4, 13),
-    Key.LIST_OFFSETS: Versions(1, 6),
-    Key.METADATA: Versions(0, 12),
-    Key.OFFSET_COMMIT: Versions(2, 9),
-    # 7 and 8 have require_stable, without which exactly-once processing is not exact.
-    Key.OFFSET_FETCH: Versions(1, 9),
-    Key.FIND_COORDINATOR: Versions(0, 4),
-    Key.JOIN_GROUP: Versions(0, 7),
-    Key.HEARTBEAT: Versions(0, 4),
-    Key.LEAVE_GROUP: Versions(0, 4),
-    Key.SYNC_GROUP: Versions(0, 5),
-    Key.DESCRIBE_GROUPS: Versions(0, 5),
-    Key.LIST_GROUPS: Versions(0, 4),
-    Key.SASL_HANDSHAKE: Versions(0, 1),
-    Key.API_VERSIONS: Versions(0, 3),
-    # 5 and more have a list of settings that is null, of which Java's client dies.
-    Key.CREATE_TOPICS: Versions(2, 4),
-    Key.DELETE_TOPICS: Versions(1, 5),
-    Key.DELETE_RECORDS: Versions(0, 2),
-    Key.INIT_PRODUCER_ID: Versions(0, 4),
-    Key.OFFSET_FOR_LEADER_EPOCH: Versions(2, 4),
-    Key.ADD_PARTITIONS_TO_TXN: Versions(0, 3),
-    Key.ADD_OFFSETS_TO_TXN: Versions(0, 3),
-    Key.END_TXN: Versions(0, 3),
-    Key.TXN_OFFSET_COMMIT: Versions(0, 3),
-    Key.DESCRIBE_ACLS: Versions(1, 2),
-    Key.DESCRIBE_CONFIGS: Versions(1, 4),
-    Key.ALTER_CONFIGS: Versions(0, 1),
-    Key.DESCRIBE_LOG_DIRS: Versions(1, 4),
-    Key.SASL_AUTHENTICATE: Versions(0, 2),
-    Key.CREATE_PARTITIONS: Versions(0, 3),
-    Key.DELETE_GROUPS: Versions(0, 2),
-    Key.INCREMENTAL_ALTER_CONFIGS: Versions(0, 1),
-    Key.OFFSET_DELETE: Versions(0, 0),
-    Key.DESCRIBE_SCRAM_USERS: Versions(0, 0),
-    Key.ALTER_SCRAM_USERS: Versions(0, 0),
-    Key.DESCRIBE_CLUSTER: Versions(0, 0),
-    Key.DESCRIBE_PRODUCERS: Versions(0, 0),
-    Key.DESCRIBE_TRANSACTIONS: Versions(0, 0),
-    Key.LIST_TRANSACTIONS: Versions(0, 0),
-    Key.CONSUMER_GROUP_HEARTBEAT: Versions(0, 1),
-    Key.CONSUMER_GROUP_DESCRIBE: Versions(0, 0),
-}
-_FLEXIBLE_FROM = {Key.PRODUCE: 9, Key.FETCH: 12}  # of the keys that are read by hand
+_KEYS: dict[int, Key] = {key: key for key in Key}
 MAX_ENTRIES = 20_000  # of all arrays of a request
 _MAX_CLIENT = 200  # bytes of a client's name that are kept
 
@@ -263,21 +222,14 @@ def header(frame: memoryview) -> Header:
     """Return what a request begins with. Raises BadRequest, and Unsupported for what is not served."""
     reader = Reader(frame, 0, False)
     key, version, correlation = reader.unpack(_HEADER)
-    found = Header(key, version, correlation, "", 0)
-    known = VERSIONS.get(key)
-    if known is None or not known.served <= version <= known.high or (known.low > version):
-        raise Unsupported(found._replace(client=_client(reader)))
-    client = _client(reader)
-    if is_flexible(Key(key), version):
-        reader.is_flexible = True
-        reader.tags()
-    return found._replace(client=client, body=reader.at)
-
-
-def _client(reader: Reader) -> str:
-    """Return the client's name: a string of the old form in every version."""
-    name = reader._bytes(reader.unpack(_SHORT)[0])
-    return "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
+    name = reader._bytes(reader.unpack(_SHORT)[0])  # a string of the old form in every version
+    client = "" if name is None else bytes(name[:_MAX_CLIENT]).decode(errors="replace")
+    known = _KEYS.get(key)
+    if known is None or not known.served <= version <= known.high:
+        raise Unsupported(Header(key, version, correlation, client, 0))
+    reader.is_flexible = is_flexible(known, version)
+    reader.tags()
+    return Header(key, version, correlation, client, reader.at)
 
 
 @cache
@@ -301,8 +253,6 @@ def response_class(key: int, version: int) -> Any:
 
 def is_flexible(key: Key, version: int) -> bool:
     """Return True if that version has compact strings and arrays, and tagged fields."""
-    if key in _FLEXIBLE_FROM:
-        return version >= _FLEXIBLE_FROM[key]
     return bool(request_class(key, version).__flexible__)
 
 
@@ -461,19 +411,12 @@ Fields = Mapping[str, Any]  # by kio's names, of all versions together
 def encode(found: Header, fields: Fields) -> bytes:
     """Return the response to a control message, with its length in front. What its version does not have is left out."""
     cls = response_class(found.key, found.version)
-    out = _KioOutput()
     # Clients must be able to read this one before they know which versions there are.
-    is_flexible = cls.__flexible__ and found.key != Key.API_VERSIONS
-    out.write(_INT.pack(found.correlation) + (b"\0" if is_flexible else b""))
-    _writer(cls)(out, entity(cls, fields))
+    out, body = Writer(cls.__flexible__ and found.key != Key.API_VERSIONS), BytesIO()
+    out.begin(found.correlation)
+    _writer(cls)(body, entity(cls, fields))
+    out.raw(body.getvalue())
     return out.frame()
-
-
-def unsupported_versions(correlation: int, served: Iterable[Key]) -> bytes:
-    """Return the answer to a version of ApiVersions that is not known: in the oldest form, with all versions."""
-    rows = [struct.pack(">hhh", key, VERSIONS[key].low, VERSIONS[key].high) for key in served]
-    body = struct.pack(">ihi", correlation, ErrorCode.unsupported_version, len(rows)) + b"".join(rows)
-    return _INT.pack(len(body)) + body
 
 
 def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) -> Fields:
@@ -481,31 +424,16 @@ def refusal(found: Header, body: Any, code: ErrorCode, text: str | None = None) 
     return _refused(response_class(found.key, found.version), body, code, text)
 
 
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-NO_TIME = _EPOCH - datetime.timedelta(milliseconds=1)  # where a response must name a moment, and there is none
-
 # What a refused request names; the response has an entry for each.
-_NAMED: tuple[str, ...] = (
-    "topics",
-    "partitions",
-    "partition_indexes",
-    "resources",
-    "groups",
-    "coordinator_keys",
-    "topic_names",
-)
-_NAMED += ("groups_names", "group_ids", "users", "deletions", "upsertions", "v3_and_below_topics", "transactional_ids")
+_NAMED: tuple[str, ...] = ("topics", "partitions", "partition_indexes", "resources", "groups", "coordinator_keys")
+_NAMED += ("topic_names", "groups_names", "group_ids", "users", "deletions", "upsertions", "v3_and_below_topics")
+_NAMED += ("transactional_ids",)
 # Of an entry that the request names by one word.
 _NAMES = ("name", "group_id", "key", "partition_index", "user", "transactional_id")
-_BLANK = {"node_id": -1, "host": "", "port": -1, "protocol_name": "", "leader": "", "member_id": "", "assignment": b""}
-_BLANK |= {"group_state": "", "protocol_type": "", "protocol_data": "", "committed_offset": -1, "metadata": ""}
-_BLANK |= {"low_watermark": -1, "producer_id": -1, "producer_epoch": -1, "transaction_state": ""}
-_BLANK |= {"transaction_timeout": datetime.timedelta(0), "transaction_start_time": NO_TIME}
-_BLANK |= {"heartbeat_interval": datetime.timedelta(0), "group_epoch": -1, "assignment_epoch": -1, "assignor_name": ""}
 
 
 def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
-    found: dict[str, Any] = {"error_message": text}
+    found: dict[str, Any] = {"error_message": text, "protocol_name": "", "metadata": ""}
     fields = _fields(cls)
     is_whole = any(field.kind == "error_code" for field in fields)
     for field in fields:
@@ -519,8 +447,6 @@ def _refused(cls: Any, asked: Any, code: ErrorCode, text: str | None) -> Fields:
             found[field.name] = getattr(asked, field.name)
         elif field.name == "user":
             found[field.name] = asked.name
-        elif field.name in _BLANK and field.entry is None:
-            found[field.name] = _BLANK[field.name]
     return found
 
 
@@ -529,27 +455,23 @@ def _named(asked: Any) -> Iterator[Any]:
         yield from getattr(asked, name, None) or ()
 
 
-class _KioOutput:
-    """What kio writes to."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        self._parts.append(bytes(data))
-
-    def frame(self) -> bytes:
-        return b"".join([_INT.pack(sum(map(len, self._parts))), *self._parts])
-
-
 class _Field(NamedTuple):
-    """A field of one version. `kind`: its type, of a plain one; `entry`: the class of its entries, of another one."""
+    """A field of one version. `kind`: its type, of a plain one; `entry`: the class of its entries, of another one.
+
+    `blank`: what it is where a response does not say it.
+    """
 
     name: str
     kind: str
     entry: Any
     is_array: bool
     is_nullable: bool
+    blank: Any
+
+
+NO_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) - datetime.timedelta(milliseconds=1)  # there is none
+_BLANK = {"string": "", "bytes": b"", "bool": False, "error_code": ErrorCode.none, "datetime_i64": NO_TIME}
+_BLANK |= dict.fromkeys(("timedelta_i32", "timedelta_i64"), datetime.timedelta(0))
 
 
 @cache
@@ -561,29 +483,27 @@ def _fields(cls: Any) -> list[_Field]:
         inner = typing.get_args(array) if array else kinds
         entry = next((kind for kind in inner if dataclasses.is_dataclass(kind)), None)
         kind = each.metadata.get("kafka_type", "")
-        found.append(_Field(each.name, kind, entry, array is not None, type(None) in kinds))
+        is_array, is_nullable = array is not None, type(None) in kinds
+        blank = each.default
+        if blank is dataclasses.MISSING:
+            blank = None if is_nullable else () if is_array else _BLANK.get(kind, -1)
+        found.append(_Field(each.name, kind, entry, is_array, is_nullable, blank))
     return found
 
 
 def entity(cls: Any, fields: Fields) -> Any:
-    """Return the kio object of one version. Raises TypeError for a field that is neither given nor has a default."""
+    """Return the kio object of one version. What is not given has Apache's default; else it is empty, or -1."""
     values = {}
-    for name, kind, entry, is_array, _ in _fields(cls):
-        if name in fields:
-            value = fields[name]
-            if entry is not None and value is not None:
-                value = tuple(entity(entry, each) for each in value) if is_array else entity(entry, value)
-            elif is_array and value is not None:
-                value = tuple(value)
-            elif kind == "error_code":
-                value = value if isinstance(value, _LateCode) else ErrorCode(value)
-            values[name] = value
-        elif name == "throttle_time":
-            values[name] = _NO_TIME
+    for field in _fields(cls):
+        value = fields.get(field.name, field.blank)
+        if field.entry is not None and value is not None:
+            value = tuple(entity(field.entry, each) for each in value) if field.is_array else entity(field.entry, value)
+        elif field.is_array and value is not None:
+            value = tuple(value)
+        elif field.kind == "error_code" and not isinstance(value, _LateCode):
+            value = ErrorCode(value)
+        values[field.name] = value
     return cls(**values)
-
-
-_NO_TIME = datetime.timedelta(0)
 
 
 @cache
@@ -635,14 +555,13 @@ class KafkaRefused(RequestRefused):
         self.error = error
 
 
-def code_of(refused: RequestRefused, default: ErrorCode = ErrorCode.unknown_server_error) -> ErrorCode:
+def code_of(refused: RequestRefused, codes: Mapping[str, ErrorCode] = _CODES) -> ErrorCode:
     """Return the error that clients of Kafka know for a refusal."""
-    return refused.error if isinstance(refused, KafkaRefused) else _CODES.get(refused.code, default)
+    if isinstance(refused, KafkaRefused):
+        return refused.error
+    return codes.get(refused.code, ErrorCode.unknown_server_error)
 
 
-def milliseconds(moment: datetime.datetime | datetime.timedelta | None) -> int:
+def milliseconds(time: datetime.timedelta | None) -> int:
     """Return a time of kio in milliseconds; -1: none."""
-    if moment is None:
-        return -1
-    since = moment - _EPOCH if isinstance(moment, datetime.datetime) else moment
-    return since // datetime.timedelta(milliseconds=1)
+    return -1 if time is None else time // datetime.timedelta(milliseconds=1)

@@ -12,14 +12,13 @@ Limits      ports.py: connections, deadlines, unread bytes; service.py: simultan
 End         When the gateway stops, every connection that is not in the middle of a batch gets `!err stopping`.
 """
 
-import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 from kmq.gateway.core.broker import RequestRefused
+from kmq.gateway.core.connection import drain
 from kmq.gateway.core.fetching import Cursor
 from kmq.gateway.core.partitions import END, MAX_BATCH
 from kmq.gateway.groups.membership import Groups
@@ -184,8 +183,6 @@ class Consumption:
 
 # --- door ------------------------------------------------------------------------------------------------------------
 
-_DRAIN_S = 2.0
-_PAUSE_S = 0.02
 _STOPPING = Failed("", "stopping", "the gateway is stopping; come again and go on at the next offset").encode()
 
 
@@ -210,12 +207,8 @@ class Lines:
             connection.end(_STOPPING)
 
     async def drain(self) -> None:
-        """Wait until the clients have read their last line, at most _DRAIN_S."""
-        until = time.monotonic() + _DRAIN_S
-        while self._connections and time.monotonic() < until:
-            await asyncio.sleep(_PAUSE_S)
-        for connection in [*self._connections]:
-            connection.force_close()
+        """Wait a moment until the clients have read their last line."""
+        await drain(self._connections)
 
     async def _serve(self, connection: Connection) -> None:
         verb, code = "none", "OK"
