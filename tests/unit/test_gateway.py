@@ -596,7 +596,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")
     requests.count_kafka("produce", "OK")
-    requests.count_batches("cache", 1)
+    requests.count_batch("cache")
     requests.count_http("consume", "OK", 0.2)
     within(PATIENCE_S, requests.look())
     text = metrics.page(broker, requests).decode()

@@ -195,7 +195,7 @@ class Told:
 
 
 def batch(epoch, sequence, nbytes=100):
-    return RecordBatch(memoryview(b"z" * nbytes), 0, 0, False, 0, 0, PID, epoch, sequence, 1)
+    return RecordBatch(memoryview(b"z" * nbytes), 0, False, 0, 0, PID, epoch, sequence, 1)
 
 
 @pytest.fixture

@@ -621,10 +621,10 @@ class Requests:
         """Count one request of a Kafka client that has ended. `code`: its error; OK if it has none."""
         self._kafka.labels(request, code).inc()
 
-    def count_batches(self, source: str, count: int) -> None:
-        """Count batches for Kafka consumers: from the `cache`, or from `lines`."""
-        self._batches.labels(source).inc(count)
-        self.batches[source] += count
+    def count_batch(self, source: str) -> None:
+        """Count a batch for a Kafka consumer: from the `cache`, or from `lines`."""
+        self._batches.labels(source).inc()
+        self.batches[source] += 1
 
     def count_sent(self, nbytes: int) -> None:
         """Count bytes of records that the consumer port has sent."""

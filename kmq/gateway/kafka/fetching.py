@@ -479,7 +479,7 @@ class FetchChapter:
         if not has_lines and kept is not None:  # the files were looked at earlier
             known.end = max(known.end, kept.last + 1)
         if kept is not None and kept.last < known.end:
-            self._counts.count_batches("cache", 1)
+            self._counts.count_batch("cache")
             return patched(kept.data, kept.first, self._epoch()), kept.last + 1
         if not has_lines or offset >= known.end:
             return b"", offset
@@ -494,7 +494,7 @@ class FetchChapter:
             leader_epoch=self._epoch(),
             log_append_time=is_receipt,
         )
-        self._counts.count_batches("lines", 1)
+        self._counts.count_batch("lines")
         return batch, first + count_lines(lines)
 
     def _kept(self, known: _KnownPartition, offset: int, version: int) -> KeptBatch | None:

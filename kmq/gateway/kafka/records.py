@@ -75,7 +75,6 @@ class RecordBatch(NamedTuple):
     """A produced batch whose header is right. Without a producer id the three numbers of a producer are -1."""
 
     data: memoryview  # the whole batch, as it came
-    base_offset: int
     codec: int
     is_transactional: bool
     base_timestamp: int
@@ -113,7 +112,7 @@ def _read_header(data: memoryview) -> RecordBatch:
         raise BatchRefused(ErrorCode.unsupported_for_message_format, text)
     if len(data) < _HEADER_BYTES:
         raise BatchRefused(ErrorCode.corrupt_message, f"{len(data)} bytes: a batch has {_HEADER_BYTES} or more")
-    base_offset, length, _, magic, crc = _START.unpack_from(data)
+    _, length, _, magic, crc = _START.unpack_from(data)
     end = _LENGTH_FROM + length
     if magic != 2 or not _HEADER_BYTES <= end <= len(data):
         raise BatchRefused(ErrorCode.corrupt_message, f"magic {magic}, {end} bytes, of which {len(data)} are there")
@@ -121,7 +120,7 @@ def _read_header(data: memoryview) -> RecordBatch:
         raise BatchRefused(ErrorCode.corrupt_message, "the crc is wrong")
     attributes, last_delta, *covered = _COVERED.unpack_from(data, _START.size)
     is_transactional = bool(attributes & _TRANSACTIONAL)
-    batch = RecordBatch(data[:end], base_offset, attributes & _CODEC, is_transactional, *covered)
+    batch = RecordBatch(data[:end], attributes & _CODEC, is_transactional, *covered)
     if batch.codec > 4:
         raise BatchRefused(ErrorCode.unsupported_compression_type, f"codec {batch.codec}: 0 to 4 are known")
     if attributes & _CONTROL:
