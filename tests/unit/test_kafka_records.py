@@ -487,8 +487,8 @@ def test_the_header_of_each_batch_is_told():
     second = framed(records_of(FEW, NOW), 2, attributes=0x10, base=NOW, latest=NOW + 1, producer=(7, 3, 2**31 - 1))
     found = read_batches(memoryview(first + second))
     assert [bytes(each.data) for each in found] == [first, second]
-    assert found[0][1:] == (5, 0, False, NOW, NOW + 1, -1, -1, -1, 2)
-    assert found[1][1:] == (0, 0, True, NOW, NOW + 1, 7, 3, 2**31 - 1, 2)
+    assert found[0][1:] == (0, False, NOW, NOW + 1, -1, -1, -1, 2)
+    assert found[1][1:] == (0, True, NOW, NOW + 1, 7, 3, 2**31 - 1, 2)
 
 
 @pytest.mark.parametrize("timestamp", [-2, -NOW, 10**15, 10**17, 2**63 - 1, -(2**63)])
