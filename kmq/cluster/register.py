@@ -1,6 +1,6 @@
 """The register of a shard: one text in Consul that says who leads, and who may be elected next.
 
-    lineage=<hex> level=1 brokers=a,b,c min_insync=2
+    lineage=<hex> level=2 brokers=a,b,c min_insync=2
     epoch=8 leader=<replica id> isr=<replica id>,<replica id>
     marks=1:9f3c… 2:77ab… … 31:0c1d…
 
@@ -11,6 +11,9 @@ Invariant   A write always goes on from the version that it replaces: the marks 
             marks but the last. So a register descends from another one exactly if it holds that one's version.
             The ISR never becomes smaller than `min_insync` by a write. Where it begins smaller (init, recovery), it
             never shrinks.
+Level       What may be in the WAL: 1, or 2, also records that say where partitions begin (kmq/log/topic_changes.py). The
+            leader raises it once every broker is there and knows the next one. It is never lowered, so an older release
+            cannot come back and pass over what it does not know: it cannot read the register.
 Hold        Without a leader nobody is elected. An operator writes it (kmq cluster recover), and then who leads. Its ISR
             is the last one that is known.
 Strict      Every text that KMQ writes has one form. `decode` refuses each other text, so nothing that is not understood
@@ -35,7 +38,7 @@ _MARK = "[0-9a-f]{16}"
 _VERSION = re.compile(rf"(0|[1-9][0-9]{{0,17}}):({_MARK})")
 _REPLICA = re.compile(_MARK)
 _TEXT = re.compile(
-    r"lineage=([0-9a-f]{32}) level=([0-9]{1,9}) brokers=([^ \n]+) min_insync=([0-9]{1,3})\n"
+    r"lineage=([0-9a-f]{32}) level=([1-9][0-9]{0,8}) brokers=([^ \n]+) min_insync=([0-9]{1,3})\n"
     r"epoch=([1-9][0-9]{0,17}) leader=([^ \n]*) isr=([^ \n]*)\n"
     r"marks=([^\n]+)\n",
     re.ASCII,
@@ -78,6 +81,7 @@ class Register(NamedTuple):
     leader: str
     isr: tuple[str, ...]
     marks: tuple[Version, ...]
+    level: int = LEVEL
 
     @property
     def version(self) -> Version:
@@ -95,7 +99,7 @@ class Register(NamedTuple):
     def encode(self) -> bytes:
         """Return the text."""
         return (
-            f"lineage={self.lineage} level={LEVEL} brokers={','.join(self.brokers)} min_insync={self.min_insync}\n"
+            f"lineage={self.lineage} level={self.level} brokers={','.join(self.brokers)} min_insync={self.min_insync}\n"
             f"epoch={self.epoch} leader={self.leader} isr={','.join(self.isr)}\n"
             f"marks={' '.join(map(str, self.marks))}\n"
         ).encode()
@@ -117,6 +121,12 @@ class Register(NamedTuple):
         isr = [*living, *others[: max(0, self.least - len(living))]]
         return self._written(epoch=self.epoch + 1, leader=leader, isr=tuple(sorted(isr)))
 
+    def raised(self, level: int) -> "Register":
+        """Return the register after its leader has found that every broker knows this level."""
+        if level <= self.level:
+            raise ValueError(f"level={level}: must be more than {self.level}, because it is never lowered")
+        return self._written(level=level)
+
     def hold(self) -> "Register":
         """Return the register after an operator has taken the leader away."""
         return self._written(epoch=self.epoch + 1, leader="")
@@ -132,11 +142,13 @@ class Register(NamedTuple):
         return self._replace(marks=(*self.marks, version)[-MARKS:], **changes)  # type: ignore[arg-type]
 
 
-def begin(lineage: str, brokers: Sequence[str], min_insync: int | None, leader: str, epoch: int = 1) -> Register:
+def begin(
+    lineage: str, brokers: Sequence[str], min_insync: int | None, leader: str, epoch: int = 1, level: int = LEVEL
+) -> Register:
     """Return the first register of a shard, with `leader` alone in the ISR. Raises ConfigError that names the limit."""
     brokers = tuple(brokers)
     least = check_size(brokers, min_insync)
-    return Register(lineage, brokers, least, epoch, leader, (leader,), (Version(1, new_mark()),))
+    return Register(lineage, brokers, least, epoch, leader, (leader,), (Version(1, new_mark()),), level)
 
 
 def check_size(brokers: Sequence[str], min_insync: int | None) -> int:
@@ -177,7 +189,7 @@ def _parse(text: bytes) -> Register | None:
     match = _TEXT.fullmatch(text.decode("latin-1"))
     if match is None:
         return None
-    lineage, _, names, min_insync, epoch, leader, members, versions = match.groups()
+    lineage, level, names, min_insync, epoch, leader, members, versions = match.groups()
     marks = [Version.parse(part) for part in versions.split(" ")]
     brokers, isr = tuple(names.split(",")), tuple(members.split(",")) if members else ()
     if not all(map(NAME.fullmatch, brokers)) or not all(map(_REPLICA.fullmatch, isr)) or [*isr] != sorted({*isr}):
@@ -191,4 +203,4 @@ def _parse(text: bytes) -> Register | None:
     is_dense = numbers == [*range(numbers[0], numbers[0] + len(marks))] if numbers else False
     if not is_dense or not numbers[0] or len(marks) > MARKS or not isr or (leader and leader not in isr):
         return None
-    return Register(lineage, brokers, int(min_insync), int(epoch), leader, isr, known)
+    return Register(lineage, brokers, int(min_insync), int(epoch), leader, isr, known, int(level))

@@ -1,6 +1,6 @@
 """What of the WAL is committed: where each epoch begins, what may be shown, and the cut of what a leader does not have.
 
-    __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=1      the first record of an epoch; `mark`: of its register
+    __kmq.epoch|<ts>||epoch=8 mark=0c1d… broker=b level=2      the first record of an epoch; `mark`: of its register
     committed           `<seq> crc32=…`: up to this seq all replicas that can be elected have the records
     cut/<first seq>-<epoch>.log     records that were cut, as they were stored
 

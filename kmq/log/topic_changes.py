@@ -48,6 +48,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 
 from kmq.config.values import KIB
+from kmq.errors import RetryError
 from kmq.files import replace_file, sync_directory
 from kmq.logfmt import Logger
 from kmq.message import record
@@ -165,6 +166,7 @@ def _unquote(text: str) -> str:
 _PREFIX = ".request-"
 _NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record
 _MOST_BYTES = 64 * KIB  # of a request: its record must fit into a ring
+_LEVEL, _STARTS_LEVEL = re.compile(rb" level=([0-9]+) "), 2  # of a register: which brokers carry out starts
 _INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
 RETAIN = "retain"
 
@@ -229,7 +231,17 @@ def delete(data: str, topic: str, from_seq: int | None) -> TopicRequest:
 
 
 def begin_at(data: str, topic: str, from_seq: int | None, starts: Mapping[int, int]) -> TopicRequest:
-    """Ask that partitions of the topic that is in force from `from_seq` on (see `delete`) begin with these offsets."""
+    """Ask that partitions of the topic that is in force from `from_seq` on (see `delete`) begin with these offsets.
+
+    Raises RetryError while a broker of this shard may be of a release that would keep what comes before.
+    """
+    with contextlib.suppress(FileNotFoundError), open(f"{data}/register", "rb") as file:
+        level = _LEVEL.search(file.read())
+        if level is not None and int(level[1]) < _STARTS_LEVEL:
+            raise RetryError(
+                f"topic {topic}: cannot be truncated while a broker of the shard is away, or of an older release, which"
+                " would bring back what is deleted; upgrade all of them, then try again (kmq cluster status)"
+            )
     incarnation = {} if from_seq is None else {_INCARNATION: str(from_seq)}
     return submit(data, START, topic, incarnation | {str(number): str(offset) for number, offset in starts.items()})
 

@@ -126,6 +126,13 @@ class ShardView(NamedTuple):
         member = self.members.get(replica)
         return member.note.broker if member is not None and member.note.broker else replica
 
+    @property
+    def known_level(self) -> int:
+        """The level that every broker of the shard knows; 0 while one is away, which may be of any release."""
+        names = self.register.brokers if self.register is not None else ()
+        living = [each.note for each in self.members.values() if each.session and each.note.broker in names]
+        return min(note.level for note in living) if {note.broker for note in living} == {*names} else 0
+
     def successor(self, without: str = "") -> str | None:
         """Return who may lead next: of the living members of the ISR the one that has most; None if there is none."""
         register = self.register
@@ -137,7 +144,7 @@ class ShardView(NamedTuple):
             if member.id in register.isr
             and member.id != without
             and member.session
-            and member.note.level >= LEVEL
+            and member.note.level >= register.level
             and (member.note.version is None or register.descends_from(member.note.version))
         ]
         best = max(able, key=lambda member: (member.note.epoch, member.note.end, member.id), default=None)
@@ -272,7 +279,8 @@ def init(
         raise CorruptError(f"shard {keys.shard}: not {origin}, but {full[0]} has records; nothing was changed")
     first = origin or (full[0] if full else brokers[0])
     note = replicas[first].note  # a directory that has left another shard has the epochs of that
-    register = begin(note.lineage, brokers, min_insync, replicas[first].id, note.epoch + 1)
+    level = min(LEVEL, *(member.note.level for member in replicas.values()))
+    register = begin(note.lineage, brokers, min_insync, replicas[first].id, note.epoch + 1, level)
     if not dry_run and not (yield from write(keys, view, register)):
         raise ConfigError(f"shard {keys.shard}: was begun by somebody else just now; see: kmq cluster status")
     return register, first

@@ -5,9 +5,12 @@ import os
 import signal
 
 import pytest
-from test_shard import BROKERS, wait_for
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+from test_shard import BROKERS, PATIENCE_S, wait_for
 from test_shard_status import Brokers
 
+import kmq
 from kmq.log import topic_changes
 
 
@@ -76,3 +79,42 @@ def test_the_leader_alone_changes_topics_and_its_successor_reaches_what_the_flee
         os.kill(framer, signal.SIGCONT)
     for name in BROKERS:
         wait_for(f"late at {name}", lambda name=name: topics(brokers, name) == {"x": 1, "orders": 3, "late": 2})
+
+
+def test_a_topic_is_truncated_once_every_broker_of_the_shard_is_of_this_release(brokers):
+    """Brokers are upgraded one by one. One of an older release would pass over the record, and may lead."""
+    older = brokers.root / "older"
+    older.mkdir()
+    (older / "sitecustomize.py").write_text("import kmq.message.routing\n\nkmq.message.routing.LEVEL = 1\n")
+    for name in BROKERS:
+        started = brokers.kmq(name, "up", **{"PYTHONPATH": str(older)} if name == "c" else {})
+        assert started.returncode == 0, started.stderr
+    brokers.init()
+    brokers.await_whole()
+    for name in BROKERS:
+        wait_for(f"readiness of {name}", lambda name=name: brokers.status(name)["ready"])
+    ingress, kafka = (
+        (brokers.root / "a" / "pipes" / f"{name}.port").read_text().strip() for name in ("ingress", "kafka")
+    )
+    with kmq.Producer(f"127.0.0.1:{ingress}") as producer:
+        producer.send("t", b"x").result(PATIENCE_S)
+
+    truncate = ("topics", "truncate", "t", "--before", "end", "--yes")
+    refused = brokers.kmq("a", *truncate)
+    assert refused.returncode == 75 and "of an older release" in refused.stderr, refused
+    admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{kafka}", "log_level": 0})
+    (deleted,) = admin.delete_records([TopicPartition("t", 0, 1)]).values()
+    with pytest.raises(KafkaException, match="UNSUPPORTED_VERSION"):
+        deleted.result(PATIENCE_S)
+    assert brokers.register().level == 1
+
+    assert brokers.kmq("c", "down").returncode == 0
+    assert brokers.kmq("c", "up").returncode == 0
+    wait_for("the next level", lambda: brokers.register().level == 2)
+    wait_for("a line of it", lambda: any(logged(brokers, name, "replica_level") for name in BROKERS))
+    done = brokers.kmq("a", *truncate)
+    assert done.returncode == 0 and "deleted" in done.stdout, done
+
+    assert brokers.kmq("c", "down").returncode == 0
+    brokers.kmq("c", "up", PYTHONPATH=str(older))
+    wait_for("a refusal", lambda: [each for each in logged(brokers, "c", "failed") if "install a later one" in each])

@@ -103,12 +103,12 @@ def test_a_promise_of_a_later_level_is_refused(data):
     files.promise(register()._replace(lineage=LINEAGE))
     path = f"{data}/register"
     with open(path) as file:
-        text = file.read().replace("level=1", "level=2").rpartition("crc32=")[0]
+        text = file.read().replace("level=2", "level=3").rpartition("crc32=")[0]
     import zlib
 
     with open(path, "w") as file:
         file.write(f"{text}crc32={zlib.crc32(text.encode())}\n")
-    with pytest.raises(ConfigError, match="level 2; this release understands 1"):
+    with pytest.raises(ConfigError, match="level 3; this release understands 2"):
         ReplicaFiles(data, "s")
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from kmq.access.tokens import Tokens
 from kmq.config.settings import SETTINGS, Settings
 from kmq.config.values import KIB
+from kmq.errors import RetryError
 from kmq.gateway.core.broker import RequestRefused, bad_field
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.topics import OPTIONS, UNLIMITED, TopicState, Value, limits_of
@@ -259,9 +260,10 @@ class AdminChapter(Chapter):
                 rows.append(row)
             try:
                 firsts = await self._topics.delete_before(topic.name, starts, patience_s) if starts else {}
-            except RequestRefused as err:
-                firsts = {}
-                rows = [row | {"error_code": row["error_code"] or code_of(err)} for row in rows]
+            except (RequestRefused, RetryError) as err:
+                # A RetryError: some broker of the shard may be of an older release.
+                code = code_of(err) if isinstance(err, RequestRefused) else ErrorCode.unsupported_version
+                firsts, rows = {}, [row | {"error_code": row["error_code"] or code} for row in rows]
             for row in rows:
                 if not row["error_code"]:
                     first = firsts[row["partition_index"]]
