@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import signal
 import struct
 import time
 from itertools import count
@@ -14,7 +15,7 @@ import kafka
 import pytest
 from brokers import Broker
 from consuls import free_ports
-from kafka_batches import HEADER_BYTES, fetched
+from kafka_batches import HEADER_BYTES, Sent, fetched, framed, records_of
 from kafka_peer import Peer
 from kafka_readers import READERS, Received, by_confluent
 from kio.schema.errors import ErrorCode
@@ -96,6 +97,35 @@ def rows_of(peer, topic, partition=0, offset=0, end=0):
         found += [row for batch in got for row in batch.records if row[0] >= offset]
         offset = got[-1].next_offset
     return found
+
+
+def test_a_batch_that_is_on_its_way_does_not_delay_what_another_partition_has(broker, topic, peer):
+    """A consumer that has read all of one partition would wait a moment for its next batch, again for each answer."""
+    other = f"{topic}b"
+    send(broker, topic, [b"%b||%d|x" % (topic.encode(), n) for n in range(40)])
+    peer.make_topic(other)
+    batch = framed(records_of([Sent(1000, None, b"x")], 1000), 1)
+    assert peer.produce(other, 0, batch).error_code == ErrorCode.none
+
+    def reads():
+        """Seconds for a record an answer, as a consumer reads that has read all of the other partition."""
+        begun = time.monotonic()
+        for offset in range(40):
+            peer.send_fetch({(topic, 0): offset, (other, 0): 1}, wait_ms=5000, partition_bytes=1)
+            row = peer.read_fetched()[topic, 0]
+            assert [at for each in batches(row) for at, _ in each.records] == [offset]
+        return time.monotonic() - begun
+
+    undisturbed = reads()
+    with Peer.of(broker.pipes) as sender:
+        durability = broker.pids()["durability"]
+        os.kill(durability, signal.SIGSTOP)
+        try:
+            sender.send_batch(other, 0, batch)
+            assert reads() < undisturbed + 1
+        finally:
+            os.kill(durability, signal.SIGCONT)
+        assert sender.read_produced().base_offset == 1
 
 
 # --- every record, by every client -----------------------------------------------------------------------------------

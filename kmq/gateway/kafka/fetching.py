@@ -161,6 +161,11 @@ class _Consumer(BudgetHolder):
         known = self.known.get(place)
         return known is not None and cache.find(*place, offset, known.partition.from_seq) is not None
 
+    def may_have(self, place: TopicPartition, offset: int) -> bool:
+        """Return True unless a partition had nothing from `offset` on when it was looked at last."""
+        known = self.known.get(place)
+        return known is None or offset < known.end
+
     async def send(self, answer: wire.Writer) -> None:
         """Send an answer; returns when the client has taken most of it. Raises ConnectionError."""
         for part in answer.pieces(_PIECE_BYTES):
@@ -244,8 +249,9 @@ class FetchChapter:
         """Return what there is, once it is enough, or the time is up."""
         until = time.monotonic() + request.wait_s
         while True:
-            positions = ((place, asked.offset) for place, asked in request.partitions.items())
-            await self._cache.wait(positions, until - time.monotonic())
+            positions = [(place, asked.offset) for place, asked in request.partitions.items()]
+            if not any(consumer.may_have(place, offset) for place, offset in positions):
+                await self._cache.wait(positions, until - time.monotonic())
             is_over = time.monotonic() >= until
             if kept := await self._kept_rows(call, consumer, request):
                 return kept
