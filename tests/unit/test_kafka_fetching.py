@@ -25,6 +25,7 @@ from kmq.gateway.kafka.door import Cluster, Kafka
 from kmq.gateway.kafka.fetching import FetchChapter
 from kmq.gateway.kafka.records import encode, patched, read_batches, render
 from kmq.gateway.kafka.topic_ids import TopicIds
+from kmq.gateway.kafka.wire import Key
 from kmq.log import topics
 from kmq.wire.requests import TopicPartition
 
@@ -34,7 +35,8 @@ CODECS = {0: None, 1: cramjam.gzip, 2: cramjam.snappy, 3: cramjam.lz4, 4: cramja
 class Door:
     """The Kafka door on a data directory, without the stages. `page`: their state, as it is believed."""
 
-    def __init__(self, found, cache):
+    def __init__(self, found, cache, *chapters):
+        self._chapters = chapters
         self.page, self.cache, self.said = found.page, cache, []
         self.incidents = Incidents(lambda event, **fields: self.said.append((event, fields["count"], fields["reason"])))
         self._settings, self._port, self._is_up = found.settings, 0, threading.Event()
@@ -49,7 +51,7 @@ class Door:
         ids = TopicIds(self.core.partitions)
         self._fetching = FetchChapter(self.core, ids, self.cache, counts, self.incidents, lambda: 0)
         cluster = Cluster(self._settings, self.core, ids, lambda: 0)
-        kafka = Kafka(cluster, None, strangers, counts, FakeLogger(), (self._fetching,))
+        kafka = Kafka(cluster, None, strangers, counts, FakeLogger(), (self._fetching, *self._chapters))
         server = await self._loop.create_server(kafka, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._is_up.set()
@@ -65,6 +67,22 @@ class Door:
         self._loop.call_soon_threadsafe(lambda: (self._loop.remove_reader(self.core.waking._fd), done.set()))
         assert done.wait(60)
 
+    @contextmanager
+    def watched(self):
+        """A list of the longest time for which the loop has served nobody, once the block has ended."""
+        longest = [0.0]
+
+        async def look():
+            while True:
+                begun = time.monotonic()
+                await asyncio.sleep(0.001)
+                longest[0] = max(longest[0], time.monotonic() - begun)
+
+        looking = asyncio.run_coroutine_threadsafe(look(), self._loop)
+        yield longest
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self._loop).result(60)  # it has looked once more
+        looking.cancel()
+
     def remembered(self):
         """The partitions that are remembered."""
         return [known for consumer in self._fetching._consumers.values() for known in consumer.known]
@@ -75,11 +93,11 @@ class Door:
 
 
 @contextmanager
-def opened(data, cache_bytes=1 << 20, **settings):
+def opened(data, cache_bytes=1 << 20, chapters=(), **settings):
     """(a door, a client of it)"""
     with up(data, synced=1 << 40, **settings) as found:
         found.page.rows["gateway"].state = STATES.index("ready")
-        door = Door(found, TailCache(cache_bytes))
+        door = Door(found, TailCache(cache_bytes), *chapters)
         try:
             with Peer(door.port) as peer:
                 yield door, peer
@@ -643,3 +661,35 @@ def test_a_fetch_of_too_many_partitions_ends_its_connection(tmp_path):
             many.send_fetch({("t", number): 0 for number in range(10_001)})
             assert many.read_raw() == b""
         assert len(values(peer.fetch("t", 0, 0))) == 3
+
+
+class LargeGroup:
+    """A chapter that says of each group that it has so many members."""
+
+    def __init__(self, members):
+        self.handlers, self._members = {Key.DESCRIBE_GROUPS: self._describe}, members
+
+    async def _describe(self, call):
+        texts = ("member_id", "group_instance_id", "client_id", "client_host")
+        member = dict.fromkeys(texts, "m") | dict.fromkeys(("member_metadata", "member_assignment"), b"x")
+        row = {"error_code": ErrorCode.none, "group_state": "Stable", "protocol_type": "consumer", "protocol_data": ""}
+        return {
+            "groups": [row | {"group_id": group, "members": [member] * self._members} for group in call.body.groups]
+        }
+
+    def forget(self, connection):
+        pass
+
+    async def close(self):
+        pass
+
+
+def test_an_answer_with_many_entries_in_an_entry_holds_up_nobody_else(tmp_path):
+    """The loop of the gateway serves every door."""
+    with opened(write_data(tmp_path, lines_of(1)), chapters=(LargeGroup(40_000),)) as (door, peer):
+        with door.watched() as longest:
+            begun = time.monotonic()
+            peer.send(15, 4, groups=["g"], include_authorized_operations=False)
+            assert len(peer.read_raw()) > 40_000 * 10
+            took = time.monotonic() - begun
+        assert longest[0] < took / 2, (longest, took)

@@ -260,6 +260,7 @@ class Call(NamedTuple):
         name: Callable[[Any], dict[str, Any]],
         work: Callable[[Any], Awaitable[Fields | None]],
         code_of: Callable[[RequestRefused], ErrorCode],
+        at_once: int = _AT_ONCE,
     ) -> list[Fields]:
         """Do what is asked of each topic, group or the like, and return what each is answered, in order.
 
@@ -274,8 +275,8 @@ class Call(NamedTuple):
                 return name(each) | {"error_code": self.errors[-1], "error_message": str(err)}
 
         rows, waiting = list[Fields](), [*asked]
-        for first in range(0, len(waiting), _AT_ONCE):
-            rows += await asyncio.gather(*map(answer, waiting[first : first + _AT_ONCE]))
+        for first in range(0, len(waiting), at_once):
+            rows += await asyncio.gather(*map(answer, waiting[first : first + at_once]))
         return rows
 
 

@@ -41,9 +41,22 @@ from kmq.message import record
 _AUTHENTICATE_S = 10.0  # until a client has shown its token
 _REFUSED_S = 0.5  # for a client whose token is refused to end its connection
 _LARGE = 64 * KIB  # bytes of a request that is read in a thread: others must not wait for it
-_MANY = 100  # entries of a response that is written in one
+_MANY = 100  # entries of a response that is made in one
 _TOLD = {"api_keys": [{"api_key": key, "min_version": key.low, "max_version": key.high} for key in Key]}
 _SUPPORTED_S = 60.0  # between two log lines about one client's unknown requests
+
+
+def _is_long(answer: Fields) -> bool:
+    """Return True if an answer has many entries, also those of its entries: to encode them would hold up others."""
+    left, count = [answer], 0
+    while left:
+        for value in left.pop().values():
+            if isinstance(value, list | tuple):
+                count += len(value)
+                if count > _MANY:
+                    return True
+                left += [row for row in value if isinstance(row, Mapping)]
+    return False
 
 
 class Kafka:
@@ -169,7 +182,7 @@ class Kafka:
         self._counts.count_kafka(Key(call.header.key).name.lower(), code)
         if not isinstance(answer, Mapping):
             return answer
-        if any(isinstance(rows, list | tuple) and len(rows) > _MANY for rows in answer.values()):
+        if _is_long(answer):
             return await asyncio.to_thread(wire.encode, call.header, answer)
         return wire.encode(call.header, answer)
 
@@ -285,11 +298,11 @@ class Cluster(Chapter):
         rows, nodes = [], self.nodes(call.connection)
         for name in names:
             rows.append(await self._topic(call, name, may_create, nodes))
-            if len(rows) % _MANY == 0:
+            if len(rows) % _MANY == 0 or len(rows[-1]["partitions"]) > _MANY:
                 await asyncio.sleep(0)
         for id in dict.fromkeys(by_id):
             rows.append(await self._topic_of(call, id, nodes))
-            if len(rows) % _MANY == 0:
+            if len(rows) % _MANY == 0 or len(rows[-1]["partitions"]) > _MANY:
                 await asyncio.sleep(0)
         return self._told(nodes) | {"topics": rows}
 

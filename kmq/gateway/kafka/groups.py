@@ -485,8 +485,9 @@ class KafkaGroups(Chapter):
     # --- groups as people look after them -----------------------------------------------------------------------------
 
     async def _describe_groups(self, call: Call) -> Fields:
-        # Each once, however often a stranger asks for it.
-        return {"groups": await call.each(dict.fromkeys(call.body.groups), group_named, self._described, code_of)}
+        # Each once, however often a stranger asks for it, and one by one: it may have thousands of members.
+        groups = dict.fromkeys(call.body.groups)
+        return {"groups": await call.each(groups, group_named, self._described, code_of, at_once=1)}
 
     async def _described(self, group: str) -> Fields:
         view = self._groups.describe(group)

@@ -331,7 +331,8 @@ class ConsumerProtocol(Chapter):
 
     async def _describe(self, call: Call) -> Fields:
         code = partial(code_of, instead=_CODES)
-        return {"groups": await call.each(dict.fromkeys(call.body.group_ids), group_named, self._described, code)}
+        groups = dict.fromkeys(call.body.group_ids)
+        return {"groups": await call.each(groups, group_named, self._described, code, at_once=1)}
 
     async def _described(self, group: str) -> Fields:
         """Return a group that has members of this protocol. Clients ask for others by DescribeGroups."""
