@@ -329,7 +329,9 @@ def test_alter_configs_replaces_what_a_topic_has_of_its_own(broker, raw, admin):
 
 def test_settings_of_the_broker_are_read_and_not_changed(admin, raw):
     found = settings_of(admin, "0", ResourceType.BROKER)
+    (node,) = admin.list_topics(timeout=30).brokers.values()
     expected = {
+        "advertised.listeners": f"PLAINTEXT://{node.host}:{node.port}",
         "log.retention.ms": "604800000",
         "message.max.bytes": MOST_BYTES,
         "num.partitions": "1",

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from kmq.access.tokens import Tokens
+from kmq.broker.door import host_port
 from kmq.config.settings import SETTINGS, Settings
 from kmq.config.values import KIB
 from kmq.errors import RetryError
@@ -361,7 +362,10 @@ class AdminChapter(Chapter):
 
     def _of_broker(self, nodes: BrokerNodes, number: str) -> dict[str, _Row]:
         settings = self._settings
+        protocol = ("SASL_" if self._tokens else "") + ("SSL" if nodes.is_tls else "PLAINTEXT")
+        told = next((host_port(host, port) for node, host, port in nodes.places if str(node) == number), "")
         return {
+            "advertised.listeners": (_STRING, f"{protocol}://{told}" if told else ""),
             "auto.create.topics.enable": (_BOOLEAN, "true" if settings.auto_create_topics == "on" else "false"),
             "broker.id": (_INT, number),
             "compression.type": (_STRING, "producer"),

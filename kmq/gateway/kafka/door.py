@@ -219,13 +219,17 @@ _BY_ID_FROM = 12  # version of Metadata in which a topic may have no name
 
 
 class BrokerNodes(NamedTuple):
-    """The brokers by number. `me` leads every partition; `places`: (node, host, port) of those that say where they are."""
+    """The brokers by number. `me` leads every partition; `places`: (node, host, port) of those that say where they are.
+
+    `is_tls`: they speak TLS there.
+    """
 
     me: int
     replicas: tuple[int, ...]
     insync: tuple[int, ...]
     min_insync: int
     places: tuple[tuple[int, str, int], ...]
+    is_tls: bool
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the brokers as Metadata and DescribeCluster show them."""
@@ -255,7 +259,7 @@ class Cluster(Chapter):
         numbers = dict(zip(shard.get("members", ()), count(1)))
         me = numbers.get(self._settings.broker)
         if me is None:
-            return BrokerNodes(0, (0,), (0,), 1, ((0, *self._alone(connection)),))
+            return BrokerNodes(0, (0,), (0,), 1, ((0, *self._alone(connection)),), connection.is_tls)
         brokers = shard["brokers"]
         doors = {node: brokers[name]["doors"] for name, node in numbers.items() if brokers[name]}
         names = KAFKA_ADVERTISED[connection.is_tls], "kafka_tls" if connection.is_tls else "kafka"
@@ -267,6 +271,7 @@ class Cluster(Chapter):
             tuple(numbers[name] for name in shard["isr"]),
             int(shard["min_insync"]),
             tuple((node, host.strip("[]"), int(port)) for node, host, port in places),
+            connection.is_tls,
         )
 
     def address(self, connection: Connection) -> tuple[str, int]:
