@@ -12,7 +12,7 @@ from kmq.gateway.core import answers
 from kmq.gateway.core.answers import Budget
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.grpc import calls
-from kmq.gateway.grpc.calls import Call, Calls
+from kmq.gateway.grpc.calls import Calls, GrpcCall
 
 PATIENCE_S = 100.0
 
@@ -30,7 +30,7 @@ async def started(budget, nbytes, waits=True):
     ready = asyncio.get_running_loop().create_future()
 
     async def run():
-        call = Call()
+        call = GrpcCall()
         try:
             await budget.take(call, nbytes)
             call.since = time.monotonic() if waits else 0.0
@@ -66,11 +66,11 @@ def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
         budget = Budget(100, 0.0)
         first, task = await started(budget, 60, waits=False)
         with pytest.raises(RequestRefused) as refused:
-            await budget.take(Call(), 50)
+            await budget.take(GrpcCall(), 50)
         assert refused.value.code == "too_many" and not first.why_ended
         task.cancel()
         await asyncio.wait([task])
-        await budget.take(Call(), 50)
+        await budget.take(GrpcCall(), 50)
         assert budget.used == 50
 
     within(run())
@@ -78,7 +78,7 @@ def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
 
 def test_one_call_may_hold_more_than_there_is_where_it_is_alone():
     async def run():
-        budget, call = Budget(100, 0.0), Call()
+        budget, call = Budget(100, 0.0), GrpcCall()
         await budget.take(call, 500)
         await budget.take(call, 300)
         assert budget.used == 300
@@ -93,12 +93,12 @@ def test_a_call_whose_request_is_read_does_not_give_way_to_another_request(monke
         strangers = Strangers(SimpleNamespace(), Incidents(lambda *_, **__: None))
         made, read = Calls(load({}, "/nonexistent.toml"), strangers), asyncio.get_running_loop().create_future()
         read.set_result(b"a request")
-        call, other = Call(), Call()
+        call, other = GrpcCall(), GrpcCall()
         await made.read(call, SimpleNamespace(read=lambda: read))
         call.since = time.monotonic() - PATIENCE_S  # its client does not read the response
         await made.receiving.take(other, made.receiving.most)
         with pytest.raises(RequestRefused):
-            await made.receiving.take(Call(), 1)
+            await made.receiving.take(GrpcCall(), 1)
         assert not call.why_ended
 
     within(run())

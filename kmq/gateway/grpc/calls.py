@@ -55,7 +55,7 @@ def longest_message(settings: Settings) -> int:
     return settings.max_line + ENVELOPE
 
 
-class Call(BudgetHolder):
+class GrpcCall(BudgetHolder):
     """One call. At any time either the call waits for its client, or the client waits for the gateway."""
 
     def __init__(self, relay: Relay | None = None) -> None:
@@ -98,13 +98,13 @@ class Streams:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: set[Call] = set()
+        self._open: set[GrpcCall] = set()
 
     def __len__(self) -> int:
         return len(self._open)
 
     @contextlib.contextmanager
-    def enter(self, call: Call) -> Iterator[None]:
+    def enter(self, call: GrpcCall) -> Iterator[None]:
         """Count a call for as long as the block runs. Raises RequestRefused if there are too many."""
         if len(self._open) >= self._most:
             slow = longest_waiting(self._open, PATIENCE_S)
@@ -128,16 +128,16 @@ class Calls:
         self.streaming = Budget(max(_RECEIVING_BYTES, 4 * self.longest), _IDLE_S, strangers)
         self._deadline_s, self.strangers = settings.line_deadline, strangers
         self.fronts: list[Front] = []  # one for each port
-        self._open: set[Call] = set()
-        self._bystanders: dict[Call, None] = {}  # in the order in which they began
-        self._leaving: dict[Call, None] = {}  # evicted bystanders that are not over, in the order of their eviction
+        self._open: set[GrpcCall] = set()
+        self._bystanders: dict[GrpcCall, None] = {}  # in the order in which they began
+        self._leaving: dict[GrpcCall, None] = {}  # evicted bystanders that are not over, in the order of their eviction
 
     @contextlib.asynccontextmanager
-    async def begin(self, context: Any) -> AsyncIterator[Call]:
+    async def begin(self, context: Any) -> AsyncIterator[GrpcCall]:
         """Register a call for as long as the block runs, and end it with a status if it is refused."""
         peer = context.peer()
         relay = next((hit for front in self.fronts if (hit := front.find(peer))), None)
-        call = Call(relay)
+        call = GrpcCall(relay)
         self._open.add(call)
         if relay is not None:
             relay.calls.add(call)
@@ -161,7 +161,7 @@ class Calls:
             self._leaving.pop(call, None)
             call.close()
 
-    async def read(self, call: Call, context: Any) -> Any:
+    async def read(self, call: GrpcCall, context: Any) -> Any:
         """Return the only request of a call."""
         await self.receiving.take(call, self.longest)
         call.since, call.reserved = time.monotonic(), self.longest
@@ -174,7 +174,7 @@ class Calls:
         _claim(call, request)
         return request
 
-    async def stream(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def stream(self, call: GrpcCall, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Yield the requests of a stream."""
         await self.streaming.take(call, self.longest)
         call.since, call.is_patient, call.reserved = time.monotonic(), True, self.longest
@@ -183,7 +183,7 @@ class Calls:
             _claim(call, request)
             yield request
 
-    async def listen(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def listen(self, call: GrpcCall, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Yield the requests of a stream that is answered meanwhile. The deadline applies to the first one alone."""
         call.since, is_first = time.monotonic(), True
         self._mark(call)
@@ -194,7 +194,7 @@ class Calls:
             self._mark(call)
             yield request
 
-    def _mark(self, call: Call) -> None:
+    def _mark(self, call: GrpcCall) -> None:
         call.listens_from = call.relay.unclaimed if call.relay is not None else 0
 
     def look(self, relay: Relay) -> None:
@@ -208,7 +208,7 @@ class Calls:
             self.strangers.cut_off(largest.peer, f"{sizes[largest]} bytes of unfinished requests")
             largest.force_close()
 
-    async def write(self, call: Call, context: Any, response: Any) -> None:
+    async def write(self, call: GrpcCall, context: Any, response: Any) -> None:
         """Write one response, waiting until the client has room for it."""
         is_patient = call.is_patient
         call.since, call.is_patient = time.monotonic(), False
@@ -216,7 +216,7 @@ class Calls:
         call.arrive()
         call.since, call.is_patient = time.monotonic() if is_patient else 0.0, is_patient
 
-    def stand_by(self, call: Call) -> None:
+    def stand_by(self, call: GrpcCall) -> None:
         """Let the call last for any time, until too many such calls are open: then a new one evicts the oldest."""
         if len(self._bystanders) >= _BYSTANDERS:
             oldest = next(iter(self._bystanders))
@@ -228,7 +228,7 @@ class Calls:
             self._close_leaving(next(iter(self._leaving)))
         self._bystanders[call] = None
 
-    def _close_leaving(self, call: Call) -> None:
+    def _close_leaving(self, call: GrpcCall) -> None:
         """Close the connection of an evicted bystander that still waits for its client."""
         del self._leaving[call]
         call.end("the call was evicted, and its client did not read on")
@@ -247,7 +247,7 @@ class Calls:
                 call.end("the client did not continue within KMQ_LINE_DEADLINE")
 
 
-def _claim(call: Call, request: Any) -> None:
+def _claim(call: GrpcCall, request: Any) -> None:
     """Note that a request is whole, if listeners on its connection must know."""
     relay = call.relay
     if relay is not None and any(each.listens_from is not None for each in relay.calls):

@@ -19,7 +19,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
 from kmq.gateway.grpc import values
-from kmq.gateway.grpc.calls import Call, Calls, Streams
+from kmq.gateway.grpc.calls import Calls, GrpcCall, Streams
 from kmq.gateway.grpc.schema import KMQ
 from kmq.gateway.grpc.subscription import Subscription, read
 from kmq.message.message import Message
@@ -49,7 +49,7 @@ class KmqV1:
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
-    async def produce(self, data: bytes, call: Call) -> Any:
+    async def produce(self, data: bytes, call: GrpcCall) -> Any:
         request = values.parse(KMQ.request_of("Produce"), data)
         headers = sum(len(message.headers) for message in request.messages)
         weight = len(data) + _MESSAGE * len(request.messages) + _HEADER * headers
@@ -81,7 +81,7 @@ class KmqV1:
 
     # --- fetch -------------------------------------------------------------------------------------------------------
 
-    async def fetch(self, data: bytes, call: Call) -> Any:
+    async def fetch(self, data: bytes, call: GrpcCall) -> Any:
         request = values.parse(KMQ.request_of("Fetch"), data)
         limit = values.limit(request, _MOST_WAIT_MS)
         fetching, begin = self._core.fetching, values.position(getattr(request, "from"), "from")
@@ -102,7 +102,7 @@ class KmqV1:
     # --- subscribe ---------------------------------------------------------------------------------------------------
 
     async def subscribe(
-        self, requests: AsyncIterator[bytes], call: Call, write: Callable[[Any], Awaitable[None]]
+        self, requests: AsyncIterator[bytes], call: GrpcCall, write: Callable[[Any], Awaitable[None]]
     ) -> None:
         with self._streams.enter(call):
             member = Subscription(self._core, self._groups, self._redelivery, self._longest, call, write)

@@ -22,7 +22,7 @@ from kmq.errors import KmqError
 from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
 from kmq.gateway.core.broker import RequestRefused, refusal_of
 from kmq.gateway.core.feed import Feed, Record, Watermark
-from kmq.gateway.grpc.calls import Call, Streams, longest_message
+from kmq.gateway.grpc.calls import GrpcCall, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
@@ -79,10 +79,10 @@ class PodBus:
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
-    async def produce(self, request: Any, call: Call | None) -> Any:
+    async def produce(self, request: Any, call: GrpcCall | None) -> Any:
         return ProduceResponse(offset=await self._stored(await self._submit(request)))
 
-    async def produce_stream(self, requests: AsyncIterator[Any], call: Call | None) -> AsyncGenerator[Any, None]:
+    async def produce_stream(self, requests: AsyncIterator[Any], call: GrpcCall | None) -> AsyncGenerator[Any, None]:
         replies: asyncio.Queue[asyncio.Future[int] | RequestRefused | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_IN_FLIGHT)
 
@@ -99,7 +99,7 @@ class PodBus:
             finally:
                 replies.put_nowait(end)
 
-        with self._stream(call or Call()):
+        with self._stream(call or GrpcCall()):
             submitting = asyncio.create_task(submit_all())
             self._submitting.add(submitting)
             try:
@@ -141,8 +141,8 @@ class PodBus:
 
     # --- consume -----------------------------------------------------------------------------------------------------
 
-    async def consume(self, request: Any, call: Call | None) -> Any:
-        offset, call = request.offset, call or Call()
+    async def consume(self, request: Any, call: GrpcCall | None) -> Any:
+        offset, call = request.offset, call or GrpcCall()
         feed = self._feeds.pop(offset, None) or self._feed(offset)
         record = await self._next(feed, call)
         self._keep(record.seq + 1 if record else offset, feed)
@@ -158,8 +158,8 @@ class PodBus:
         while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:
             self._feeds.popitem(last=False)
 
-    async def consume_stream(self, request: Any, call: Call | None) -> AsyncGenerator[Any, None]:
-        feed, call = self._feed(request.offset), call or Call()
+    async def consume_stream(self, request: Any, call: GrpcCall | None) -> AsyncGenerator[Any, None]:
+        feed, call = self._feed(request.offset), call or GrpcCall()
         with self._stream(call):
             while True:
                 routed = self.watermark.routed
@@ -174,7 +174,7 @@ class PodBus:
     def _feed(self, offset: int) -> Feed:
         return Feed(self.settings.data, self.settings.podbus_topic, offset)
 
-    async def _next(self, feed: Feed, call: Call) -> Record | None:
+    async def _next(self, feed: Feed, call: GrpcCall) -> Record | None:
         """Return the next record, waiting until all durable records are routed; None if no such record is stored.
 
         Reserves memory for the longest record and its copies before reading; afterwards only what the records need.
@@ -211,7 +211,7 @@ class PodBus:
             ) from None
 
     @contextlib.contextmanager
-    def _stream(self, call: Call) -> Iterator[None]:
+    def _stream(self, call: GrpcCall) -> Iterator[None]:
         try:
             with self._streams.enter(call):
                 yield

@@ -12,14 +12,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kmq.broker.stats import Incidents
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.grpc.calls import Call, Calls
+from kmq.gateway.grpc.calls import Calls, GrpcCall
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.grpc.schema import KMQ, PODBUS, Schema, refuse, status_of
 
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Streaming = Callable[[Any, Any], AsyncGenerator[Any, None]]
-Talk = Callable[[AsyncIterator[bytes], Call, Callable[[Any], Awaitable[None]]], Awaitable[None]]
+Talk = Callable[[AsyncIterator[bytes], GrpcCall, Callable[[Any], Awaitable[None]]], Awaitable[None]]
 Serve = Callable[[Any, Any], Awaitable[None]]
 
 

@@ -28,7 +28,7 @@ from kmq.gateway.groups.reader import Reader
 from kmq.gateway.groups.redelivery import DueMessage, Redelivery
 from kmq.gateway.groups.streaming import Fetches, PendingFetch, Rebalances, serve_until_one_ends
 from kmq.gateway.grpc import values
-from kmq.gateway.grpc.calls import Call
+from kmq.gateway.grpc.calls import GrpcCall
 from kmq.gateway.grpc.schema import KMQ
 from kmq.message.message import Message
 from kmq.wire.attempts import attempt_of
@@ -40,7 +40,7 @@ from kmq.wire.requests import TopicPartition
 Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
 
 
-async def read(core: Core, longest: int, call: Call, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
+async def read(core: Core, longest: int, call: GrpcCall, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
     """Read on from `cursor`, within the budget of all answers. `longest`: the bytes that one message may have.
 
     Returns how many messages there are, and what `shape` makes of them. They count until the caller releases the call.
@@ -78,7 +78,7 @@ class Subscription:
         groups: Groups,
         redelivery: Redelivery | None,
         longest: int,
-        call: Call,
+        call: GrpcCall,
         write: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._groups, self._call, self._redelivery = groups, call, redelivery

@@ -27,7 +27,7 @@ from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.exchange import exchange, time_limit
 from kmq.gateway.http.messages import micros, position
-from kmq.gateway.http.request import JSON, NDJSON, Bodies, Call, body_of, caller
+from kmq.gateway.http.request import JSON, NDJSON, Bodies, HttpCall, body_of, caller
 from kmq.gateway.http.schema import read_body
 from kmq.log.damage import DamageError
 from kmq.wire.requests import Position
@@ -72,10 +72,10 @@ class Console:
 
     # --- the broker --------------------------------------------------------------------------------------------------
 
-    async def overview(self, call: Call) -> web.Response:
+    async def overview(self, call: HttpCall) -> web.Response:
         return web.json_response(await self._overview.document())
 
-    async def overview_topics(self, call: Call) -> web.Response:
+    async def overview_topics(self, call: HttpCall) -> web.Response:
         if self.listing >= _TABLES:
             raise RequestRefused("too_many", f"{_TABLES} requests wait for the table of topics; send this one again")
         self.listing += 1
@@ -84,21 +84,21 @@ class Console:
         finally:
             self.listing -= 1
 
-    async def history(self, call: Call) -> web.Response:
+    async def history(self, call: HttpCall) -> web.Response:
         text = await asyncio.to_thread(lambda: json.dumps(self._overview.history.document()))
         return web.Response(text=text, content_type=JSON)
 
-    async def events(self, call: Call) -> web.Response:
+    async def events(self, call: HttpCall) -> web.Response:
         found = self._overview.events.after(call.query["after"])
         return web.json_response({"as_of": round(time.time(), 3), "events": [event.fields() for event in found]})
 
-    async def group_history(self, call: Call) -> web.Response:
+    async def group_history(self, call: HttpCall) -> web.Response:
         group = call.path["group"]
         if group not in (self._overview.groups.names or ()):
             raise RequestRefused("unknown_group", f"group {group!r}: is not known, or not yet looked at")
         return web.json_response(self._overview.history.of_group(group))
 
-    async def session(self, call: Call) -> web.Response:
+    async def session(self, call: HttpCall) -> web.Response:
         return web.json_response(caller().session() | {"instance": self._settings.instance, "version": kmq.__version__})
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Console:
         finally:
             self.reading -= 1
 
-    async def messages(self, call: Call) -> web.Response:
+    async def messages(self, call: HttpCall) -> web.Response:
         query = call.query
         at = position(query, "latest")
         key, value, header = (_bytes(query[name]) for name in ("key", "value", "header"))
@@ -129,10 +129,10 @@ class Console:
         topic, partitions = call.path["topic"], self._core.partitions
         return await self._answer(lambda: find_messages(partitions, self._finder, topic, wanted))
 
-    async def letters(self, call: Call) -> web.Response:
+    async def letters(self, call: HttpCall) -> web.Response:
         return await self._answer(lambda: self._dead.grouped(call.path["topic"]))
 
-    async def follow(self, call: Call) -> web.StreamResponse:
+    async def follow(self, call: HttpCall) -> web.StreamResponse:
         if self.following >= _FOLLOWERS:
             raise RequestRefused("too_many", f"{_FOLLOWERS} topics are being followed already; close one of them")
         self.following += 1
@@ -151,7 +151,7 @@ class Console:
         finally:
             self.following -= 1
 
-    async def _stream(self, call: Call, response: web.StreamResponse, follower: Follower) -> None:
+    async def _stream(self, call: HttpCall, response: web.StreamResponse, follower: Follower) -> None:
         await self._write(response, _encoded(follower.line()))
         written = time.monotonic()
         until = written + _FOLLOWED_S
@@ -176,7 +176,7 @@ class Console:
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
-    async def replay(self, call: Call) -> web.Response:
+    async def replay(self, call: HttpCall) -> web.Response:
         body = await self._read_changes(call, "Replay")
         given = body.get("filter", [])
         filters = [given] if isinstance(given, str) else given
@@ -187,14 +187,14 @@ class Console:
         )
         return web.json_response(found)
 
-    async def reset(self, call: Call) -> web.Response:
+    async def reset(self, call: HttpCall) -> web.Response:
         body = await self._read_changes(call, "Reset")
         to, dry_run = body["to"], body.get("dryRun", True)
         moves = await self._admin.reset(call.path["group"], body["topic"], where_to(to), dry_run)
         rows = [{"partition": number, "from": before, "to": offset} for number, before, offset in moves]
         return web.json_response({"dryRun": dry_run, "partitions": rows})
 
-    async def _read_changes(self, call: Call, schema: str) -> dict[str, Any]:
+    async def _read_changes(self, call: HttpCall, schema: str) -> dict[str, Any]:
         """Return the body. Raises RequestRefused if this caller may change nothing."""
         if not caller().may_change:
             raise RequestRefused("forbidden")

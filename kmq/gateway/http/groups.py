@@ -27,7 +27,7 @@ from kmq.gateway.groups.redelivery import DueMessage, Redelivery
 from kmq.gateway.http.console import where_to
 from kmq.gateway.http.exchange import exchange, time_limit
 from kmq.gateway.http.messages import response
-from kmq.gateway.http.request import Bodies, Call
+from kmq.gateway.http.request import Bodies, HttpCall
 from kmq.gateway.http.schema import read_body
 from kmq.message.message import Message
 from kmq.wire.requests import TopicPartition
@@ -70,7 +70,7 @@ class GroupCalls:
 
     # --- consuming ---------------------------------------------------------------------------------------------------
 
-    async def consume(self, call: Call) -> web.Response:
+    async def consume(self, call: HttpCall) -> web.Response:
         """Give a member its next messages of a topic; it joins if it is no member."""
         query, topic = call.query, call.path["topic"]
         for name in _ALONE:
@@ -90,7 +90,7 @@ class GroupCalls:
                     if poller.ended in ("", "fenced", "unknown_member"):
                         raise  # else the session of this member has ended, and it joins again
 
-    async def _poll(self, call: Call, poller: Poller, topic: str, limit: Limit) -> web.Response:
+    async def _poll(self, call: HttpCall, poller: Poller, topic: str, limit: Limit) -> web.Response:
         deadline = time.monotonic() + limit.wait_s
         await poller.first_assignment(limit.wait_s)
         async with poller.lock:
@@ -122,7 +122,7 @@ class GroupCalls:
         return answer
 
     async def _read(
-        self, call: Call, poller: Poller, topic: str, limit: Limit
+        self, call: HttpCall, poller: Poller, topic: str, limit: Limit
     ) -> tuple[list[Cursor], _Batch | None, web.Response]:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
@@ -164,7 +164,7 @@ class GroupCalls:
             ]
         return fresh, _Batch(moves, again, new) if new or again else None, answer
 
-    async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Batch) -> None:
+    async def _send(self, call: HttpCall, answer: web.Response, poller: Poller, given: _Batch) -> None:
         """Send an answer with messages. If the client has gone, the member is given them again by its next call.
 
         They count as delivered only when they have arrived: a call beside this one would commit them unread.
@@ -181,7 +181,7 @@ class GroupCalls:
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    async def join(self, call: Call) -> web.Response:
+    async def join(self, call: HttpCall) -> web.Response:
         body = await read_body(self._bodies, call, "JoinGroup")
 
         def options(default: MemberOptions) -> MemberOptions:
@@ -199,20 +199,20 @@ class GroupCalls:
             poller.answer()
         return _member(poller)
 
-    async def heartbeat(self, call: Call) -> web.Response:
+    async def heartbeat(self, call: HttpCall) -> web.Response:
         body = await read_body(self._bodies, call, "Heartbeat")
         poller = self._pollers.find(call.path["group"], call.path["member"])
         async with poller.lock:
             poller.beat(body["generation"])
         return _member(poller)
 
-    async def leave(self, call: Call) -> web.Response:
+    async def leave(self, call: HttpCall) -> web.Response:
         await self._pollers.leave(call.path["group"], call.path["member"])
         return web.Response(status=204)
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
-    async def commit(self, call: Call) -> web.Response:
+    async def commit(self, call: HttpCall) -> web.Response:
         body, topic = await read_body(self._bodies, call, "Commit"), call.path["topic"]
         rows = {
             (topic, each["partition"]): OffsetCommit(each["offset"], each.get("metadata", ""))
@@ -221,7 +221,7 @@ class GroupCalls:
         await self._groups.commit(body["group"], body.get("member", SHARED), rows, body.get("generation"))
         return _offsets({number: row.offset for (_, number), row in rows.items()})
 
-    async def nack(self, call: Call) -> web.Response:
+    async def nack(self, call: HttpCall) -> web.Response:
         body, topic = await read_body(self._bodies, call, "Nack"), call.path["topic"]
         group, partition = body["group"], body["partition"]
         place = TopicPartition(topic, partition)
@@ -237,19 +237,19 @@ class GroupCalls:
             return web.json_response(row | {"notBefore": None, "deadLetter": given.letter.partition("/")[0]})
         return web.json_response(row | {"notBefore": round((time.time() + given.due_s) * 1000), "deadLetter": None})
 
-    async def seek(self, call: Call) -> web.Response:
+    async def seek(self, call: HttpCall) -> web.Response:
         body = await read_body(self._bodies, call, "Seek")
         return _offsets(await self._admin.seek(body["group"], call.path["topic"], where_to(body["to"])))
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
-    async def list_all(self, call: Call) -> web.Response:
+    async def list_all(self, call: HttpCall) -> web.Response:
         rows = [
             _summary(view) | {"members": len(view.members), "committed": count} for view, count in self._admin.all()
         ]
         return web.json_response(rows)
 
-    async def describe(self, call: Call) -> web.Response:
+    async def describe(self, call: HttpCall) -> web.Response:
         view, lags = await self._admin.describe(call.path["group"])
         members = [
             {"id": row.id, "client": row.name, "host": row.host, "assignment": _places(row.partitions)}
@@ -269,7 +269,7 @@ class GroupCalls:
         ]
         return web.json_response(_summary(view) | {"members": members, "partitions": partitions})
 
-    async def delete(self, call: Call) -> web.Response:
+    async def delete(self, call: HttpCall) -> web.Response:
         await self._admin.delete(call.path["group"])
         return web.Response(status=204)
 

@@ -35,7 +35,7 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.producing import NewMessage, Outcome, Stored
 from kmq.gateway.groups.redelivery import DueMessage
 from kmq.gateway.http.exchange import exchange
-from kmq.gateway.http.request import BYTES, JSON, NDJSON, Bodies, Call, body_of, parse_json, refuse_constant
+from kmq.gateway.http.request import BYTES, JSON, NDJSON, Bodies, HttpCall, body_of, parse_json, refuse_constant
 from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
 from kmq.message.ids import MAX_ID_DIGITS
 from kmq.message.message import Header, Message
@@ -261,7 +261,7 @@ _NO_GROUP = '"generation":null,"assignment":[]'
 
 
 def response(
-    call: Call,
+    call: HttpCall,
     found: list[Message],
     cursors: Sequence[Cursor],
     more: str = _NO_GROUP,
@@ -331,12 +331,12 @@ class ProduceRequest(NamedTuple):
 class MessageCalls:
     """The handlers. `by_group` answers calls that name a group."""
 
-    def __init__(self, core: Core, bodies: Bodies, by_group: Callable[[Call], Awaitable[web.Response]]) -> None:
+    def __init__(self, core: Core, bodies: Bodies, by_group: Callable[[HttpCall], Awaitable[web.Response]]) -> None:
         self._fetching, self._producing, self._topics = core.fetching, core.producing, core.topics
         self._bodies, self._by_group = bodies, by_group
         self.handlers = {"consume": self.consume, "produce": self.produce}
 
-    async def consume(self, call: Call) -> web.Response:
+    async def consume(self, call: HttpCall) -> web.Response:
         topic, query = call.path["topic"], call.query
         if query["group"] is not None:
             return await self._by_group(call)
@@ -362,7 +362,7 @@ class MessageCalls:
             raise RequestRefused("unknown_partition", text, field="partition")
         return asked or 0
 
-    async def produce(self, call: Call) -> web.Response:
+    async def produce(self, call: HttpCall) -> web.Response:
         topic = call.path["topic"]
         async with self._bodies.read(call.request) as body:
             asked = await self._parse(call, body)
@@ -379,7 +379,7 @@ class MessageCalls:
         self._producing.send(topic, asked.messages, asked.producer, partial(self._bodies.release, nbytes))
         return web.json_response({"accepted": len(asked.messages)}, status=202)
 
-    async def _parse(self, call: Call, body: bytes) -> ProduceRequest:
+    async def _parse(self, call: HttpCall, body: bytes) -> ProduceRequest:
         form, kind = call.query["format"], call.request.headers.get("Content-Type") and call.request.content_type
         given = {name: call.query[name] for name in _SENDING if call.query[name] is not None}
         if kind in BYTES or (form == "raw" and kind not in (JSON, NDJSON)):  # without a type it was always JSON
@@ -412,7 +412,7 @@ class MessageCalls:
         return _checked(messages, "batch", given)
 
 
-def _of_query(call: Call, is_one: bool = True) -> NewMessage:
+def _of_query(call: HttpCall, is_one: bool = True) -> NewMessage:
     """Return a message without a value, which is the body: its key, partition and id stand in the query."""
     query = call.query
     if query["id"] is not None and not is_one:

@@ -1,7 +1,7 @@
 """Every path of the API, declared once: the handlers are registered from it, parameters are read by it, and the
 OpenAPI document is made from it (openapi.py).
 
-A handler gets a Call: its path and query are checked already. Its body is read by request.py.
+A handler gets an HttpCall: its path and query are checked already. Its body is read by request.py.
 """
 
 import time
@@ -16,8 +16,8 @@ from kmq.gateway.http.request import (
     JSON,
     NDJSON,
     PATH_SCHEMAS,
-    Call,
     Handler,
+    HttpCall,
     Operation,
     Parameter,
     Reply,
@@ -411,7 +411,7 @@ def _serving(
         begun = time.perf_counter()
         try:
             path = {name: _value(name, PATH_SCHEMAS[name], request.match_info[name]) for name in operation.path_names}
-            response = await handler(Call(request, path, read_query(operation, request)))
+            response = await handler(HttpCall(request, path, read_query(operation, request)))
         except RequestRefused as refused:
             count(operation.name, refused.code, time.perf_counter() - begun)
             raise

@@ -88,7 +88,7 @@ class Reply(NamedTuple):
     types: tuple[str, ...] = (JSON,)
 
 
-class Call(NamedTuple):
+class HttpCall(NamedTuple):
     """A request whose parameters are checked."""
 
     request: web.Request
@@ -114,7 +114,7 @@ class Operation(NamedTuple):
         return re.findall(r"{(\w+)}", self.path)
 
 
-Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+Handler = Callable[[HttpCall], Awaitable[web.StreamResponse]]
 
 PATH_SCHEMAS: dict[str, Schema] = {
     "topic": text("name of a topic", minLength=1, maxLength=200),

@@ -14,7 +14,7 @@ from kmq.gateway.http.request import (
     PATH_SCHEMAS,
     REF,
     Bodies,
-    Call,
+    HttpCall,
     Schema,
     array,
     flag,
@@ -481,7 +481,7 @@ def check(schema: Schema, value: object, where: str = "") -> None:
         _check_object(schema, value, where)
 
 
-async def read_body(bodies: Bodies, call: Call, name: str) -> dict[str, Any]:
+async def read_body(bodies: Bodies, call: HttpCall, name: str) -> dict[str, Any]:
     """Return the body of a request, checked against the schema `name`. Raises RequestRefused."""
     async with bodies.read(call.request) as text:
         body: dict[str, Any] = await bodies.parse(text, parse_json)

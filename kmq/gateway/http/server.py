@@ -43,7 +43,7 @@ from kmq.gateway.http.exchange import exchanging
 from kmq.gateway.http.groups import GroupCalls
 from kmq.gateway.http.messages import MessageCalls
 from kmq.gateway.http.operations import ADMIN, CONSOLE, GROUPS, MESSAGES, register
-from kmq.gateway.http.request import Bodies, Call, refuse_unknown_paths, response_of
+from kmq.gateway.http.request import Bodies, HttpCall, refuse_unknown_paths, response_of
 from kmq.gateway.http.schema import read_body
 
 # --- topics -----------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Topics:
             "deleteTopic": self.delete,
         }
 
-    async def create(self, call: Call) -> web.Response:
+    async def create(self, call: HttpCall) -> web.Response:
         body = await read_body(self._bodies, call, "NewTopic")
         copies = self._copies()
         if body.get("replicationFactor", copies) != copies:
@@ -77,21 +77,21 @@ class Topics:
         )
         return await self._described(topic, 201 if is_made else 200)
 
-    async def list_all(self, call: Call) -> web.Response:
+    async def list_all(self, call: HttpCall) -> web.Response:
         found = await self._topics.all(call.query["internal"])
         return web.json_response([self._summary(topic) | {"partitions": topic.partitions} for topic in found])
 
-    async def describe(self, call: Call) -> web.Response:
+    async def describe(self, call: HttpCall) -> web.Response:
         return await self._described(await self._topics.describe(call.path["topic"]))
 
-    async def change(self, call: Call) -> web.Response:
+    async def change(self, call: HttpCall) -> web.Response:
         body = await read_body(self._bodies, call, "TopicChanges")
         topic = await self._topics.change(
             call.path["topic"], _options(body), body.get("partitions"), body.get("force", False)
         )
         return await self._described(topic)
 
-    async def delete(self, call: Call) -> web.Response:
+    async def delete(self, call: HttpCall) -> web.Response:
         await self._topics.delete(call.path["topic"])
         return web.Response(status=204)
 

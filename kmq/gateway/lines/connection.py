@@ -25,12 +25,12 @@ class TooLong(ValueError):
     """A request line is over MAX_REQUEST bytes."""
 
 
-class Connection(ClientConnection):
+class LineConnection(ClientConnection):
     """A connection by lines."""
 
     unit = "line"
 
-    def __init__(self, serve: "Callable[[Connection], Awaitable[None]]", siblings: "set[Connection]") -> None:
+    def __init__(self, serve: "Callable[[LineConnection], Awaitable[None]]", siblings: "set[LineConnection]") -> None:
         super().__init__(serve, siblings)
         self._partial = b""
         self._lines: deque[bytes] = deque()

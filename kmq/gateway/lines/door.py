@@ -23,7 +23,7 @@ from kmq.gateway.core.fetching import Cursor
 from kmq.gateway.core.partitions import END, MAX_BATCH
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.redelivery import Redelivery
-from kmq.gateway.lines.connection import Connection, TooLong
+from kmq.gateway.lines.connection import LineConnection, TooLong
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import Session
 from kmq.log.damage import DamageError
@@ -49,7 +49,7 @@ _WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
 class Consumption:
     """One CONSUME."""
 
-    def __init__(self, service: Service, connection: Connection, asked: Consume) -> None:
+    def __init__(self, service: Service, connection: LineConnection, asked: Consume) -> None:
         self._service, self._connection, self._asked = service, connection, asked
         self._left = asked.most or END  # lines
 
@@ -192,10 +192,10 @@ class Lines:
     def __init__(self, service: Service, groups: Groups, redelivery: Redelivery | None = None) -> None:
         """`redelivery` None: nothing can be given back, and nothing comes again."""
         self._service, self._groups, self._redelivery = service, groups, redelivery
-        self._connections: set[Connection] = set()
+        self._connections: set[LineConnection] = set()
 
-    def __call__(self) -> Connection:
-        return Connection(self._serve, self._connections)
+    def __call__(self) -> LineConnection:
+        return LineConnection(self._serve, self._connections)
 
     @property
     def connections(self) -> int:
@@ -210,7 +210,7 @@ class Lines:
         """Wait a moment until the clients have read their last line."""
         await drain(self._connections)
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: LineConnection) -> None:
         verb, code = "none", "OK"
         try:
             line = await connection.read_line()
@@ -239,14 +239,14 @@ class Lines:
         finally:
             self._service.requests.count_egress(verb, code)
 
-    async def _handle(self, connection: Connection, asked: Opening) -> None:
+    async def _handle(self, connection: LineConnection, asked: Opening) -> None:
         if isinstance(asked, Consume):
             await Consumption(self._service, connection, asked).run()
         else:
             await Session(self._service, connection, self._groups, self._redelivery, asked).run()
 
 
-async def _whole(connection: Connection, asked: Group | Assign, nbytes: int) -> Group | Assign:
+async def _whole(connection: LineConnection, asked: Group | Assign, nbytes: int) -> Group | Assign:
     """Return an opening with all its lines, of which the first has so many bytes. Raises BadLine, TooLong."""
     while asked.more:
         line = await connection.read_line()

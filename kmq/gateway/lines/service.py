@@ -23,7 +23,7 @@ from kmq.gateway.core.fetching import Waking
 from kmq.gateway.core.finding import RecordPlace, SeqFinder
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Batch, Partitions
-from kmq.gateway.lines.connection import Connection, TooLong
+from kmq.gateway.lines.connection import LineConnection, TooLong
 from kmq.log.damage import DamageError, MisplacedError
 from kmq.wire.requests import BadLine, name_of
 
@@ -58,7 +58,7 @@ class Service:
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, files.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)
-        self._readers: set[Connection] = set()
+        self._readers: set[LineConnection] = set()
 
     def authorize(self, token: str, peer: str, what: str) -> None:
         """Raise RequestRefused unless `token` is valid and may do this, or none is required."""
@@ -97,7 +97,7 @@ class Service:
             raise
 
     @asynccontextmanager
-    async def reading(self, connection: Connection) -> AsyncIterator[None]:
+    async def reading(self, connection: LineConnection) -> AsyncIterator[None]:
         """Hold files open for a connection. Raises RequestRefused if too many do, and go on doing so."""
         if self._reads.locked():
             self._evict_slowest()
@@ -176,17 +176,17 @@ class StatusPort:
 
     def __init__(self, service: Service, finder: SeqFinder, has_committed: HasCommitted) -> None:
         self._service, self._finder, self._has_committed = service, finder, has_committed
-        self._connections: set[Connection] = set()
+        self._connections: set[LineConnection] = set()
 
-    def __call__(self) -> Connection:
-        return Connection(self._serve, self._connections)
+    def __call__(self) -> LineConnection:
+        return LineConnection(self._serve, self._connections)
 
     def stop(self) -> None:
         """End all connections."""
         for connection in [*self._connections]:
             connection.end(b"")
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: LineConnection) -> None:
         try:
             while (line := await connection.read_line()) is not None:
                 answer = await self._answer(line, connection.peer)

@@ -25,7 +25,7 @@ from kmq.gateway.groups.protocol import Client, MemberOptions, Revoke
 from kmq.gateway.groups.reader import Reader
 from kmq.gateway.groups.redelivery import DueMessage, Redelivery
 from kmq.gateway.groups.streaming import Fetches, PendingFetch, Rebalances, serve_until_one_ends
-from kmq.gateway.lines.connection import Connection
+from kmq.gateway.lines.connection import LineConnection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
 from kmq.wire import replies, requests
@@ -53,7 +53,7 @@ class Session:
     def __init__(
         self,
         service: Service,
-        connection: Connection,
+        connection: LineConnection,
         groups: Groups,
         redelivery: Redelivery | None,
         asked: requests.Group | requests.Assign,
