@@ -1,7 +1,11 @@
 """What the scenarios need beside a broker (tests/conftest.py)."""
 
+import itertools
+
 import pytest
 from brokers import ROOT
+
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +20,20 @@ def broker(new_broker):
     made = new_broker()
     made.gateway = False
     return made
+
+
+@pytest.fixture
+def peer(broker):
+    """A client of Kafka that sends what the test says."""
+    from kafka_peer import Peer  # the extra may be missing
+
+    with Peer.of(broker.pipes) as made:
+        yield made
+
+
+@pytest.fixture
+def topic(peer):
+    """A topic of this test alone, as a client of Kafka makes it: with KMQ_KAFKA_PARTITIONS."""
+    name = f"t{next(_numbers)}"
+    assert peer.make_topic(name) > 0
+    return name

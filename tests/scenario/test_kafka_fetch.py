@@ -46,12 +46,6 @@ def topic(broker):
     return f"t{next(numbers)}"
 
 
-@pytest.fixture
-def peer(broker):
-    with Peer.of(broker.pipes) as made:
-        yield made
-
-
 def port(broker):
     return int((broker.pipes / "kafka.port").read_text())
 

@@ -80,20 +80,6 @@ def broker(tmp_path_factory):
 
 
 @pytest.fixture
-def peer(broker):
-    with Peer.of(broker.pipes) as made:
-        yield made
-
-
-@pytest.fixture
-def topic(peer):
-    """A topic of this test alone."""
-    name = f"t{next(numbers)}"
-    assert peer.make_topic(name) == PARTITIONS
-    return name
-
-
-@pytest.fixture
 def group():
     return f"g{next(numbers)}"
 

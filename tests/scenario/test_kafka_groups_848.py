@@ -35,7 +35,7 @@ from test_kafka_groups import (
 
 from kmq.access import tokens
 
-broker, peer, topic, group = classic.broker, classic.peer, classic.topic, classic.group
+broker, group = classic.broker, classic.group
 METADATA, OFFSET_FETCH, DELETE_TOPICS, HEARTBEAT, DESCRIBE = 3, 9, 20, 68, 69
 NEW = {"group.protocol": "consumer", "enable.auto.commit": "false", "auto.offset.reset": "earliest"}
 CLIENTS = ["confluent", pytest.param("java", marks=pytest.mark.java)]

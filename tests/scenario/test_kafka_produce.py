@@ -1,6 +1,5 @@
 """Produce through the Kafka door: lines that tail shows, offsets that are right, and each batch of a producer once."""
 
-import itertools
 import os
 import signal
 import time
@@ -14,7 +13,6 @@ from kio.schema.errors import ErrorCode
 
 EPOCH_IDS = 1 << 44
 LAST_SEQUENCE = (1 << 31) - 1
-numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +21,6 @@ def broker(tmp_path_factory):
     made.up(KMQ_MAX_LINE=65536, KMQ_KAFKA_PARTITIONS=2)
     yield made
     made.down()
-
-
-@pytest.fixture
-def topic(broker):
-    """A topic of two partitions, of this test alone."""
-    name = f"t{next(numbers)}"
-    with Peer.of(broker.pipes) as peer:
-        assert peer.make_topic(name) == 2
-    return name
-
-
-@pytest.fixture
-def peer(broker):
-    with Peer.of(broker.pipes) as made:
-        yield made
 
 
 def batch(values, producer=(-1, -1, -1), begin=1000, **more):

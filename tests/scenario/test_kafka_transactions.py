@@ -16,7 +16,6 @@ from kafka_transactions import Raw, address, committed, metadata_of, producer, s
 from kio.schema.errors import ErrorCode
 
 INIT, PRODUCERS, DESCRIBE, LIST = 22, 61, 65, 66
-numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +26,6 @@ def broker(tmp_path_factory):
     made.up(KMQ_KAFKA_PARTITIONS=2, KMQ_KAFKA_TXN_BYTES="5 MiB", KMQ_MAX_LINE=65536)
     yield made
     made.down()
-
-
-@pytest.fixture
-def topic(broker):
-    """A topic of two partitions, of this test alone."""
-    name = f"t{next(numbers)}"
-    with Peer.of(broker.pipes) as peer:
-        assert peer.make_topic(name) == 2
-    return name
-
-
-@pytest.fixture
-def peer(broker):
-    with Peer.of(broker.pipes) as made:
-        yield made
 
 
 # --- a real client ---------------------------------------------------------------------------------------------------
