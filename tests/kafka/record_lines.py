@@ -58,6 +58,11 @@ def read(lines: Iterable[str]) -> Iterator[Row]:
         )
 
 
+def offsets_behind(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
+    """Return topic and partition → the offset behind the last of these rows, which are in order."""
+    return {(row.topic, row.partition): row.offset + 1 for row in rows}
+
+
 def _header(text: str) -> Header:
     name, _, value = text.partition(":")
     return b64decode(name).decode(), _meant(value)
@@ -71,9 +76,11 @@ def _meant(text: str) -> bytes | None:
 
 
 class Asked(NamedTuple):
-    """produce <bootstrap> <topic>=<codec>… < rows   or   consume <bootstrap> <topic>=<count>… > rows.
+    """produce <bootstrap> <topic>=<codec>… < rows   or   consume <bootstrap> <topic>=<count>… > rows
+    or   transact <bootstrap> < steps > answers.
 
-    Each topic has the partitions 0 and 1, and is sent all the rows. What is consumed begins with offset 0.
+    Each topic has the partitions 0 and 1, and is sent all the rows. What is consumed begins with offset 0. It is what a
+    reader of committed records is shown.
     """
 
     command: str
@@ -89,3 +96,28 @@ def asked() -> Asked:
     """Return what the command line says."""
     command, bootstrap, *pairs = sys.argv[1:]
     return Asked(command, bootstrap, dict(pair.split("=") for pair in pairs))
+
+
+# --- transactions ----------------------------------------------------------------------------------------------------
+
+
+def transact(steps: object) -> None:
+    """Call the method of `steps` that each line of the input names. Print the rows that it returns, and `done`; or why not.
+
+    init TAB <id>      make a producer with this transactional id
+    begin, commit, abort
+    send TAB <row>
+    flush              wait until all that was sent is acknowledged
+    join TAB <group> TAB <topic>    make a consumer, which begins with the first offset
+    poll               read a few records, if some come soon
+    offsets            send to the transaction behind which records the last poll has ended
+    leave              close the consumer
+    """
+    for line in sys.stdin:
+        step, _, rest = line.rstrip("\n").partition("\t")
+        words: list[Row] | list[str] = [*read([rest])] if step == "send" else rest.split("\t") if rest else []
+        try:
+            sys.stdout.write(write(getattr(steps, step)(*words) or ()) + "done\n")
+        except Exception as err:
+            print(repr(err).replace("\n", " ").replace("\t", " "))
+        sys.stdout.flush()

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import record_lines
@@ -119,6 +120,39 @@ class Done(NamedTuple):
     error: str
 
 
+class Transactor:
+    """A client's program that does one step after the other (record_lines.transact)."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def do(self, step: str, *words: str | Row) -> list[Row]:
+        """Let it do a step. Returns what it prints of it. Raises StepFailed."""
+        self.begin(step, *words)
+        return self.end()
+
+    def begin(self, step: str, *words: str | Row) -> None:
+        """Let it begin with a step, and others do theirs meanwhile."""
+        assert self._process.stdin is not None
+        texts = [record_lines.write([word]).rstrip("\n") if isinstance(word, Row) else word for word in words]
+        self._process.stdin.write("\t".join([step, *texts]) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> list[Row]:
+        """Wait until the step that was begun is done."""
+        assert self._process.stdout is not None
+        lines = []
+        while "\t" in (line := self._process.stdout.readline()):
+            lines.append(line)
+        if line != "done\n":
+            raise StepFailed(line)
+        return [*record_lines.read(lines)]
+
+
+class StepFailed(Exception):
+    """A client has refused a step, and says why."""
+
+
 class Zoo:
     """A broker, and what its clients have written and read. Everything is done once, when it is asked for first."""
 
@@ -130,21 +164,31 @@ class Zoo:
         self.errors: dict[tuple[str, str], str] = {}
         self.is_restarted = False
 
-    def _run(self, client: Client, command: str, topics: Mapping[str, object], rows: Iterable[Row] = ()) -> Done:
+    def _program(self, client: Client, command: str) -> dict[str, Any]:
+        """Return what starts its program, as arguments of subprocess."""
         found = _command(client.name)
         assert not isinstance(found, str)
         address = f"127.0.0.1:{(self.broker.pipes / f'{client.port}.port').read_text().strip()}"
         env = self.broker.env | {"PYTHONPATH": str(ROOT / "tests/kafka")}
-        done = subprocess.run(
-            [*found, command, address, *(f"{topic}={value}" for topic, value in topics.items())],
-            input=record_lines.write(rows),
-            capture_output=True,
-            text=True,
-            timeout=_RUN_S,
-            env=env,
-        )
+        return {"args": [*found, command, address], "env": env, "text": True}
+
+    def run(self, client: Client, command: str, topics: Mapping[str, object], rows: Iterable[Row] = ()) -> Done:
+        program = self._program(client, command)
+        program["args"] += [f"{topic}={value}" for topic, value in topics.items()]
+        done = subprocess.run(**program, input=record_lines.write(rows), capture_output=True, timeout=_RUN_S)
         whole = done.stdout[: done.stdout.rfind("\n") + 1]
         return Done([*record_lines.read(whole.splitlines())], done.stderr[-2000:] if done.returncode else "")
+
+    @contextmanager
+    def transactor(self, client: Client) -> Iterator["Transactor"]:
+        """Run a client's program for the steps of transactions."""
+        with subprocess.Popen(
+            **self._program(client, "transact"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            try:
+                yield Transactor(process)
+            finally:
+                process.kill()
 
     # --- write -------------------------------------------------------------------------------------------------------
 
@@ -159,12 +203,12 @@ class Zoo:
         if not client.is_kafka:  # Kafka's clients make a topic by naming it
             with Peer.of(self.broker.pipes) as peer:
                 assert {peer.make_topic(topic) for topic in topics} == {len(record_lines.PARTITIONS)}
-        begin = _now()
+        begin = now()
         plain = client.topic("none")
-        error = self._run(client, "produce", {plain: topics.pop(plain)}, client.records("none").values()).error
+        error = self.run(client, "produce", {plain: topics.pop(plain)}, client.records("none").values()).error
         if topics and not error:
-            error = self._run(client, "produce", topics, client.records("gzip").values()).error
-        self.times |= dict.fromkeys([plain, *topics], (begin, _now()))
+            error = self.run(client, "produce", topics, client.records("gzip").values()).error
+        self.times |= dict.fromkeys([plain, *topics], (begin, now()))
         return error
 
     def sent(self) -> dict[str, dict[str, Row]]:
@@ -184,7 +228,7 @@ class Zoo:
             topics = {
                 topic: len(rows) for topic, rows in self.sent().items() if self._is_readable(client, topic, source)
             }
-            done = self._run(client, "consume", topics)
+            done = self.run(client, "consume", topics)
             found: dict[str, list[Row]] = {topic: [] for topic in topics}
             for row in done.rows:
                 found[row.topic].append(row)
@@ -214,9 +258,9 @@ class Zoo:
             return
         self.is_restarted = True
         self.broker.kill("gateway")
-        self.broker.wait(self._answers, "a gateway that answers")
+        self.broker.wait(self.answers, "a gateway that answers")
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         try:
             with Peer.of(self.broker.pipes) as peer:
                 return bool(peer.ask(18, 0).api_keys)
@@ -224,7 +268,7 @@ class Zoo:
             return False
 
 
-def _now() -> int:
+def now() -> int:
     return time.time_ns() // 1_000_000
 
 
