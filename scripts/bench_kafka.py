@@ -58,6 +58,7 @@ COMPRESSED, RAW = (
 _ONCE = "enable.idempotence=true"
 IDEMPOTENT = Workload("100 B, idempotent", 100, options=_ONCE), Workload("1 KB, idempotent", 1000, options=_ONCE)
 RATES = {SMALL: "≥ 230000", LARGE: "≥ 90000", COMPRESSED: "≥ 90000", RAW: "≥ 50000"} | dict.fromkeys(IDEMPOTENT, "")
+_TRANSACTION = 1000  # records
 _PACE, _SETTLE_S = 10_000, 1.0  # records a second, and how long before they are measured
 DOOR = {SMALL: "≤ 0.8", LARGE: "≤ 0.7"}  # its CPU, of that of the stages
 
@@ -121,6 +122,30 @@ def throughput(bench: Bench) -> Iterator[Figure]:
         yield Figure("throughput", f"{load.name}: door / stages", door_us / kafka.per_million, "x", DOOR.get(load, ""))
 
 
+def transactions(bench: Bench) -> Iterator[Figure]:
+    """How fast a producer sends in transactions, beside the same one that is idempotent only. No consumer reads."""
+    for load, bar in ((SMALL, "≥ 0.4"), (LARGE, "")):
+        sums, door = (Sums(), Sums()), [0.0, 0.0]
+        for _ in range(bench.rounds):
+            for turn, options in enumerate((_ONCE, "transactional.id=bench")):
+                before, sent = bench.gateway_cpu(), load._replace(options=options)
+                sums[turn].add(bench.running, partial(_produced, bench, sent))
+                door[turn] += bench.gateway_cpu() - before
+        names = f"{load.name}, idempotent", f"{load.name}, {_TRANSACTION:,} records a transaction"
+        for name, each, used in zip(names, sums, door, strict=True):
+            note = f"µs of a record: {each.each()}, door {used / each.count * 1e6:.2f}"
+            yield Figure("transactions", name, each.rate, "msg/s", note=note)
+        yield Figure(
+            "transactions", f"{load.name}: in transactions / idempotent", sums[1].rate / sums[0].rate, "x", bar
+        )
+
+
+def _produced(bench: Bench, load: Workload) -> tuple[float, float, float]:
+    """Produce for some seconds; until the last record is delivered."""
+    found = _result(bench.client("produce", bench.topic(), load, bench.seconds))
+    return found["count"], found["seconds"], found["cpu"]
+
+
 def catchup(bench: Bench) -> Iterator[Figure]:
     """How fast a consumer reads what was stored by lines."""
     for load, unit, bar in ((SMALL, "msg/s", "≥ 300000"), (LARGE, "MB/s", "≥ 150")):
@@ -177,7 +202,7 @@ def _waiting_fetch(topic: str, end: int) -> bytes:
     return struct.pack(">i", len(body)) + body
 
 
-PARTS = {"throughput": throughput, "catchup": catchup, "delay": delay, "idle": idle}
+PARTS = {"throughput": throughput, "transactions": transactions, "catchup": catchup, "delay": delay, "idle": idle}
 
 
 # --- the clients, in processes of their own --------------------------------------------------------------------------
@@ -232,6 +257,9 @@ def _client(role: str, port: str, topic: str, nbytes: str, is_text: str, amount:
     cpu = time.process_time()
     if role == "produce":
         producer = Producer(servers | {"linger.ms": 5, "queue.buffering.max.messages": 200_000})
+        is_transactional = "transactional.id" in servers
+        if is_transactional:
+            producer.init_transactions(60)
         begin, count, failed = time.monotonic(), 0, 0
 
         def hear(error: object, message: object) -> None:
@@ -239,17 +267,24 @@ def _client(role: str, port: str, topic: str, nbytes: str, is_text: str, amount:
             failed += error is not None
 
         while time.monotonic() < begin + float(amount):
-            for _ in range(1000):
+            if is_transactional:
+                producer.begin_transaction()
+            for _ in range(_TRANSACTION):
                 try:
                     producer.produce(topic, value, partition=0, on_delivery=hear)
                     count += 1
                 except BufferError:
                     producer.poll(0.05)
+            if is_transactional:
+                producer.commit_transaction(60)
             producer.poll(0)
-        producer.produce(topic, b"end", partition=0)
+        if not is_transactional:
+            producer.produce(topic, b"end", partition=0)
+            count += 1
         if producer.flush(60) or failed:
             raise SystemExit("not all was delivered")
-        print(json.dumps({"count": count + 1, "cpu": time.process_time() - cpu}))
+        seconds = time.monotonic() - begin
+        print(json.dumps({"count": count, "seconds": seconds, "cpu": time.process_time() - cpu}))
     else:
         most = int(float(amount))
         consumer = Consumer(servers | {"group.id": "bench", "enable.auto.commit": False, "fetch.wait.max.ms": 100})
