@@ -110,7 +110,7 @@ class Catalog(AnyTopic):
             self._forget_deleted()
         if self._few and self._shape.fits(text, producer):
             return True
-        if not record.any_shape.fits(text, producer):
+        if not (record.own_shape if producer else record.any_shape).fits(text, producer):
             return False
         marks = record.marks(text)
         if marks is None or not all(map(self._takes_mark, marks)):
@@ -124,7 +124,8 @@ class Catalog(AnyTopic):
             if not self._may_take_new(len(unknown)):
                 return False
             self._count_in(unknown, next_seq + text.count(b"\n"))
-        self._expect(named, marks)
+        if not any(name.startswith(b"__") for name in named):  # the pattern is for all senders
+            self._expect(named, marks)
         return True
 
     def _forget_deleted(self) -> None:

@@ -38,7 +38,8 @@ _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 # Topics of KMQ itself, which only its own programs write: __consumer_offsets. `__append` is the WAL's name in lists;
 # `__kmq` belongs to the framer alone (kmq/log/topic_changes.py).
-_OWN_LABEL = re.compile(rb"__(?!append[.|]|kmq[.|])[A-Za-z0-9_-]{1,198}+[.|]")
+_OWN = rb"__(?!append[.|]|kmq[.|])[A-Za-z0-9_-]{1,198}+"
+_OWN_LABEL = re.compile(_OWN + rb"[.|]")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 _NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
@@ -85,6 +86,7 @@ class Shape:
 
 
 any_shape = Shape((_LABEL, b""))
+own_shape = Shape((_LABEL, b""), (_OWN, b""))  # with the topics of KMQ itself
 good_prefix = any_shape.prefix
 
 

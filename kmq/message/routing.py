@@ -248,7 +248,8 @@ class AnyTopic:
 
         `producer`: they must be as lines of this producer are stored, with decimal ids.
         """
-        return record.any_shape.fits(text, producer) and record.marks(text) is not None
+        shape = record.own_shape if producer else record.any_shape
+        return shape.fits(text, producer) and record.marks(text) is not None
 
     def refusal(self, line: bytes, seq: int) -> str:
         """Return why this well-formed line, the next record `seq`, may not name its topic, as one word; else ""."""

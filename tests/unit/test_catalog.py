@@ -51,6 +51,16 @@ def test_messages_make_topics_up_to_the_limit_and_then_only_known_ones_pass(worl
     assert catalog.refusal(b"b|0|1|x", 3) == ""
 
 
+def test_what_the_kafka_door_holds_back_is_taken_as_a_whole_and_nobody_else_may_send_it(world):
+    world.make("__transactions")
+    catalog, door = world.catalog(), b"k1000000.1.0"
+    held = b"__transactions.@0.1-0-1||%%d;p=%b|t.@0|1.5|;a=b|x\n" % door
+    for turn in range(2):  # what was taken once is looked for first
+        assert catalog.takes(b"".join(held % id for id in range(9)), 1 + 9 * turn, door)
+        assert not catalog.takes(held % 1, 1)
+        assert not catalog.takes(held.replace(b"__transactions", b"__append") % 1, 1, door)
+
+
 def batch_of(catalog, *parts):
     """What the framer makes of these parts."""
     way = Way()
