@@ -34,6 +34,7 @@ LIMITS = {
     STATES: {"cleanup": "compact", "segment_bytes": "16 MiB", **_NO_RETENTION},
     HELD: {"segment_bytes": "16 MiB", **_NO_RETENTION},
 }
+_OFFSETS_MARK = b"%b.@" % OFFSETS.encode()
 EMPTY, COMMIT, ABORT = "empty", "commit", "abort"
 READ_BYTES = MIB  # at once
 
@@ -188,14 +189,15 @@ def render_copies(
         if line_key != key:
             continue
         target, stamp, rest = payload.split(b"|", 2)
-        mark = record.marked(target)
-        topic = mark.topic.decode() if mark is not None else ""
-        if topic == OFFSETS and mark is not None:
+        is_offset = target.startswith(_OFFSETS_MARK)
+        # Few lines need it, and it takes more than all the rest.
+        mark = record.marked(target) if is_offset or deleted_topics.is_due else None
+        if is_offset and mark is not None:
             row = decode_key(mark.key)
             offset = decode_payload(rest.partition(b"|")[2], int(seq))
             if isinstance(offset, CommittedOffset) and not deleted_topics.covers(row.topic, int(seq)):
                 offsets[row] = offset
-        elif deleted_topics.covers(topic, _from_seq(held_id)):
+        elif mark is not None and deleted_topics.covers(mark.topic.decode(), _from_seq(held_id)):
             deleted += 1
         elif len(copy := b"%b|%b|%d%b\n" % (target, stamp, id, rest)) > max_line + 1:
             too_long += 1
