@@ -47,6 +47,7 @@ from kmq.log.dedupe_file import ROWS_PER_BEAT, TableSnapshot
 from kmq.message import record
 from kmq.message.ids import (
     COPIER_NAME,
+    KAFKA_NAME,
     MADE_UP,
     MAX_ID_DIGITS,
     MAX_WINDOW_ID,
@@ -71,7 +72,7 @@ _MADE_UP_S = 600
 # A Kafka producer gets another name when its program starts again. One that is idle for so long has nothing on the way
 # that it could send again, and goes on under a name that is forgotten as under a new one.
 _KAFKA_S = 3600
-_MADE_UP, _OWN = MADE_UP.encode(), re.compile(OWN_NAME.encode())
+_MADE_UP, _KAFKA, _OWN = MADE_UP.encode(), re.compile(KAFKA_NAME.encode()), re.compile(OWN_NAME.encode())
 _COPIER = re.compile(COPIER_NAME.encode())
 # What writes a commit of Kafka's transactions to its topics has this many names; that is twice as many as there are ids
 # of transactions. Who asks for its last id keeps its name.
@@ -127,7 +128,7 @@ class DedupeTable:
         """Return the part of the table in which this name has its place."""
         if _OWN.fullmatch(name):
             return self.copiers if _COPIER.fullmatch(name) else self.own
-        return self.kafka if is_of_door(name) else self.common
+        return self.kafka if _KAFKA.fullmatch(name) else self.common
 
     def _add(self, producer: KnownProducer) -> KnownProducer:
         name, part = producer.name, self.part_of(producer.name)
@@ -243,7 +244,7 @@ class DedupeTable:
             seq_text, seconds_text, sent, routing_key, id, kind, whose, headers, payload = match.groups()
             seq, seconds = int(seq_text), min(int(seconds_text), now)
             if kind == b"p" and (whose == of_door or is_of_door(whose)):
-                of_door, print = whose, crc32(sent)
+                of_door, (print,) = whose, record.fingerprints([sent])
             else:
                 print = fingerprint(routing_key, headers, payload) if headers else crc32(payload, starts[routing_key])
             if kind == b"w":
@@ -399,7 +400,7 @@ class Acceptor:
         if producer is None or first <= producer.last_id:
             return False
         if is_of_door(name):
-            prints = [*map(crc32, lines)]  # of all of a line, because this door sends the same bytes again
+            prints = record.fingerprints(lines)
         else:
             start_of = self._start_of
             prints = [
@@ -440,8 +441,8 @@ class Acceptor:
             batch.lines.append(record.disclaim(record.padded(line)))
             return b""
         stored = b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload)
-        if is_of_door(name):
-            print = crc32(stored)
+        if kind == b"p" and is_of_door(name):
+            (print,) = record.fingerprints([stored])
         else:
             print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
         if kind == b"p":

@@ -207,6 +207,9 @@ class PartitionLog:
             state.last_seq = first_seq - 1  # an upper bound: the seqs written so far are lower
         self._write(data, count, first_seq if dense else 0, next_ts)
         state.last_seq = last_seq
+        # Only now: without room it waits, and what makes room writes a checkpoint of the state.
+        if self._index is not None and self._index.is_behind:
+            self._index.flush()
         return written
 
     def _write(self, data: Buffer, count: int, first_seq: int, first_ts: int) -> None:
@@ -220,8 +223,6 @@ class PartitionLog:
         entries.extend(data, position, state.end_offset, first_seq)
         state.end_offset += count
         state.size += len(data)
-        if entries.is_behind:
-            entries.flush()
 
     def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
         """Seal the active segment and begin a new one.

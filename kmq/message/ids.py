@@ -28,7 +28,7 @@ KAFKA_NAME = r"k\d{7,18}\.\d{1,18}\.\d{1,9}|auto-k\d{1,18}\.\d{1,9}"
 COPIER_NAME = r"t\d{7,18}"
 OWN_NAME = rf"__.*|{COPIER_NAME}"  # of producers of KMQ itself
 
-_KAFKA = re.compile(KAFKA_NAME.encode())
+_OF_DOOR = re.compile(f"{KAFKA_NAME}|{COPIER_NAME}".encode())
 
 NEW, TOO_OLD = -1, -2  # what `find` returns besides a seq
 PRINTS = 4096  # ids of a producer whose content is remembered
@@ -36,12 +36,11 @@ _RANGES = 1 << 16
 
 
 def is_of_door(name: bytes) -> bool:
-    """Return True for a producer whose lines the Kafka door writes.
+    """Return True for a producer whose lines the Kafka door writes, and says in each whose it is.
 
-    What it sends again is the same line, byte for byte. So its fingerprint is the crc32 of the line as it is stored, without
-    seq and time of receipt.
+    So the fingerprint of such a line is of the line as a whole (record.fingerprints).
     """
-    return _KAFKA.fullmatch(name) is not None
+    return _OF_DOOR.fullmatch(name) is not None
 
 
 class KnownProducer:

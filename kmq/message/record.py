@@ -38,8 +38,8 @@ _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 # Topics of KMQ itself, which only its own programs write: __consumer_offsets. `__append` is the WAL's name in lists;
 # `__kmq` belongs to the framer alone (kmq/log/topic_changes.py).
-_OWN = rb"__(?!append[.|]|kmq[.|])[A-Za-z0-9_-]{1,198}+"
-_OWN_LABEL = re.compile(_OWN + rb"[.|]")
+_OWN_TOPIC = rb"__(?!append[.|]|kmq[.|])[A-Za-z0-9_-]{1,198}+"
+_OWN_LABEL = re.compile(_OWN_TOPIC + rb"[.|]")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 _NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
@@ -86,7 +86,7 @@ class Shape:
 
 
 any_shape = Shape((_LABEL, b""))
-own_shape = Shape((_LABEL, b""), (_OWN, b""))  # with the topics of KMQ itself
+own_shape = Shape((_LABEL, b""), (_OWN_TOPIC, b""))  # with the topics of KMQ itself
 good_prefix = any_shape.prefix
 
 
@@ -284,6 +284,15 @@ def fingerprint(routing_key: bytes, headers: bytes, payload: bytes) -> int:
     differ in them.
     """
     return crc32(payload, fingerprint_start(routing_key, headers))
+
+
+def fingerprints(lines: list[bytes]) -> list[int]:
+    """Return 32 bits of each of these lines of the Kafka door: of all but the sending time, which a client may set anew."""
+    if key := common_key(lines):
+        start, at = crc32(key), len(key) + 1
+        return [crc32(line[line.index(b"|", at) :], start) for line in lines]
+    parts = (line.split(b"|", 2) for line in lines)
+    return [crc32(b"|" + rest, crc32(key)) for key, _, rest in parts]
 
 
 class Starts(dict[bytes, int]):

@@ -19,6 +19,7 @@ from made_data import FIRST_TS, append, write_data
 from kmq.broker.stats import STATES, Incidents, Strangers
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.partitions import Partition
 from kmq.gateway.kafka import fetching
 from kmq.gateway.kafka.cache import MAX_BATCH, TailCache
 from kmq.gateway.kafka.door import Cluster, Kafka
@@ -288,6 +289,34 @@ def test_who_follows_is_served_as_produced_without_a_file_until_there_is_somethi
         peer.send_fetch(both, wait_ms=60_000)
         found = peer.read_fetched()
         assert [values(found["t", 1]), len(values(found["t", 0]))] == [[(0, b"new")], 10]
+    for each in made[:2]:
+        each.close()
+
+
+def test_who_waits_for_more_than_there_is_reads_it_once_however_much_larger_its_lines_are(tmp_path):
+    made = write_data(tmp_path, lines_of(2000), {"t": 1}, closed=False)
+    with opened(str(tmp_path)) as (_, peer):
+        assert values(peer.fetch("t", 0, 1000, partition_bytes=1))
+        reads, read = [], Partition.read
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partition, "read", lambda *asked: reads.append(asked) or read(*asked))
+            append(made, lines_of(2000, start=2000))
+            assert len(values(peer.fetch("t", 0, 1000, min_bytes=1 << 20, wait_ms=500))) == 3000
+        assert len(reads) <= 3
+    for each in made[:2]:
+        each.close()
+
+
+def test_a_high_watermark_is_never_below_what_is_told_and_does_not_fall(tmp_path):
+    made = write_data(tmp_path, lines_of(10), {"t": 1}, closed=False)
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(30)]
+    with opened(str(tmp_path)) as (door, peer):
+        assert peer.fetch("t", 0, 0, partition_bytes=1).high_watermark == 10
+        append(made, lines_of(20, start=10))
+        keep(door, [(0, produced(rows[:5])), (25, produced(rows[25:]))])
+        assert peer.fetch("t", 0, 0, partition_bytes=1).high_watermark == 30
+        row = peer.fetch("t", 0, 6)
+        assert row.high_watermark == 30 and values(row)[-1][0] == 29
     for each in made[:2]:
         each.close()
 

@@ -110,10 +110,14 @@ def test_the_index_is_written_when_a_few_blocks_are_complete_and_not_only_once_a
     monkeypatch.setattr(index, "BLOCK_BYTES", 512)
     log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), PartitionState(0, 0, 0), no_room)
     log.open(no_warning)
+    states, flush = [], index.IndexWriter.flush
+    monkeypatch.setattr(index.IndexWriter, "flush", lambda self: states.append(log.state.values()) or flush(self))
     for seq in range(11, 1011):
         log.append(stored([b"t|||%b" % (b"x" * 50)], seq)[0], 1, seq, seq)
     entries = index.read_entries(segment.index_path(log.path), 1 << 62)
     assert log.state.size - entries[-1].position < 20 * 512 and len(entries) < log.state.size // 512
+    # Where it waits for room, a checkpoint may be written.
+    assert len(states) > 3 and all(last_seq - end_offset == 10 for end_offset, last_seq, *_ in states)
     log.close()
 
 

@@ -345,8 +345,14 @@ def test_lines_that_say_whose_they_are_are_stored_and_remembered_as_one_by_one()
     for _ in range(3000):
         first = rng.randrange(3, 6)
         lines = [
-            b"t.@%d|%d.5|%d;p=me%b|%b"
-            % (n % 2, n, id, rng.choice([b"", b";a=b", b";enc=b64"]), rng.choice([b"", b"a;p=me|", b"x"]))
+            b"t.%b|%d.5|%d;p=me%b|%b"
+            % (
+                rng.choice([b"@0", b"@1", b"@0.k"]),
+                n,
+                id,
+                rng.choice([b"", b";a=b", b";enc=b64"]),
+                rng.choice([b"", b"a;p=me|", b"x"]),
+            )
             for n, id in enumerate(range(first, first + rng.randrange(1, 5)))
         ]
         is_good = first > 3 and bool(rng.randrange(4))
@@ -391,6 +397,18 @@ def test_what_another_content_has_under_a_known_id_is_told_of_kafkas_producers_t
     assert not accept.accept_all(gap, b"p", K % 1, 1, reserved=True)
     assert accept.accept(line, 1, b"p", K % 1) == b"!dup 1 7"
     assert accept.accept(line[:-1] + b"y", 1, b"p", K % 1) == b"!err 1 id_reused 7"
+    assert accept.accept(line.replace(b"t.@0", b"t.@0.key"), 1, b"p", K % 1) == b"!err 1 id_reused 7"
+    assert accept.accept(line.replace(b"1.5", b"2.5"), 1, b"p", K % 1) == b"!dup 1 7", "some clients set the time anew"
+
+
+def test_a_window_may_have_a_name_that_only_a_producer_must_not_have():
+    known = table()
+    accept, batch, name = Acceptor(MAX, known, ANY_TOPIC), LineBatch(7), AUTO % 1
+    accept.begin(batch, NOW)
+    assert not accept.accept(b"t|1.5|a|x", 1, b"w", name) and accept.accept(b"t|2.5|a|x", 2, b"w", name) == b"!dup 2 7"
+    again = table()
+    again.absorb(b"7|%d.000001|%b\n" % (NOW, batch.lines[0]), NOW)
+    assert state(again) == state(known)
 
 
 # --- arbitrary ids -----------------------------------------------------------------------------------------------------

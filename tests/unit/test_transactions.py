@@ -115,7 +115,11 @@ def started(monkeypatch, tmp_path):
         settings = SimpleNamespace(data=str(tmp_path), shard="", kafka_txn_bytes=1 << 30)
         declared = {"t": (10, 1)}
         partitions = SimpleNamespace(open=lambda *_: SimpleNamespace(end=lambda: 0), declared_of=lambda _: declared)
-        core = SimpleNamespace(partitions=partitions)
+
+        async def passed(seq):
+            pass
+
+        core = SimpleNamespace(partitions=partitions, watermark=SimpleNamespace(passed=passed))
         found = Transactions(settings, core, SimpleNamespace(store=store), None, FakeLogger())
         return found, found._writer, store
 

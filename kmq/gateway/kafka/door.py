@@ -340,7 +340,7 @@ class Cluster(Chapter):
         if row is not None and row["topic_id"] == id:
             return row
         code, none = ErrorCode.unknown_topic_id, None if call.version >= _BY_ID_FROM else ""
-        return {"error_code": code, "name": none, "topic_id": id}
+        return {"error_code": code, "name": none, "topic_id": id, "partitions": ()}
 
     async def partitions(self, call: Call, name: str, may_create: bool) -> int:
         """Return how many partitions a topic has. Raises RequestRefused."""

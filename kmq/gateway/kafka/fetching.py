@@ -247,7 +247,7 @@ class FetchChapter:
 
     async def _rows(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
         """Return what there is, once it is enough, or the time is up."""
-        until = time.monotonic() + request.wait_s
+        until, is_first = time.monotonic() + request.wait_s, True
         while True:
             positions = [(place, asked.offset) for place, asked in request.partitions.items()]
             if not any(consumer.may_have(place, offset) for place, offset in positions):
@@ -255,8 +255,8 @@ class FetchChapter:
             is_over = time.monotonic() >= until
             if kept := await self._kept_rows(call, consumer, request):
                 return kept
-            rows = await self._looked_at(call, consumer, request)
-            nbytes = 0
+            rows = await self._looked_at(call, consumer, request, is_first)
+            nbytes, is_first = 0, False
             wanted = [asked for place, asked in request.partitions.items() if rows[place].has_records(asked.offset)]
             if wanted:
                 most = min(request.max_bytes, MAX_ANSWER, sum(asked.max_bytes for asked in wanted))
@@ -317,19 +317,20 @@ class FetchChapter:
             records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
             if not records and (asked.offset != known.end or known.growth()):
                 return Rows(), 0
+            known.end = max(known.end, self._cache.end(place) or 0)
             row = rows[place] = _Row(known=known)
-            row.end = max(row.end, self._cache.end(place) or 0)
             row.records, found = records, sum(map(len, records))
             nbytes, left = nbytes + found, left - found
         return rows, nbytes
 
-    async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
-        """Return the state of what is asked for, without records."""
+    async def _looked_at(self, call: Call, consumer: _Consumer, request: FetchRequest, is_first: bool) -> Rows:
+        """Return the state of what is asked for, without records. `is_first`: this request has not waited yet."""
         asked = request.partitions
-        if all(map(consumer.is_quiet, asked)) or (
-            len(asked) <= _FEW and all(consumer.is_behind(place, each.offset) for place, each in asked.items())
-        ):
+        if all(map(consumer.is_quiet, asked)):
             return self._look(call, consumer, request)  # reads no files
+        few = asked.items() if is_first and len(asked) <= _FEW else ()
+        if few and all(consumer.is_behind(place, each.offset) for place, each in few):
+            return self._look(call, consumer, request, are_known=True)
         rows = await self._core.fetching.run(self._look, call, consumer, request)
         self._known += len(consumer.known) - consumer.counted
         consumer.counted = len(consumer.known)
@@ -365,11 +366,11 @@ class FetchChapter:
 
     # --- looking and reading, in threads -----------------------------------------------------------------------------
 
-    def _look(self, call: Call, consumer: _Consumer, request: FetchRequest) -> Rows:
-        """Return where each partition begins and ends, or what is wrong with it."""
+    def _look(self, call: Call, consumer: _Consumer, request: FetchRequest, are_known: bool = False) -> Rows:
+        """Return where each partition begins and ends, or what is wrong with it. `are_known`: as it was a moment ago."""
         rows = Rows()
         for place, asked in request.partitions.items():
-            work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic)
+            work = self._look_at, consumer, place, asked.offset, request.ids.get(place.topic), are_known
             code, row = self._tried(call, place, asked.epoch, *work)
             rows[place] = _Row(code) if row is None else row
         return rows
@@ -394,7 +395,9 @@ class FetchChapter:
                 self._incidents.note("kafka_not_read", call.connection.peer, f"{place}: {err}")
             return ErrorCode.kafka_storage_error, None
 
-    def _look_at(self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None) -> _Row:
+    def _look_at(
+        self, consumer: _Consumer, place: TopicPartition, offset: int, id: UUID | None, is_known: bool
+    ) -> _Row:
         """Look at a partition, unless it is known that nothing has changed. `id`: by which its topic is asked for.
 
         Raises RequestRefused, DamageError.
@@ -409,7 +412,7 @@ class FetchChapter:
                 raise known.damage
             try:
                 # The event of what the client knows may be on its way.
-                if offset > known.end or not (is_quiet or consumer.is_behind(place, offset)):
+                if not is_known and (offset > known.end or not is_quiet):
                     known.look()
             except RequestRefused as err:
                 if err.code != "unknown_topic":
@@ -501,7 +504,9 @@ class FetchChapter:
             log_append_time=is_receipt,
         )
         self._counts.count_batch("lines")
-        return batch, first + count_lines(lines)
+        following = first + count_lines(lines)
+        known.end = max(known.end, following)
+        return batch, following
 
     def _kept(self, known: _KnownPartition, offset: int, version: int) -> KeptBatch | None:
         """Return the batch as it was produced, if it is in memory and shows what the lines show to this client.

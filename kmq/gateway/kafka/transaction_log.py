@@ -166,7 +166,7 @@ def held_routing_key(partition: int, key: bytes) -> bytes:
 
 
 class Copied(NamedTuple):
-    """What was copied. `next_id`: behind the ids of the copies.
+    """What was copied. `next_id`: behind the ids of the copies. `last_seq`: of the last one.
 
     `deleted`: records that were left out because their topic was deleted, `too_long`: because no line may be so
     long now, or might in the life that began to copy.
@@ -176,14 +176,18 @@ class Copied(NamedTuple):
     offsets: dict[RowKey, CommittedOffset]
     deleted: int
     too_long: int
+    last_seq: int = 0
 
 
 def render_copies(
-    lines: Iterable[bytes], key: bytes, before: Copied, deleted_topics: DeletedTopics, max_line: int
+    lines: Iterable[bytes], key: bytes, name: bytes, before: Copied, deleted_topics: DeletedTopics, max_line: int
 ) -> tuple[bytes, Copied]:
-    """Return what those of these stored lines that have this routing key are in their topics, and what is copied then."""
+    """Return what those of these stored lines that have this routing key are in their topics, and what is copied then.
+
+    `name`: the producer of the copies.
+    """
     copies: list[bytes] = []
-    id, offsets, deleted, too_long = before
+    id, offsets, deleted, too_long, last_seq = before
     for line in lines:
         seq, _, line_key, _, held_id, payload = line.split(b"|", 5)  # hot loop: record.fields
         if line_key != key:
@@ -199,12 +203,12 @@ def render_copies(
                 offsets[row] = offset
         elif mark is not None and deleted_topics.covers(mark.topic.decode(), _from_seq(held_id)):
             deleted += 1
-        elif len(copy := b"%b|%b|%d%b\n" % (target, stamp, id, rest)) > max_line + 1:
+        elif len(copy := b"%b|%b|%d;p=%b%b\n" % (target, stamp, id, name, rest)) > max_line + 1:
             too_long += 1
         else:
             copies.append(copy)
         id += 1
-    return b"".join(copies), Copied(id, offsets, deleted, too_long)
+    return b"".join(copies), Copied(id, offsets, deleted, too_long, last_seq)
 
 
 def _from_seq(held_id: bytes) -> int:

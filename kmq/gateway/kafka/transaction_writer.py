@@ -154,10 +154,10 @@ class TransactionWriter:
     # --- the copy --------------------------------------------------------------------------------------------------------
 
     async def copy(self, decided: TransactionState) -> Copied:
-        """Write the lines of a decided transaction to their topics. Returns the offsets among them."""
+        """Write the lines of a decided transaction to their topics; all are durable when this returns."""
         log = self._core.partitions.open(HELD, decided.partition)
         key, name = held_routing_key(decided.partition, decided.held_key), _copier(decided.pid)
-        at, last_seq, max_line = decided.first, 0, self._settings.max_line
+        at, max_line = decided.first, self._settings.max_line
         copied = Copied(decided.copy, {}, 0, 0)
         while at < decided.end:
             first, found = await asyncio.to_thread(log.read, at, READ_BYTES)
@@ -166,13 +166,12 @@ class TransactionWriter:
                 raise RequestRefused("damaged", text)
             self._deleted.look()
             lines = found[:-1].split(b"\n")[: decided.end - at]
-            copies, copied = await asyncio.to_thread(render_copies, lines, key, copied, self._deleted, max_line)
+            copies, copied = await asyncio.to_thread(render_copies, lines, key, name, copied, self._deleted, max_line)
             at += len(lines)
             count = record.count_lines(copies)
             for unit in split(copies, count, max_line + UNIT_BYTES) if count else ():
                 seq, left_out = await self._store(name, *unit)  # one at a time: ids must rise
-                last_seq, copied = max(last_seq, seq), copied._replace(too_long=copied.too_long + left_out)
-        await self._core.watermark.passed(last_seq)  # so that who hears of the commit finds its records
+                copied = copied._replace(too_long=copied.too_long + left_out, last_seq=max(copied.last_seq, seq))
         return copied
 
     async def _store(self, name: bytes, text: bytes, count: int) -> tuple[int, int]:

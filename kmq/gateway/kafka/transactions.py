@@ -575,6 +575,8 @@ class Transactions(Chapter):
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 ended = txn.next_state(EMPTY)._replace(number=decided.number + 1, copy=copied.next_id)
                 await self._writer.write_state(txn, ended)
+                # Behind the state, which is written meanwhile: so that who hears of the commit finds its records.
+                await self._core.watermark.passed(copied.last_seq)
                 break
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
