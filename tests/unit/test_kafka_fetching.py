@@ -301,7 +301,7 @@ def test_who_waits_for_more_than_there_is_reads_it_once_however_much_larger_its_
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Partition, "read", lambda *asked: reads.append(asked) or read(*asked))
             append(made, lines_of(2000, start=2000))
-            assert len(values(peer.fetch("t", 0, 1000, min_bytes=1 << 20, wait_ms=500))) == 3000
+            assert len(values(peer.fetch("t", 0, 1000, min_bytes=60_000, wait_ms=500))) == 3000
         assert len(reads) <= 3
     for each in made[:2]:
         each.close()
