@@ -70,7 +70,10 @@ class Writer:
     async def declare(self):
         pass
 
-    async def copy(self, decided):
+    async def read(self, state, at):
+        return at, b""
+
+    async def copy(self, decided, ahead=None):
         self.running += 1
         self.most = max(self.most, self.running)
         await self.may_copy.wait()

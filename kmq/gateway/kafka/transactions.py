@@ -519,17 +519,23 @@ class Transactions(Chapter):
             with txn.ending():
                 if not is_commit:
                     return await self._abort(txn, epoch)
-                await self._decide(txn)
-            await self._finish(txn)
+                ahead = await self._decide(txn)
+            await self._finish(txn, ahead)
 
-    async def _decide(self, txn: Transaction) -> None:
-        """Write that a transaction is committed, once all that it has sent is in its partition."""
+    async def _decide(self, txn: Transaction) -> "asyncio.Task[tuple[int, bytes]]":
+        """Write that a transaction is committed, once all that it has sent is in its partition.
+
+        Returns who reads its first lines meanwhile.
+        """
         if txn.users:
             await txn.idle.wait()
         watermark = self._core.watermark
         await watermark.passed(max(txn.last_seq, watermark.durable))
         end = await asyncio.to_thread(self._end_of, txn.partition)
-        await self._writer.write_state(txn, txn.next_state(COMMIT, txn.first or 0, end))
+        state = txn.next_state(COMMIT, txn.first or 0, end)
+        ahead = self._start(self._writer.read(state, state.first))
+        await self._writer.write_state(txn, state)
+        return ahead
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
         frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
@@ -565,13 +571,16 @@ class Transactions(Chapter):
 
     # --- the copy ----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, txn: Transaction) -> None:
-        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping)."""
+    async def _finish(self, txn: Transaction, ahead: "asyncio.Task[tuple[int, bytes]] | None" = None) -> None:
+        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping).
+
+        `ahead`: who reads its first lines already.
+        """
         told, decided = "", txn.last
         while True:
             try:
                 async with self._copying:
-                    copied = await self._writer.copy(decided)
+                    copied = await self._writer.copy(decided, ahead)
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 ended = txn.next_state(EMPTY)._replace(number=decided.number + 1, copy=copied.next_id)
                 await self._writer.write_state(txn, ended)
@@ -581,6 +590,7 @@ class Transactions(Chapter):
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     raise
+                ahead = None
                 if str(err) != told:
                     told = str(err)
                     effect = "its producer waits; tried again"
