@@ -293,6 +293,20 @@ def test_who_follows_is_served_as_produced_without_a_file_until_there_is_somethi
         each.close()
 
 
+def test_a_partition_for_which_there_is_no_room_is_no_reason_to_read_files(tmp_path, monkeypatch):
+    made = write_data(tmp_path, [*lines_of(5), *(line.replace(b"@0", b"@1") for line in lines_of(5))], {"t": 2})
+    rows = [Sent(1000 * n + n, None, b"%d" % n) for n in range(5)]
+    with opened(made) as (door, peer):
+        peer.send_fetch({("t", 0): 5, ("t", 1): 5}, wait_ms=1)
+        peer.read_fetched()
+        for number in (0, 1):
+            door.cache.put("t", number, 0, 4, produced(rows), topics.read(made, "t").from_seq)
+        door.core.fetching.run = None
+        peer.send_fetch({("t", 0): 0, ("t", 1): 0}, max_bytes=len(produced(rows)) + 10)
+        found = peer.read_fetched()
+        assert sources(found["t", 0]) == [(0, 7)] and not found["t", 1].records and found["t", 1].high_watermark == 5
+
+
 def test_who_waits_for_more_than_there_is_reads_it_once_however_much_larger_its_lines_are(tmp_path):
     made = write_data(tmp_path, lines_of(2000), {"t": 1}, closed=False)
     with opened(str(tmp_path)) as (_, peer):

@@ -315,7 +315,8 @@ class FetchChapter:
             known.move(asked.offset)
             most = min(asked.max_bytes, left)
             records = self._records(known, asked.offset, most, not nbytes, call.version, has_lines=False)
-            if not records and (asked.offset != known.end or known.growth()):
+            has_none = not records and self._kept(known, asked.offset, call.version) is None  # else there is no room
+            if has_none and (asked.offset != known.end or known.growth()):
                 return Rows(), 0
             known.end = max(known.end, self._cache.end(place) or 0)
             row = rows[place] = _Row(known=known)
