@@ -4,9 +4,8 @@ Exactly     A batch of an idempotent producer has ids that rise over its sequenc
 once        dedupe table of the framer is the only memory: it survives kills, compaction and a change of leader. What the
             door knows of a name besides (`_Name`) is asked for, and forgotten when anything went wrong.
 Order       The batches of a connection are judged and handed over in the order in which they came. A batch that follows a
-            refused one is a gap, until the refused one was sent again: its client repeats in order. So of a name that has
-            nothing stored yet only one batch is on its way. All others say which id must be stored before them, because
-            the framer may refuse a batch while the next one is on its way.
+            refused one is a gap, until the refused one was sent again: its client repeats in order. The framer may refuse a
+            batch while the next one is on its way: so each says which id must be stored before it.
 Offset      The base offset is that of the first record if the whole batch lies behind it without a gap: its first and its
             last record are looked up. Otherwise it is -1, which is unknown. It is never a wrong one.
 Without     Batches without a producer id get ids of the door's own, so that a broken connection to ingress stores nothing
@@ -317,8 +316,6 @@ class ProduceChapter:
                 name.last, name.timestamp = max(known[0] or 0, first_id + batch.record_count - 1), batch.max_timestamp
                 if first_id <= name.refused or _epoch_of(name.refused) < batch.producer_epoch:
                     name.refused = 0
-                if not known[0]:
-                    await asyncio.wait((task,))
                 return task
         except BaseException:
             name.refuse(first_id or _first_id(batch, name.last or 0))
