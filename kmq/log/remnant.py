@@ -134,11 +134,6 @@ def files(kept: Segment) -> list[str]:
     return [segment.index_path(kept.path), kept.path + KEPT]
 
 
-def discard(kept: Kept) -> None:
-    """Remove a copy that nothing refers to."""
-    _remove(kept.segment.path)
-
-
 def settle(directory: str) -> None:
     """Give a copy its name if it is the first segment. Any other one is left from an interrupted attempt, and is removed."""
     there = segment.listing(directory)

@@ -16,15 +16,12 @@ Memory      A cold partition is one small object, its PartitionState. At most `m
 
 import contextlib
 import os
-import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
-from kmq.config.values import MIB
-from kmq.errors import CorruptError, RetryError
 from kmq.files import FULL, WaitForRoom, give_up
 from kmq.links.layout import Block
 from kmq.log import compaction, remnant, segment, topic_changes
@@ -46,7 +43,6 @@ from kmq.router.topic_changes import TopicChanges
 
 ROLL_NS = 10_000_000_000  # between two checks of idle logs against their limits
 AT_ONCE = 256  # segments that are sealed or retired in one tick: some ten milliseconds
-COPIED_AT_ONCE = 64 * MIB  # in a checkpoint, for which the deletion of a topic waits: less than a second
 _KEY_LENGTHS = {*map(len, topic_changes.KEYS)}  # asked for each block
 _FUTURE_US = 1 << 62  # a time that no age limit reaches
 
@@ -55,26 +51,6 @@ class _Owed(namedtuple("_Owed", ("offset", "is_postponed"), defaults=(False,))):
     """The offset with which a log is to begin. `is_postponed`: there was no room, and the log says so."""
 
     __slots__ = ()
-
-
-class _LargeCopy(namedtuple("_LargeCopy", ("kept", "part", "inode", "thread", "errors"))):
-    """A copy of the rest of the segment `part` that a thread fills beside all checkpoints. Nothing refers to it yet."""
-
-    __slots__ = ()
-
-
-def _begin_copy(part: Segment, kept: Kept) -> _LargeCopy:
-    errors: list[Exception] = []
-
-    def fill() -> None:
-        try:
-            kept.fill()
-        except (OSError, CorruptError) as err:  # the segment may have been deleted meanwhile
-            errors.append(err)
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
-    return _LargeCopy(kept, part, os.stat(part.path).st_ino, thread, errors)
 
 
 class Retention:
@@ -89,7 +65,6 @@ class Retention:
         self._postponed, self._told_postponed = 0, False  # logs that `roll_over` had no room to seal
         self._owed: dict[PartitionLog, _Owed] = {}  # starts to be carried out
         self._tried_again_at = 0  # when the postponed ones were tried last
-        self._copies: dict[PartitionLog, _LargeCopy] = {}  # one at a time
 
     def roll_over_soon(self) -> None:
         """Let the next `roll_over_if_due` do it."""
@@ -210,8 +185,6 @@ class Retention:
         """
         is_again = time.monotonic_ns() - self._tried_again_at > ROLL_NS
         self._owed = {log: owed for log, owed in self._owed.items() if self._is_ahead(log, owed.offset)}
-        for log in [log for log in self._copies if log not in self._owed]:
-            remnant.discard(self._copies.pop(log).kept)
         due = [log for log, owed in self._owed.items() if is_again or not owed.is_postponed]
         # A log may have to wait until it can be sealed. What makes room meanwhile begins a checkpoint of all logs, so
         # none of them may begin with a copy before all are sealed.
@@ -233,7 +206,7 @@ class Retention:
             if begin > before:
                 self._logs.unsynced.add(log)
                 self._context.logger.info("start_moved", topic=log.topic, partition=log.number, offset=begin)
-            if begin >= self._owed[log].offset:
+            if not self._owed[log].is_postponed:
                 del self._owed[log]
         if gone:
             self._checkpoints.start(gone)
@@ -247,22 +220,17 @@ class Retention:
         """Retire all records before `offset`, in a log that has it or ends there. Never waits.
 
         At damage, and without room for a copy of the records behind it, the segment that holds them stays as a whole.
-        A large copy is begun, and the log stays as it is until that is whole.
         """
         state = log.state
         ends = [*(part.first for part in state.sealed[1:]), state.base]
         whole = sum(end <= offset for end in ends[: len(state.sealed)])
         kept = None
         if whole < len(state.sealed) and state.sealed[whole].first < offset:
-            part = state.sealed[whole]
             try:
-                kept = self._copy_of(log, part, offset)
-                if kept is None:
-                    return []
+                kept = remnant.lay_out_rest(state.sealed[whole], offset, self._has_room)
             except DamageError as err:
                 self._context.logger.error("damaged", file=err.path, reason=err)
                 self._context.damaged(err)
-                self._owed[log] = _Owed(part.first)
             except OSError as err:
                 if err.errno not in FULL:
                     raise
@@ -272,37 +240,9 @@ class Retention:
             self._keep(state, kept)
         return gone
 
-    def _copy_of(self, log: PartitionLog, part: Segment, offset: int) -> Kept | None:
-        """Return a copy of a segment from `offset` on, or from before it; None if a later tick has to ask again.
-
-        Raises DamageError, and OSError if the disk is full.
-        """
-        copy = self._copies.get(log)
-        if copy is not None:
-            if copy.thread.is_alive():
-                return None
-            del self._copies[log]
-            # Retention may have deleted the segment meanwhile, or compaction have put another in its place.
-            is_wanted = part is copy.part and os.stat(part.path).st_ino == copy.inode
-            if is_wanted and not copy.errors:
-                return Kept(copy.kept.segment)
-            remnant.discard(copy.kept)
-            if is_wanted:
-                (err,) = copy.errors
-                raise err if isinstance(err, OSError) else RetryError(f"copy failed: {err}") from err
-        kept = remnant.lay_out_rest(part, offset, self._has_room)
-        if kept.segment.size + sum(each.segment.size for each in self._checkpoints.kept) <= COPIED_AT_ONCE:
-            return kept
-        if kept.segment.size > COPIED_AT_ONCE and not self._copies:
-            self._copies[log] = _begin_copy(part, kept)
-        else:
-            remnant.discard(kept)
-        return None
-
     def _has_room(self, nbytes: int) -> bool:
-        """Return True if there is room for a copy, beside those that are not whole yet."""
-        others = [*self._checkpoints.kept, *(copy.kept for copy in self._copies.values())]
-        return self._context.has_room(nbytes + sum(kept.segment.size for kept in others))
+        """Return True if there is room for a copy, beside those that the same checkpoint completes."""
+        return self._context.has_room(nbytes + sum(kept.segment.size for kept in self._checkpoints.kept))
 
     def _postpone(self, log: PartitionLog, why: str) -> None:
         offset, is_told = self._owed[log]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -393,73 +392,6 @@ def test_a_start_while_a_checkpoint_is_written_does_not_wait_for_it(data, monkey
     may_fill.set()
     router.down()
     assert_whole(data, sent, 90)
-
-
-class SlowCopies:
-    """Every copy counts as large, and gets no bytes before `go_on`."""
-
-    def __init__(self, monkeypatch):
-        self._may_fill, self._fill = threading.Event(), remnant.Kept.fill
-        monkeypatch.setattr(queues, "COPIED_AT_ONCE", 1, raising=False)
-        monkeypatch.setattr(remnant.Kept, "fill", lambda kept: self._may_fill.wait(5) and self._fill(kept))
-
-    def go_on(self, router, is_over):
-        self._may_fill.set()
-        until = time.monotonic() + 30
-        while not is_over():
-            assert time.monotonic() < until
-            router.tick()
-
-
-def deletion(topic, incarnation):
-    change = TopicChange(topic_changes.DELETE, topic, incarnation, {}, "d-1")
-    return topic_changes.encode(change, b"1.000000")
-
-
-def test_another_topic_is_deleted_while_a_large_copy_is_made(data, monkeypatch):
-    """The copy of a segment takes seconds. While a deletion waits for it nothing is routed."""
-    sent = [*lines(60), *lines(20, topic=b"u"), start(33), deletion("u", 61), *lines(30, 60)]
-    router, copies = Router(data, sent).up().route(1, 80), SlowCopies(monkeypatch)
-    begun = time.monotonic()
-    router.route(81, 81).route(82, 82).route(83, 112)
-    assert time.monotonic() - begun < 5
-    assert not os.path.exists(f"{data}/topics/u") and reader.partition(data, "t", 0).end_offset() == 90
-    router.tick()
-    assert reader.partition(data, "t", 0).first_offset == 0, "what stays is not whole yet"
-    copies.go_on(router, lambda: reader.partition(data, "t", 0).first_offset)
-    router.down()
-    wanted = [line for line, asked in zip(stored(sent), sent, strict=True) if asked.startswith(b"t.")][33:]
-    assert content(data) == b"".join(wanted) and not [name for name in files(data) if "kept" in name]
-
-
-def test_a_later_start_that_comes_while_a_large_copy_is_made_is_carried_out_after_it(data, monkeypatch):
-    sent = [*lines(60), start(31), start(36), *lines(30, 60)]
-    router, copies = Router(data, sent).up().route(1, 60), SlowCopies(monkeypatch)
-    router.route(61, 92)
-    copies.go_on(router, lambda: reader.partition(data, "t", 0).first_offset == 36)
-    assert [told["offset"] for told in router.log.of("start_moved")] == [31, 36]
-    router.down()
-    assert_whole(data, sent, 36)
-
-
-def test_a_copy_for_a_topic_that_is_deleted_meanwhile_ends_with_it(data, monkeypatch):
-    sent = [*lines(60), start(33), deletion("t", 1), *lines(60)]
-    router, copies = Router(data, sent).up().route(1, 60), SlowCopies(monkeypatch)
-    router.route(61, 61).route(62, 62).route(63, 122)
-    copies.go_on(router, lambda: not router.queues.retention._copies)
-    router.down()
-    assert content(data) == b"".join(stored(sent)[62:]) and not [name for name in files(data) if "kept" in name]
-
-
-def test_a_stop_does_not_wait_for_a_large_copy_and_the_next_start_makes_it(data, monkeypatch):
-    sent = [*lines(60), start(33), *lines(30, 60)]
-    with monkeypatch.context() as patch:
-        SlowCopies(patch)
-        begun = time.monotonic()
-        Router(data, sent).up().route(1, 91).down()
-        assert time.monotonic() - begun < 5 and reader.partition(data, "t", 0).first_offset == 0
-    Router(data, sent).again()
-    assert_whole(data, sent, 33)
 
 
 def test_a_copy_leaves_the_room_that_the_broker_needs_for_what_it_accepts(data):
