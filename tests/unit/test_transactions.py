@@ -70,10 +70,7 @@ class Writer:
     async def declare(self):
         pass
 
-    async def read(self, state, at):
-        return at, b""
-
-    async def copy(self, decided, ahead=None):
+    async def copy(self, decided):
         self.running += 1
         self.most = max(self.most, self.running)
         await self.may_copy.wait()

@@ -153,22 +153,14 @@ class TransactionWriter:
 
     # --- the copy --------------------------------------------------------------------------------------------------------
 
-    async def read(self, state: TransactionState, at: int) -> tuple[int, bytes]:
-        """Return (offset of the first line, lines) of the partition where a transaction is held, from `at` on."""
-        log = self._core.partitions.open(HELD, state.partition)
-        return await asyncio.to_thread(log.read, at, READ_BYTES)
-
-    async def copy(self, decided: TransactionState, ahead: "asyncio.Task[tuple[int, bytes]] | None" = None) -> Copied:
-        """Write the lines of a decided transaction to their topics; all are durable when this returns.
-
-        `ahead`: who reads the first of them already.
-        """
+    async def copy(self, decided: TransactionState) -> Copied:
+        """Write the lines of a decided transaction to their topics; all are durable when this returns."""
+        log = self._core.partitions.open(HELD, decided.partition)
         key, name = held_routing_key(decided.partition, decided.held_key), _copier(decided.pid)
         at, max_line = decided.first, self._settings.max_line
         copied = Copied(decided.copy, {}, 0, 0)
         while at < decided.end:
-            first, found = await (ahead or self.read(decided, at))
-            ahead = None
+            first, found = await asyncio.to_thread(log.read, at, READ_BYTES)
             if first != at or not found:
                 text = f"{HELD}/{decided.partition}: offsets {at} to {first} are missing; {decided.id} is torn"
                 raise RequestRefused("damaged", text)

@@ -519,23 +519,17 @@ class Transactions(Chapter):
             with txn.ending():
                 if not is_commit:
                     return await self._abort(txn, epoch)
-                ahead = await self._decide(txn)
-            await self._finish(txn, ahead)
+                await self._decide(txn)
+            await self._finish(txn)
 
-    async def _decide(self, txn: Transaction) -> "asyncio.Task[tuple[int, bytes]]":
-        """Write that a transaction is committed, once all that it has sent is in its partition.
-
-        Returns who reads its first lines meanwhile.
-        """
+    async def _decide(self, txn: Transaction) -> None:
+        """Write that a transaction is committed, once all that it has sent is in its partition."""
         if txn.users:
             await txn.idle.wait()
         watermark = self._core.watermark
         await watermark.passed(max(txn.last_seq, watermark.durable))
         end = await asyncio.to_thread(self._end_of, txn.partition)
-        state = txn.next_state(COMMIT, txn.first or 0, end)
-        ahead = self._start(self._writer.read(state, state.first))
-        await self._writer.write_state(txn, state)
-        return ahead
+        await self._writer.write_state(txn, txn.next_state(COMMIT, txn.first or 0, end))
 
     async def _abort(self, txn: Transaction, epoch: int) -> None:
         frees = txn.last_seq > 0  # else a client could use up the reserve by what costs it nothing
@@ -571,16 +565,13 @@ class Transactions(Chapter):
 
     # --- the copy ----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, txn: Transaction, ahead: "asyncio.Task[tuple[int, bytes]] | None" = None) -> None:
-        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping).
-
-        `ahead`: who reads its first lines already.
-        """
+    async def _finish(self, txn: Transaction) -> None:
+        """Write what is committed to its topics, however often it takes. Raises RequestRefused (stopping)."""
         told, decided = "", txn.last
         while True:
             try:
                 async with self._copying:
-                    copied = await self._writer.copy(decided, ahead)
+                    copied = await self._writer.copy(decided)
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 ended = txn.next_state(EMPTY)._replace(number=decided.number + 1, copy=copied.next_id)
                 await self._writer.write_state(txn, ended)
@@ -590,7 +581,6 @@ class Transactions(Chapter):
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     raise
-                ahead = None
                 if str(err) != told:
                     told = str(err)
                     effect = "its producer waits; tried again"
