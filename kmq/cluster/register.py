@@ -11,7 +11,7 @@ Invariant   A write always goes on from the version that it replaces: the marks 
             marks but the last. So a register descends from another one exactly if it holds that one's version.
             The ISR never becomes smaller than `min_insync` by a write. Where it begins smaller (init, recovery), it
             never shrinks.
-Level       What may be in the WAL: 1, or 2, also records that say where partitions begin (kmq/log/topic_changes.py). The
+Level       Which records may be asked for: 1, or 2, also those that say where partitions begin (log/topic_changes.py). The
             leader raises it once every broker is there and knows the next one. It is never lowered, so an older release
             cannot come back and pass over what it does not know: it cannot read the register.
 Hold        Without a leader nobody is elected. An operator writes it (kmq cluster recover), and then who leads. Its ISR

@@ -322,8 +322,8 @@ class DedupeTable:
 
 
 # --- acceptor --------------------------------------------------------------------------------------------------------
-# Messages that name a reserved topic are looked at one by one: the check of whole blocks knows no reserved topic, and
-# stays as fast.
+# Messages that name a reserved topic are looked at one by one, but those of the Kafka door that say whose they are: the
+# check of all other blocks knows no reserved topic, and stays as fast.
 
 
 FOLLOWS = -1

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class _KnownPartition:
-    """A partition as a connection reads it. `first` and `end` are those of the moment when its files were `seen`."""
+    """A partition as a connection reads it. `first` and `end` are those of when its files were `seen`; `end` may have risen."""
 
     __slots__ = ("damage", "directory", "end", "first", "offset", "partition", "rests_until", "seen", "seen_at")
 

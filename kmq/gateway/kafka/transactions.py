@@ -38,7 +38,7 @@ from contextlib import suppress
 from typing import Any
 
 from kmq.config.settings import Settings
-from kmq.errors import KmqError
+from kmq.errors import KmqError, RetryError
 from kmq.gateway.core.broker import RequestRefused
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import ANSWER_S
@@ -145,8 +145,14 @@ class Transactions(Chapter):
             if time.monotonic() >= self._tidy_at:
                 self._tidy_at = time.monotonic() + _TIDY_S
                 await self._forget_idle()
-                with suppress(KmqError, OSError):  # tried again
+                try:
                     await self._trim()
+                    told = ""
+                except (KmqError, OSError) as err:
+                    if isinstance(err, RetryError) and str(err) != told:
+                        told = str(err)
+                        effect = "what transactions have held back stays on disk; tried again"
+                        self._log.warn("kafka_transactions_kept", reason=err, effect=effect)
                 with suppress(KmqError, OSError, TransactionRefused):
                     await self._writer.renew_states(self._transactions)
             self._tell_evicted()
@@ -575,8 +581,6 @@ class Transactions(Chapter):
                 await self._writer.store_offsets(copied.offsets, decided.seq)
                 ended = txn.next_state(EMPTY)._replace(number=decided.number + 1, copy=copied.next_id)
                 await self._writer.write_state(txn, ended)
-                # Behind the state, which is written meanwhile: so that who hears of the commit finds its records.
-                await self._core.watermark.passed(copied.last_seq)
                 break
             except (KmqError, DamageError, OSError, ValueError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
@@ -594,6 +598,7 @@ class Transactions(Chapter):
                 self._log.warn("kafka_transaction_dropped", id=txn.id, pid=txn.pid, records=count, effect=why)
         txn.outcome = COMMIT
         self._close(txn)
+        await self._core.watermark.passed(copied.last_seq)  # so that who hears of the commit finds its records
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Do this whatever becomes of who has asked for it."""
