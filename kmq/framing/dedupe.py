@@ -3,7 +3,8 @@
 Owner       the framer, the only process that gives out seqs.
 Invariant   The table is a function of the records up to the last seq given out: an id that a record's header claims,
             `;p=` (a producer's increasing ids) or `;w=` (arbitrary ids in a window), is in it. Only the framer writes
-            these headers (record.disclaim), so no producer can make the table believe that something is stored.
+            these headers (record.disclaim), and the Kafka door with the pod's token, whose every line is checked to
+            have the name of its unit. So no producer can make the table believe that something is stored.
             A message of an acknowledged connection is stored, or known as stored, or refused. It is accepted only if
             its id is new, and the table knows the id from then on. A stored id carries `;p=` or `;w=` of the connection
             it came from, and no header of that kind from anybody else. A message that names a reserved topic is

@@ -29,7 +29,7 @@ CONTROL = b"!+-"
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
-_USER_HEADERS = rb"(?:;(?![pw]=)[^|;\n]*+)*+"  # not p= and w=, which only the framer may add
+_USER_HEADERS = rb"(?:;(?![pw]=)[^|;\n]*+)*+"  # not p= and w=, which only the framer and the Kafka door may add
 _NUMBERED = re.compile(
     rb"(?m)^((%b(?:\.[^|\n]*+)?+)\|[^|\n]*+\|(\d{1,%d}))(%b)\|(.*+)\n" % (_LABEL, MAX_ID_DIGITS, _USER_HEADERS)
 )
@@ -53,11 +53,8 @@ NO_PARTITION = 10**9  # stands for any number that large: Python reads no number
 # Last three digits of a sequence number: numbering a line costs two list slots instead of a format call.
 _LOW = [b"%03d|" % i for i in range(1000)]
 
-
-_OWNED = rb"\|[^|\n]*+\|\d{1,%d}+;p=%%b%b\|.*+\n" % (
-    MAX_ID_DIGITS,
-    _USER_HEADERS,
-)  # time, id, producer, headers, payload
+# What follows the key of a line that says whose it is: time, id, producer, headers, payload.
+_OWNED = rb"\|[^|\n]*+\|\d{1,%d}+;p=%%b%b\|.*+\n" % (MAX_ID_DIGITS, _USER_HEADERS)
 
 
 class Shape:

@@ -1,6 +1,6 @@
 """Fetch, ListOffsets and OffsetForLeaderEpoch: the records of partitions as batches, and the offsets they have.
 
-    Fetch → look at what is asked for → nothing: wait → read → answer
+    Fetch → in the cache: answer → look at what is asked for → nothing: wait → read → answer
 
 Invariant   What is shown is in its partition, so durable, routed and, in a shard, committed (core/partitions.py). No answer
             says that an offset is out of range while a later end may be known: consumers would begin anew.
