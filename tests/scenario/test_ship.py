@@ -1,26 +1,33 @@
 """`kmq ship`: each line of log files is stored once, in the order of its file, whatever is killed and rotated meanwhile."""
 
+import bz2
 import contextlib
 import errno
+import gzip
 import itertools
+import lzma
 import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
-from base64 import b64decode
 
 import psutil
 import pytest
+from ships import decoded, shipping
+from waiting import until
 
 from kmq.access import tokens
-from kmq.cli import ship_files
-from kmq.cli.ship import Shipment, _judge, run
-from kmq.cli.ship_files import FollowedFiles, LogFile, load_state, save_state
+from kmq.cli.produce import open_producer
+from kmq.cli.ship import _judge
 from kmq.client.lines import Patience
 from kmq.errors import KmqError
+from kmq.shipping import finding
+from kmq.shipping.files import LogFile
+from kmq.shipping.finding import FollowedFiles
+from kmq.shipping.process import Shipment, run
+from kmq.shipping.state import load_state, save_state
 
 CORRUPT, BUSY, CONFIG, KILLED = 65, 69, 78, -9
 SEEDS = (1, 2, 3)
@@ -39,73 +46,9 @@ def shared(tmp_path_factory):
     made.close()
 
 
-class Ship:
-    """`kmq ship` of one topic: its logs, its state, and the process while there is one."""
-
-    def __init__(self, broker, root, topic):
-        self.broker, self.topic, self.root = broker, topic, root
-        self.logs = root / "logs"
-        self.logs.mkdir()
-        self.state = root / f"{topic}.state"
-        self.process = None
-
-    def command(self, *options, pattern="*.log"):
-        return ["kmq", "ship", f"{self.logs}/{pattern}", "--topic", self.topic, "--state", str(self.state), *options]
-
-    def once(self, *options, **more):
-        return self.broker.run(*self.command("--once", *options, **more))
-
-    def start(self, *options):
-        with (self.root / "said").open("ab") as said:
-            self.process = subprocess.Popen(
-                self.command(*options), env=self.broker.env, cwd=self.root, stdout=said, stderr=said
-            )
-
-    def end(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-    def said(self):
-        return (self.root / "said").read_text()
-
-    def wait_state(self):
-        """Until the first state is there, so that files which come later are new."""
-        self.broker.wait(lambda: self.state.exists() or self.process.poll() is not None, "a state")
-        assert self.process.poll() is None, self.said()
-
-    def rows(self):
-        """Name of each file in the state → its offset."""
-        rows = re.findall(r"(?m)^offset=(\d+) .* path=(.*)$", self.state.read_text() if self.state.exists() else "")
-        return {os.path.basename(path): int(offset) for offset, path in rows}
-
-    def wait_sent(self, name):
-        size = (self.logs / name).stat().st_size
-        self.broker.wait(lambda: self.rows().get(name) == size, f"all of {name}")
-
-    def stored(self):
-        """The payloads of the topic, once the router has them all."""
-        wal = self.broker.wal()
-        self.broker.wait_routed(len(wal))
-        paths = sorted((self.broker.data / "topics" / self.topic).glob("*/*.log"))
-        return [decoded(line) for line in b"".join(path.read_bytes() for path in paths).split(b"\n")[:-1]]
-
-
-def decoded(line):
-    payload = line.split(b"|", 5)[5]
-    return b64decode(payload) if b";enc=b64" in line.split(b"|", 5)[4] else payload
-
-
 @pytest.fixture
 def ship(shared, tmp_path):
     yield from shipping(shared, tmp_path, f"app{next(_numbers)}")
-
-
-def shipping(broker, root, topic):
-    made = Ship(broker, root, topic)
-    yield made
-    if made.process and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
 
 
 # --- kills -----------------------------------------------------------------------------------------------------------
@@ -242,9 +185,8 @@ def test_it_waits_for_a_broker_that_is_down_and_says_so(new_broker, tmp_path):
     for ship in shipping(broker, tmp_path, "app"):
         (ship.logs / "a.log").write_bytes(b"one\n")
         ship.start("--from-start")
-        while "waiting: the broker accepts nothing" not in ship.said():
-            assert ship.process.poll() is None, ship.said()
-            time.sleep(0.02)
+        nothing = "waiting: the broker accepts nothing"
+        until(lambda ship=ship, nothing=nothing: nothing in ship.said(), nothing, ship.said, process=ship.process)
         broker.up()
         ship.wait_sent("a.log")
         assert ship.end() == 0
@@ -287,7 +229,9 @@ def shipment(ship, monkeypatch):
         if name.startswith("KMQ_"):
             monkeypatch.setenv(name, ship.broker.env[name])
     watched, stop = FollowedFiles([f"{ship.logs}/*.log"], set(), print), threading.Event()
-    return Shipment(*(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str)), clock=Clock())
+    return Shipment(
+        *(str(ship.state), "", ship.topic, 1, watched, False, stop, Patience(str), open_producer), clock=Clock()
+    )
 
 
 @pytest.fixture
@@ -347,7 +291,7 @@ def test_told_to_stop_it_sends_for_five_seconds_more(ship, running, is_back):
     work, end = running
     append(ship, b"one\n")
     work.clock.now += 0.25
-    ship.broker.wait(lambda: work.lines == 1, "the first line sent")
+    ship.broker.wait(lambda: work.lines >= 1, "the first line sent")
     durability = psutil.Process(ship.broker.pids()["durability"])
     durability.suspend()
     try:
@@ -523,17 +467,34 @@ def test_a_renamed_file_is_read_to_its_end_first_also_if_a_pattern_has_both_name
     assert ship.stored() == [b"0", *lines, b"new"]
 
 
+def test_an_older_file_is_read_first_also_by_a_ship_that_has_its_new_name_from_the_state(ship):
+    append(ship, b"1\n")
+    assert ship.once(pattern="a.log*").returncode == 0
+    append(ship, b"2\n")
+    rotate(ship)
+    append(ship, b"3\n")
+    state = load_state(str(ship.state))
+    [old] = state.files
+    found = os.stat(ship.logs / "a.log")
+    new = LogFile(old.path, found.st_dev, found.st_ino, origin=old.path, born=old.born + 1, real=old.path)
+    old.path = old.real = f"{old.path}.1"
+    state.files[:] = [new, old]  # as at the end of a round that had lines of the old file alone
+    save_state(str(ship.state), state)
+    assert ship.once(pattern="a.log*").returncode == 0
+    assert ship.stored() == [b"1", b"2", b"3"]
+
+
 def test_half_a_line_of_a_renamed_file_is_sent_although_a_pattern_has_its_new_name(ship, running, monkeypatch):
     work, end = running
     work.watched.patterns[:] = [f"{ship.logs}/a.log*"]
     append(ship, b"a\nhalf")
     work.clock.now += 0.25
-    ship.broker.wait(lambda: work.lines == 1, "the first line sent")
+    ship.broker.wait(lambda: work.lines >= 1, "the first line sent")
     (ship.logs / "a.log").rename(ship.logs / "a.log.1")
     append(ship, b"new\n")
     work.clock.now += 0.25
     ship.broker.wait(lambda: work.lines == 2, "the line of the new file sent")
-    monkeypatch.setattr(ship_files.has_ended, "__defaults__", (0.0,))
+    monkeypatch.setattr(finding.has_ended, "__defaults__", (0.0,))
     work.clock.now += 0.25
     ship.broker.wait(lambda: work.lines == 3, "the end of the old file sent")
     end()
@@ -549,17 +510,31 @@ def test_a_file_deleted_while_ship_is_down_is_named(ship):
     assert done.returncode == 0 and "a.log is gone; what came after byte 2, if anything, is not sent" in done.stderr
 
 
+def test_a_renamed_file_that_is_deleted_while_ship_is_down_is_named(ship):
+    append(ship, b"1\n")
+    assert ship.once().returncode == 0
+    rotate(ship)
+    assert ship.once().returncode == 0  # it has a.log.1 now
+    append(ship, b"of a writer that has not heard of the rotation\n", "a.log.1")
+    (ship.logs / "a.log.1").unlink()
+    done = ship.once()
+    assert "a.log is gone; what came after byte 2, if anything, is not sent" in done.stderr, done.stderr
+    assert "gone" not in ship.once().stderr
+
+
 def test_files_whose_directory_was_away_go_on_where_they_were(ship):
     (ship.logs / "a.log").write_bytes(b"1\n")
     assert ship.once().returncode == 0
-    ship.logs.rename(ship.root / "away")
+    away = ship.root / "not" / "found"
+    away.parent.mkdir()
+    ship.logs.rename(away)
     for make in (lambda: None, ship.logs.mkdir):  # not there, and then as the place of a volume that is not mounted
         make()
         done = ship.once()
         assert done.returncode == 1 and "no file matches" in done.stderr
         assert "a.log is away with its directory; when it is back, it goes on at byte 2" in done.stderr
     ship.logs.rmdir()
-    (ship.root / "away").rename(ship.logs)
+    away.rename(ship.logs)
     with (ship.logs / "a.log").open("ab") as log:
         log.write(b"2\n")
     assert ship.once().returncode == 0
@@ -577,6 +552,301 @@ def test_what_no_pattern_names_any_more_is_not_read_and_goes_on_when_one_does(sh
     assert sorted(ship.stored()) == [b"a.log 1", b"b.log 1", b"b.log 2"]
 
 
+# --- while nothing can be sent, and what rotations do meanwhile --------------------------------------------------------
+
+
+def rotate(ship):
+    """As logrotate with `rotate 1` and `create`: the file before the last one is deleted."""
+    (ship.logs / "a.log").rename(ship.logs / "a.log.1")
+    (ship.logs / "a.log").touch()
+
+
+def wait_seen(ship, count):
+    """Until ship has seen that a.log has so many bytes."""
+    inode = f":{os.stat(ship.logs / 'a.log').st_ino:x}: "
+    rows = rf"size={count} file=\w+{inode}"
+    ship.broker.wait(lambda: re.search(rows, ship.state.read_text()), f"{count} bytes of {inode} in the state")
+
+
+def test_rotations_while_the_broker_is_down_take_no_line_away(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    for ship in shipping(broker, tmp_path, "app"):
+        ship.start("--from-start")
+        lines = [b"%d" % number for number in range(290)]
+        for at in range(0, 290, 58):
+            append(ship, b"\n".join([*lines[at : at + 58], b""]))
+            wait_known(ship)
+            rotate(ship)
+        broker.up()
+        append(ship, b"last\n")
+        ship.wait_sent("a.log")
+        assert ship.end() == 0, ship.said()
+        assert ship.stored() == [*lines, b"last"]
+        assert "lost" not in ship.said()
+
+
+def wait_known(ship):
+    """Until ship has a.log open, so that it can be deleted."""
+    inode = os.stat(ship.logs / "a.log").st_ino
+
+    def is_held():
+        assert ship.process.poll() is None, ship.said()
+        with contextlib.suppress(psutil.Error, OSError):
+            return any(os.stat(f"/proc/{ship.process.pid}/fd/{fd}").st_ino == inode for fd in descriptors(ship))
+        return False
+
+    ship.broker.wait(is_held, "a.log held open")
+
+
+def descriptors(ship):
+    return os.listdir(f"/proc/{ship.process.pid}/fd")
+
+
+def test_rotations_while_a_round_waits_for_its_acknowledgement_take_no_line_away(ship):
+    ship.start()
+    ship.wait_state()
+    append(ship, b"0\n")
+    ship.wait_sent("a.log")
+    durability = psutil.Process(ship.broker.pids()["durability"])
+    durability.suspend()
+    try:
+        append(ship, b"1\n")
+        ship.broker.wait(lambda: "offset=2 end=4 lines=1" in ship.state.read_text(), "a plan")
+        for number in range(2, 5):
+            append(ship, b"%d\n" % number)
+            rotate(ship)
+            append(ship, b"%d.\n" % number)
+            wait_known(ship)
+    finally:
+        durability.resume()
+    ship.wait_sent("a.log")
+    assert ship.end() == 0, ship.said()
+    assert ship.stored() == [b"0", b"1", b"2", b"2.", b"3", b"3.", b"4", b"4."]
+
+
+def test_what_is_cut_off_unread_is_counted_and_named_and_the_exit_code_says_so(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    for ship in shipping(broker, tmp_path, "app"):
+        append(ship, b"one\ntwo\n")
+        ship.start("--from-start")
+        ship.wait_state()
+        wait_known(ship)
+        os.truncate(ship.logs / "a.log", 0)
+        ship.broker.wait(
+            lambda ship=ship: "a.log was cut off: 8 bytes after byte 0 were not read" in ship.said(), "the loss named"
+        )
+        broker.up()
+        append(ship, b"three\n")
+        ship.wait_sent("a.log")
+        assert ship.end() == 1
+        assert "8 bytes lost" in ship.said() and "8 bytes that were not read are lost" in ship.said()
+        assert ship.stored() == [b"three"]
+
+
+def test_what_a_rotation_has_deleted_unread_is_lost_with_the_end_of_ship_and_named(new_broker, tmp_path):
+    broker = new_broker()
+    broker.gateway = False
+    for ship in shipping(broker, tmp_path, "app"):
+        append(ship, b"one\ntwo\n")
+        ship.start("--from-start")
+        ship.wait_state()
+        wait_known(ship)
+        (ship.logs / "a.log").unlink()
+        assert ship.end() == 1
+        assert "a.log is deleted: 8 bytes after byte 0 are lost with this end" in ship.said()
+
+
+@pytest.fixture
+def planned(ship):
+    """What a kill leaves when the broker has none of the two lines of a first plan, made by hand; a.log grew since then."""
+    append(ship, b"one\ntwo\n")
+    assert ship.once().returncode == 0
+    state = load_state(str(ship.state))
+    append(ship, b"first\nsecond\n", "b.log")
+    found = os.stat(ship.logs / "b.log")
+    file = LogFile(f"{ship.logs}/b.log", found.st_dev, found.st_ino, size=found.st_size, real=f"{ship.logs}/b.log")
+    assert file.open(file.path) and len(file.read(1000, is_final=False).lines) == 2
+    state.files.append(file)
+    save_state(str(ship.state), state)
+    file.close()
+    return ship
+
+
+def test_lines_on_their_way_that_are_cut_off_while_ship_is_down_are_counted_and_named(planned):
+    (planned.logs / "b.log").write_bytes(b"new\n")
+    done = planned.once()
+    assert done.returncode == 1, done.stderr
+    assert "b.log was cut off: up to 13 bytes after byte 0 were on their way, and are lost" in done.stderr
+    assert "13 bytes lost" in done.stdout
+    assert planned.stored() == [b"one", b"two", b"new"]
+
+
+def test_lines_on_their_way_that_are_deleted_while_ship_is_down_are_counted_and_named(planned):
+    (planned.logs / "b.log").unlink()
+    done = planned.once()
+    assert done.returncode == 1, done.stderr
+    assert (
+        "b.log is gone: 13 bytes after byte 0 are lost, and what came after the last look, if anything" in done.stderr
+    )
+    assert planned.stored() == [b"one", b"two"]
+
+
+def test_an_inode_that_a_file_of_another_name_has_got_is_not_the_file_that_had_it(ship):
+    """Rotated, compressed and deleted while ship is down; the next file that is made gets its inode."""
+    append(ship, b"1\n2\n")
+    assert ship.once().returncode == 0
+    append(ship, b"3\n")
+    (ship.logs / "a.log").unlink()
+    append(ship, b"first\nsecond\nthird\n", "b.log")
+    state = load_state(str(ship.state))
+    [file] = state.files
+    file.inode, file.size = os.stat(ship.logs / "b.log").st_ino, 6
+    save_state(str(ship.state), state)
+    done = ship.once()
+    assert done.returncode == 1, done.stderr
+    assert "a.log is gone: 2 bytes after byte 4 are lost" in done.stderr and "b.log" not in done.stderr
+    assert "2 files" not in done.stdout
+    assert ship.stored() == [b"1", b"2", b"first", b"second", b"third"]
+
+
+def test_an_inode_that_the_next_file_of_the_same_name_has_got_is_not_the_file_that_had_it(ship):
+    """The older of two rotated files is deleted while ship is down, and the new a.log gets its inode: it is read last."""
+    append(ship, b"1\n2\n")
+    assert ship.once().returncode == 0
+    append(ship, b"3\n")
+    rotate(ship)
+    append(ship, b"4\n")
+    state = load_state(str(ship.state))
+    [former] = state.files
+    gone = LogFile(
+        former.path, former.device, os.stat(ship.logs / "a.log").st_ino, 9, 9, 0, 0x5EED, size=20, real=former.path
+    )
+    gone.gone_at, gone.origin, former.born = 0.0, former.origin, 1
+    state.files[:] = [gone, former]
+    save_state(str(ship.state), state)
+    done = ship.once()
+    assert done.returncode == 1, done.stderr
+    assert "a.log is gone: 11 bytes after byte 9 are lost" in done.stderr and "new content" not in done.stderr
+    assert ship.stored() == [b"1", b"2", b"3", b"4"]
+
+
+def test_while_sending_waits_the_state_has_how_far_the_files_have_grown(ship, running):
+    work, end = running
+    durability = psutil.Process(ship.broker.pids()["durability"])
+    durability.suspend()
+    try:
+        append(ship, b"1\n")
+        work.clock.now += 0.25
+        ship.broker.wait(lambda: "offset=0 end=2 lines=1" in ship.state.read_text(), "a plan")
+        append(ship, b"2\n")
+
+        def is_saved():
+            work.clock.now += 5.0
+            return "offset=0 end=2 lines=1" in (text := ship.state.read_text()) and " size=4 " in text
+
+        ship.broker.wait(is_saved, "4 bytes in the state")
+    finally:
+        durability.resume()
+    ship.broker.wait(lambda: work.lines >= 1, "the first line sent")
+    end()
+    assert ship.stored() == [b"1", b"2"]
+
+
+# --- links -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["rotated", "re-pointed", "directory renamed", "moved below"])
+def test_the_rest_of_a_file_that_a_link_led_to_is_found_at_its_real_place(ship, how):
+    """As /var/log/containers/*.log, whose targets the kubelet rotates."""
+    pods, link = ship.root / "pods" / "web", ship.logs / "a.log"
+    pods.mkdir(parents=True)
+    link.symlink_to("../pods/web/0.log")
+    (pods / "0.log").write_bytes(b"1\n")
+    assert ship.once().returncode == 0
+    with (pods / "0.log").open("ab") as log:
+        log.write(b"2\n")
+    if how == "rotated":
+        (pods / "0.log").rename(pods / "0.log.20261129")
+    elif how == "re-pointed":
+        link.unlink()
+        link.symlink_to("../pods/web/1.log")
+    elif how == "directory renamed":
+        pods.rename(ship.root / "pods" / "web.old")
+        pods.mkdir()
+    else:
+        (pods / "old").mkdir()
+        (pods / "0.log").rename(pods / "old" / "any.name")
+    (pods / ("1.log" if how == "re-pointed" else "0.log")).write_bytes(b"3\n")
+    done = ship.once()
+    assert done.returncode == 0 and "gone" not in done.stderr, done.stderr
+    assert ship.stored() == [b"1", b"2", b"3"]
+
+
+def test_a_file_that_was_only_seen_is_found_after_its_rename_too(ship):
+    """It came, and was renamed while ship was down, before anything of it was sent."""
+    ship.start()
+    ship.wait_state()
+    append(ship, b"0\n", "b.log")
+    ship.wait_sent("b.log")
+    durability = psutil.Process(ship.broker.pids()["durability"])
+    durability.suspend()
+    try:
+        append(ship, b"1\n", "b.log")
+        ship.broker.wait(lambda: "offset=2 end=4 lines=1" in ship.state.read_text(), "a plan")
+        append(ship, b"2\n3\n")
+        wait_seen(ship, 4)
+        assert ship.end(signal.SIGKILL) == KILLED
+    finally:
+        durability.resume()
+    rotate(ship)
+    append(ship, b"4\n")
+    done = ship.once()
+    assert done.returncode == 0, done.stderr
+    assert ship.stored() == [b"0", b"1", b"2", b"3", b"4"]
+
+
+# --- compressed files, and NUL bytes -----------------------------------------------------------------------------------
+
+
+def test_the_pattern_of_all_rotations_sends_no_compressed_file_and_no_excluded_one(ship):
+    text = b"".join(b"%d of a file that was rotated\n" % number for number in range(100))
+    made = {"gz": gzip.compress(text), "xz": lzma.compress(text), "bz2": bz2.compress(text)}
+    made |= {"zst": b"\x28\xb5\x2f\xfd" + text, "lz4": b"\x04\x22\x4d\x18" + text, "zip.txt": gzip.compress(b"")}
+    for name, data in made.items():
+        append(ship, data, f"a.log.{name}")
+    for name in ("a.log", "a.log.1", "a.log.swp", "a.log.bak"):
+        append(ship, b"%b\n" % name.encode(), name)
+    done = ship.once("--exclude", "*.swp", "--exclude", f"{ship.logs}/*.bak", pattern="a.log*")
+    assert done.returncode == 0, done.stderr
+    assert "sent 2 lines" in done.stdout and "6 compressed files left out" in done.stdout
+    assert sorted(ship.stored()) == [b"a.log", b"a.log.1"]
+
+
+@pytest.mark.parametrize("is_running", [True, False], ids=["running", "down"])
+def test_nul_bytes_after_copytruncate_are_skipped_where_the_writer_does_not_append(ship, is_running):
+    lines = [b"x" * 100 + b"%d" % number for number in range(12_000)]  # over KMQ_MAX_LINE
+    if is_running:
+        ship.start("--from-start")
+        ship.wait_state()
+    with (ship.logs / "a.log").open("wb", buffering=0) as log:
+        log.write(b"\n".join([*lines, b""]))
+        size = log.tell()
+        assert is_running or ship.once().returncode == 0
+        ship.wait_sent("a.log")
+        os.truncate(ship.logs / "a.log", 0)
+        log.write(b"after\n")
+        if is_running:
+            ship.wait_sent("a.log")
+            assert ship.end() == 0
+            said = ship.said()
+        else:
+            said = ship.once().stdout
+    assert f"{size:,} NUL bytes skipped" in said and "too long" not in said and "with NUL" not in said
+    assert ship.stored() == [*lines, b"after"]
+
+
 # --- the state -------------------------------------------------------------------------------------------------------
 
 
@@ -587,7 +857,7 @@ def test_what_no_pattern_names_any_more_is_not_read_and_goes_on_when_one_does(sh
         (lambda text: b"", CORRUPT, "damaged, and nothing was sent"),
         (lambda text: text.replace(b"offset=4", b"offset=0"), CORRUPT, "damaged, and nothing was sent"),
         (lambda text: bytes(len(text)), CORRUPT, "damaged, and nothing was sent"),
-        (lambda text: text.replace(b"kmq-ship 1 ", b"kmq-ship 2 "), CONFIG, "its version is not 1"),
+        (lambda text: text.replace(b"kmq-ship 2 ", b"kmq-ship 3 "), CONFIG, "its version is not 2"),
     ],
     ids=["cut", "empty", "changed", "zeroed", "version"],
 )
@@ -643,7 +913,8 @@ def test_a_plan_is_sent_as_far_as_the_broker_does_not_have_it(half_sent):
 
 
 def test_a_plan_waits_for_a_file_whose_directory_is_away(half_sent):
-    ship, away = half_sent, half_sent.root / "away"
+    ship, away = half_sent, half_sent.root / "not" / "found"
+    away.parent.mkdir()
     ship.logs.rename(away)
     done = ship.once()
     assert done.returncode == CONFIG and "a.log: cannot be read, and a part of its lines was sent" in done.stderr

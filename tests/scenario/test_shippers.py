@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from brokers import PATIENCE_S
-from shippers import NAMES, Shipper
+from shippers import NAMES, Shipper, recipe
 
 
 def own_address():
@@ -34,7 +34,8 @@ def test_a_kill_of_the_broker_costs_no_line_but_those_on_their_way(broker, tmp_p
     broker.gateway = False
     broker.env |= {"KMQ_HOST": host, "KMQ_INTAKES": f"{port}=app"}
     broker.up()
-    shipper = Shipper(name, tmp_path / "shipper", host, port)
+    root = tmp_path / "shipper"
+    shipper = Shipper(name, root, recipe(name, root, host, port))
     logged = []
 
     def log(stage, count):
