@@ -47,7 +47,7 @@ def table(
     catalog: str = "",
     enrich_with: str = "",
 ) -> "DataFrame":
-    """Return a topic as it is now: old records from the table of its archive, the rest from the log.
+    """Return a topic's rows as of now: old records from the table of its archive, the rest from the log.
 
     See kmq.spark.lake.table.
     """

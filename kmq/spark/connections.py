@@ -149,23 +149,25 @@ def gateway_address(name: str, access: Access) -> GatewayAddress:
 
 
 def check_logins(names: Sequence[str]) -> None:
-    """Raise ConfigError if a name has a login: before others, because with commas they may be parts of its password."""
+    """Raise ConfigError if a name has a login. Check this first: a password with commas looks like several names."""
     for name in names:
         if "@" in name:
             gateway_address(name, PLAIN)
 
 
 class ShardDoors:
-    """What brokers say of their shards: by which lineage the records are known, and where all brokers have their doors.
+    """The shards that brokers have reported: the lineage of their records, and the addresses of all their brokers.
 
-    Invariant   Two shards are never one: directories that were copied have one lineage, but no door in common.
+    Invariant   Two shards never count as one: copied directories have one lineage, but no address in common.
     """
 
     def __init__(self) -> None:
         self._doors: dict[str, set[tuple[str, int]]] = {}  # by lineage
 
     def told(self, lineage: str, doors: Iterable[str]) -> str:
-        """Add what a broker says. Return the lineage; "" if a shard of copied records has answered under it before."""
+        """Add a broker's report. Return the lineage; "" if a shard with copies of its records has used the lineage
+        before.
+        """
         new = {(host.strip("[]").lower(), port) for host, _, port in (door.rpartition(":") for door in doors)}
         numbered = {(host, int(port)) for host, port in new if port.isdecimal()}
         known = self._doors.setdefault(lineage, set())
@@ -175,9 +177,9 @@ class ShardDoors:
         return lineage
 
     def shard_at(self, host: str, port: int) -> str:
-        """Return the lineage of the shard that has a door at this address; "" if none has.
+        """Return the lineage of the shard with this address; "" without a shard.
 
-        `kmq-0.kmq` is `kmq-0.kmq.default.svc`: the domains that are left out are those of this machine.
+        `kmq-0.kmq` is `kmq-0.kmq.default.svc`: domains that are left out are those of this machine.
         """
         mine = f"{host.strip('[]').lower()}."
         for lineage, doors in self._doors.items():

@@ -1,7 +1,7 @@
 """Reduces an error of Spark to one line: its cause, without the JVM's stack trace around it. Refuses an older pyspark.
 
-A KmqError raised in a Python worker comes back as text within an exception of Spark. It is recognised by its class
-name, so that the command still ends with its exit code.
+A KmqError raised in a Python worker arrives as text within an exception of Spark. It is recognised by its class name,
+so that the command still ends with its exit code.
 """
 
 import re

@@ -3,21 +3,24 @@
     orders = kmq.spark.table(spark, "orders", archive="lake", options={"kmq.bootstrap.servers": "a:8082"})
 
 The table's ledger says where its last committed batch ends in each partition. Records before that offset come from the
-table's files, read by Spark's own Parquet reader. The others come from the log, and become rows as the archive makes
-them: payloads as columns, without those that the archive takes for bad.
+table's files, read by Spark's own Parquet reader. The others come from the log, and become rows as in the archive:
+payloads as columns, without records that the archive rejects as bad.
 
-Owner       Nobody: it only reads. The archive may run.
+Owner       This module only reads. The archive may run meanwhile.
 Invariant   A record is a row at most once, and exactly once if the table has it, or the log has it and its payload is
             good. Offsets and files are those of one commit. The log is read from these offsets to its end at the call,
             and before the archive's first record.
-Refused     Another data directory than the archive's, or an older copy of it; a topic that was deleted and made again;
-            records that retention took before they were archived (failOnDataLoss=false: a warning, and without them).
-Warned      The table keeps what compaction takes from the log.
+Refused     Another data directory than the archive's, or an older copy of it; a topic that was deleted and created
+again;
+            records that retention removed before they were archived (failOnDataLoss=false: a warning, and without
+            them).
+Compacted   The table keeps records that compaction removes from the log; a warning says so.
 Retention   of the table, by day: if it has no directory of days before one, records of these days come from the log, as
-            far as it has them.
-Not covered Other rows that somebody deleted from the table, and records that a reset of the archive's checkpoint has
-            skipped, or has archived twice. Records from before an archive with startingOffsets=latest, of a broker that
-            was away when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
+            far as the log has them.
+Not covered Other rows that were deleted from the table, and records that a reset of the archive's checkpoint has
+skipped
+            or archived twice. Records from before an archive with startingOffsets=latest, of a broker that was away
+            when it began (onUnreachable=hold): only the first batch is known to say where a broker begins.
 """
 
 import json
@@ -50,12 +53,12 @@ _PLACE = ("broker", "topic", "partition", "offset")
 
 
 class Archive(NamedTuple):
-    """What an archive has at one moment."""
+    """The content of an archive at one moment."""
 
     name: str  # as the user spells it
     table: TableContent
     end: StreamPosition  # of the last committed batch
-    begins: Offsets | None  # the first offset of each partition, by data id in place of the broker; None: not known
+    begins: Offsets | None  # first offset by (data id, topic, partition); None if unknown
 
     def topics(self) -> list[str]:
         return sorted({topic for _, topic, _ in self.end.offsets})
@@ -69,16 +72,16 @@ def table(
     catalog: str = "",
     enrich_with: str = "",
 ) -> DataFrame:
-    """Return the rows of a topic as it is now: of archived records from the archive's table, of others from the log.
+    """Return a topic's rows as of now: archived records from the archive's table, others from the log.
 
     `archive`: the table's directory. `options`: of format("kmq"), where the log is; default: this directory's broker.
-    `catalog`, `enrich_with`: as the archive was told. Raises KmqError if table and log do not belong together.
+    `catalog`, `enrich_with`: as for the archive. Raises KmqError if table and log do not belong together.
     """
     return rows(spark, topic, look(archive, catalog), options or {"path": load().data}, enrich_with)
 
 
 def look(archive: str, catalog: str = "") -> Archive:
-    """Return what an archive has now. Raises ConfigError."""
+    """Return the current content of an archive. Raises ConfigError."""
     try:
         found = tables.snapshot(archive, catalog)
     except ConfigError as err:
@@ -101,7 +104,7 @@ def look(archive: str, catalog: str = "") -> Archive:
 def rows(
     spark: SparkSession, topic: str, archive: Archive, options: Mapping[str, str], enrich_with: str = ""
 ) -> DataFrame:
-    """Return what `table` returns, with what an archive had."""
+    """Return the rows of `table`, given the content of an archive."""
     if topic not in (known := archive.topics()):
         raise ConfigError(f"archive={archive.name}: has no topic {topic!r}{nearest(topic, known)}; it has {known}")
     if given := [name for name in options if name.lower().startswith(("starting", "ending"))]:
@@ -120,7 +123,7 @@ def rows(
         logs, archive, topic, {key: seam[key] for key in seam if key in bounds}, identities, not enrich_with
     )
     found = [_from_files(spark, archive.table, columns).where(F.col("topic") == topic).select(*columns.names)]
-    # Looked up after `before`: retention may have moved on, and the day's first record that is left is not its first.
+    # Looked up after `before`: retention may have advanced, and then the first remaining record is not the day's first.
     firsts = {key: first for key, (first, _) in logs.bounds().items() if key in before}
     for start, end in ((firsts, {key: before[key] for key in firsts}), (seam, _ends(bounds))):
         if spans := plan.ranges(start, end, bounds, False):
@@ -131,7 +134,7 @@ def rows(
 
 
 def history(spark: SparkSession, archive: str) -> Callable[[str, Mapping[str, str]], DataFrame | None]:
-    """Return for `kmq sql` what makes a topic's view with the options of its source; None if it is not archived."""
+    """Return for `kmq sql` a function from a topic and its source's options to its view; None if it is not archived."""
 
     def view(topic: str, options: Mapping[str, str]) -> DataFrame | None:
         found = look(archive)
@@ -144,7 +147,7 @@ def history(spark: SparkSession, archive: str) -> Callable[[str, Mapping[str, st
 
 
 def _conversion(spark: SparkSession, archive: Archive, enrich_with: str) -> tuple[ArchiveRows, StructType]:
-    """Return how records become rows of the table, and its columns. Raises ConfigError if the table has others."""
+    """Return the conversion of records to rows of the table, and its columns. Raises ConfigError if they differ."""
     found = archive.table
     fields = kept_schema(f"{found.path}/.kmq")
     asked: ArchiveOptions = {"schema": NONE if fields is None else INFER, "enrich_with": enrich_with}
@@ -175,7 +178,7 @@ def _from_files(spark: SparkSession, found: TableContent, columns: StructType) -
 
 
 def _names(archive: Archive, identities: Mapping[str, str]) -> dict[str, str]:
-    """Return the archive's name of each broker → its name here. Raises ConfigError unless they are the same brokers."""
+    """Return the archive's name of each broker → its name here. Raises ConfigError if the brokers differ."""
     if silent := [name for name, identity in archive.end.identities.items() if not identity]:
         raise RetryError(
             f"archive={archive.name}: {', '.join(silent)} has not answered the archive since it began"
@@ -194,7 +197,9 @@ def _names(archive: Archive, identities: Mapping[str, str]) -> dict[str, str]:
 
 
 def _seam(logs: QueryLogs, archive: Archive, topic: str, names: Mapping[str, str], bounds: Bounds) -> Offsets:
-    """Return where the archive's last batch ends. Raises DataLossError if the log is not the one that it read."""
+    """Return where the archive's last batch ends. Raises DataLossError if the log is not the one that the archive
+    read.
+    """
     read = archive.end.renamed(names)
     read.offsets = {key: offset for key, offset in read.offsets.items() if key[1] == topic}
     read.last = {key: stamp for key, stamp in read.last.items() if key[1] == topic}

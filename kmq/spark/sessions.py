@@ -1,19 +1,21 @@
 """Starts a Spark session with a Java that is new enough, confs that suit KMQ, and a quiet JVM.
 
+    spark = session("local[4]")     # spark.read.format("kmq") works
+
 Local mode is the default; the same code runs on any master. Nothing is shipped to executors on other machines: they
 need the extra `spark` for the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
 
-Stderr      of the JVM and of its Python workers is passed on, without tracebacks of workers whose JVM has closed their
-            connection. The JVM closes it when a stream ends. A Unix socket, unlike TCP, reports that to the worker at
-            once, and the worker prints it. Several workers share one stderr, so that their tracebacks may interleave
+Stderr      of the JVM and of its Python workers is copied to ours, without tracebacks of workers whose JVM has closed
+            their connection. The JVM closes it when a stream ends. A Unix socket, unlike TCP, reports that to the
+            worker
+            at once, and the worker prints it. Several workers share one stderr, so their tracebacks may interleave
             line by line.
-Invariant   A line of any other error is never removed. Which line belongs to which of several interleaved tracebacks
-            cannot be told, so they are removed together, and only if each of them is proven to be of a closed
-            connection. Interleaved with any other error all of them are passed on, in the order in which their lines
-            came. A traceback is held back until the line that names its exception, and at most MAX_LINES. All other
-            lines are passed on at once.
-Overflow    of Spark's own pattern, at the stop of a stream: its stack is left out too (without_overflows).
-Not covered Tracebacks that cut each other in the middle of a line: they are passed on.
+Invariant   A line of any other error is never removed. In interleaved tracebacks it is unknown which line belongs to
+            which. So they are removed together, and only if each of them is proven to be of a closed connection.
+            Interleaved with any other error all of them are copied, in the order of arrival. A traceback is held back
+            until the line that names its exception, and at most MAX_LINES. All other lines are copied at once.
+Overflow    of Spark's own pattern, when a stream stops: its stack is left out too (without_overflows).
+Not covered Tracebacks that cut each other in the middle of a line: they are copied.
 """
 
 import atexit
@@ -37,7 +39,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from kmq.broker.health import is_in_pod
+from kmq.broker.concerns import is_in_pod
 from kmq.errors import ConfigError, RetryError, pip_install, quotation
 from kmq.spark import failures
 
@@ -368,14 +370,14 @@ class _Tracebacks:
     def _are_all_of_workers(self) -> bool:
         """Return True if each traceback is proven to have a frame of a worker's loop.
 
-        Two frames of one function are of two tracebacks; frames of two functions may be of one.
+        Two frames of one function belong to two tracebacks; frames of two functions may belong to one.
         """
         files = {file for file, _ in self._frames}
         proven = sum(max(count for (file, _), count in self._frames.items() if file == each) for each in files)
         return 0 < self._begun <= proven
 
     def released(self) -> list[bytes]:
-        """Return the lines that are to be passed on by now, each of them once."""
+        """Return the lines that can be copied by now, each of them once."""
         if not self._has_other:
             return []
         released, self._held = self._held, []
@@ -417,7 +419,7 @@ _INNERMOST = 4  # frames at most of what a pattern calls
 def without_overflows(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines, except the stack of a stream's thread that has overflowed in a regular expression.
 
-    A batch of a Python function that is stopped ends with an error. Spark compares the text of that error with a
+    If a batch of a Python function is stopped, it ends with an error. Spark compares the text of that error with a
     pattern, which overflows if the text is long. The stream ends as it should. An overflow that does end a query is
     in the query's error too.
     """

@@ -1,10 +1,10 @@
-"""The process that plans a stream of a Python source: Spark's own module for it, with less to import.
+"""The process that plans a stream of a Python source: Spark's own module for it, with fewer imports.
 
     python -m kmq.spark.stream_planner      by the command that a session gives to Spark (sessions.py)
 
-Each stream has a fresh interpreter as its planner. Spark's module imports pyarrow and numpy there, a third of the CPU
-until the planner answers, only for sources that read rows while they plan. KMQ's sources do not. So they are imported
-when a source first does.
+The planner of each stream is a fresh interpreter. Spark's module imports pyarrow and numpy there, which takes a third
+of the CPU until the planner answers. Only sources that read rows while they plan need them. KMQ's sources do not. So
+these modules are imported when a source first uses them.
 """
 
 import importlib

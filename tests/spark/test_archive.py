@@ -25,7 +25,9 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import Row
 from time_zone import tokyo
 
+from kmq.cli.spark_options import Loss
 from kmq.errors import EXIT_CONFIG, EXIT_RETRY, ConfigError
+from kmq.log import topic_changes
 from kmq.spark import failures, tables
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.archive import READ, dead_letters, enrich, with_text
@@ -155,8 +157,7 @@ def test_a_dead_letter_keeps_payload_key_and_headers_and_says_where_it_is_from(s
         "reason": "not_utf8",
         "from": "orders-0-0",
         "id": "7",
-        "len": None,
-        "other": None,
+        "other": '{"reason":"old"}',
     }
     assert len(letter.producer) <= 64 and letter.producer.startswith("archive-abc-") and letter.producer.endswith("-0")
     for was, now in ((b"orders", b""), (b"orders.@", b""), (b"orders.@3.k", b".k"), (b"orders.@x", b".@x")):
@@ -170,16 +171,23 @@ def test_a_dead_letter_that_fits_no_line_is_cut_and_says_how_long_it_was(spark):
     batch = letters.toArrow().combine_chunks().to_batches()[0]
     lengths = [len(value) for value in batch.column("value").to_pylist()]
     assert lengths == [6000, lengths[1], lengths[1], 5000] and 5000 < lengths[1] < 6000
-    assert [dict(headers)["len"] for headers in batch.column("headers").to_pylist()] == [None, "6000", "900000", None]
+    assert [dict(headers).get("len") for headers in batch.column("headers").to_pylist()] == [
+        None,
+        "6000",
+        "900000",
+        None,
+    ]
     assert len(to_lines(batch, np.arange(4), 0.0, max_line=1 << 13)) == 4  # or RowError: too long
 
 
-def test_no_header_that_a_raw_line_can_have_is_poison(spark):
+def test_a_letter_keeps_each_header_of_a_client_whatever_its_name(spark):
     bad = parse(rows(spark, ["nope"]), SCHEMA).drop("headers")
-    twice = """from_json('{"h":"1","a b":"2","p":"me","hh":"3","hh":"4"}', 'map<string,string>') headers"""
-    batch = dead_letters(bad.selectExpr("*", twice), "a").toArrow().combine_chunks().to_batches()[0]
+    odd = """map('h', '1', 'a b', '2', 'p', 'me', 'hh', null, 'id', 'own', 'other', 'x') headers"""
+    batch = dead_letters(bad.selectExpr("*", odd), "a").toArrow().combine_chunks().to_batches()[0]
     sent = to_lines(batch, np.arange(1), 0.0, max_line=1 << 20).to_pylist()[0].decode()
-    assert sent.endswith(';hh=3;reason=not_json;from=orders-0-0;id=7;other={"h":"1","a%20b":"2"}|nope\n')
+    assert sent.endswith(
+        ';%68=1;a%20b=2;%70=me;hh;reason=not_json;from=orders-0-0;id=7;other={"id":"own","other":"x"}|nope\n'
+    )
 
 
 # --- the pipeline ----------------------------------------------------------------------------------------------------
@@ -189,14 +197,17 @@ def lines(first, last, bad_every=0):
     """Lines as sent of orders first…last-1; every so many one is bad."""
     for n in range(first, last):
         payload = b"bad %d" % n if bad_every and n % bad_every == 0 else b'{"n":%d,"user":"u%d"}' % (n, n % 7)
-        yield b"orders.k%d|%d|%d;h=%d|%b" % (n % 5, n, n, n, payload)
+        yield b"orders.k%d|%d|%d;hh=%d|%b" % (n % 5, n, n, n, payload)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", tables.FORMATS)
 def test_each_run_adds_what_is_new_once(spark, tmp_path, format):
     made = write_data(tmp_path / "data", list(lines(0, 1000, 10)), {"orders": 3}, closed=False)
     arguments = {"where": {"path": str(tmp_path / "data"), "subscribe": "orders", "maxOffsetsPerTrigger": "400"}}
     arguments |= {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint, user string", "bad": "keep"}
+    if format == "parquet":
+        arguments["checkpoint"] = f"file:{tmp_path}/c"
     done = archive.run(spark, **arguments)
     assert (done.rows, done.bad) == (1000, 100) and done.batches >= 3
     assert archive.run(spark, **arguments)[:3] == (0, 0, 0)
@@ -212,12 +223,32 @@ def test_each_run_adds_what_is_new_once(spark, tmp_path, format):
             "orders",
             f"k{n % 5}",
             str(n),
-            {"h": str(n)},
+            {"hh": str(n)},
         )
         assert row["recv_ts"].replace(tzinfo=None).isoformat().startswith(f"{row['date']}T{row['hour']:02}:")
     assert len({(row["partition"], row["offset"]) for row in found}) == 1200
 
 
+def test_records_that_were_lost_before_they_were_archived_are_skipped_by_name_where_asked(spark, tmp_path, capfd):
+    data = str(tmp_path / "data")
+    made = write_data(data, list(lines(0, 20)), {"orders": 1}, closed=False)
+    arguments = {"to": str(tmp_path / "t"), "schema": "n bigint", "bad": "keep"}
+    where = {"path": data, "subscribe": "orders"}
+    assert archive.run(spark, where, **arguments).rows == 20
+    append(made, list(lines(20, 40)))
+    topic_changes.begin_at(data, "orders", None, {0: 33})
+    made[1].tick()
+    made[1].settle()
+    with pytest.raises(StreamingQueryException, match="orders/0: offsets 20 to 32 are gone"):
+        archive.run(spark, where, **arguments)
+    assert archive.run(spark, where | Loss("skip").options(), **arguments).rows == 7
+    skipped = [line for line in capfd.readouterr().err.splitlines() if "event=records_skipped" in line]
+    assert skipped and "topic=orders partition=0 first=20 last=32 count=13" in skipped[0]
+    append(made, list(lines(40, 45)))
+    assert archive.run(spark, where, **arguments).rows == 5
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", tables.FORMATS)
 def test_a_checkpoint_restored_from_an_older_copy_leaves_nothing_out(spark, tmp_path, format):
     made = write_data(tmp_path / "data", list(lines(0, 400)), {"orders": 1}, closed=False)
@@ -561,6 +592,7 @@ def broken_off_and_gone_on(spark, broker, tmp_path, format, break_off):
     is_complete(broker, arguments["to"], format, count, bad_every)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["delta", "iceberg"])
 def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_once(
     spark, up, tmp_path, monkeypatch, format
@@ -591,6 +623,7 @@ def test_a_driver_that_is_killed_anywhere_leaves_every_record_once(spark, up, tm
     broken_off_and_gone_on(spark, up, tmp_path, format, kill)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", ["worker", "accepted"])
 def test_a_task_or_a_driver_that_is_killed_while_tasks_write_leaves_every_record_once(spark, up, tmp_path, point):
     broken_off_and_gone_on(spark, up, tmp_path, "parquet", partial(kill_at, point, 0, False, broker=up))

@@ -19,7 +19,7 @@ from kmq.spark.pipelines.payloads import parse
 
 KIND = SCHEMA + ", d date, m decimal(9,2)"
 WITHOUT_MAP = KIND.replace(", counts map<string,bigint>", "")
-HEADERS = [b"", b";h=1", b";host=n%201;pod=p", b";pod=", b";host=a;host=b", b";x;y=%7C"]
+HEADERS = [b"", b";hh=1", b";host=n%201;pod=p", b";pod=", b";host=a;host=b", b";host;pod", b";xx;yy=%7C"]
 
 
 def lines(count, seed):
@@ -58,6 +58,7 @@ def by_seq(rows):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("format", "schema", "bad", "rest", "by"),

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import threading
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from log_server import up
 from made_data import append, write_data
 from made_up import no_room
+from waiting import meanwhile
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import index, segment, segment_reader, topic_changes, topics
@@ -544,26 +544,20 @@ def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker
     broker.up()
     broker.kmq("topics", "create", "orders", "--partitions", "4")
     address = f"127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"
-    stop, sent = threading.Event(), []
+    sent = []
 
     def send():
-        for first in range(0, 200_000, 2000):  # an end, or a slow machine never comes behind
-            if not stop.wait(0.02):
-                broker.send_lines([line(first + n) for n in range(2000)])
-                sent.append(2000)
+        if len(sent) < 100:  # an end, or a slow machine never comes behind
+            broker.send_lines([line(2000 * len(sent) + n) for n in range(2000)])
+            sent.append(2000)
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
+    with meanwhile(send, every_s=0.02):
         broker.wait_routed(2000)
         for where in ({"path": str(broker.data)}, {"kmq.bootstrap.servers": address}) * 2:
             rows = judged_at(where, 1 << 20)
             assert found(rows) == {}
             assert noted(rows).keys() <= {"unrouted"}
             assert sum(row.records for row in rows if row.what == "records") >= 2000
-    finally:
-        stop.set()
-        sender.join()
     broker.wait_routed(
         1 + sum(sent)
     )  # the declaration, and they; ingress has taken them all, which is less than durable

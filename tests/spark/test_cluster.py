@@ -4,13 +4,13 @@ The driver is a process of its own (cluster_job.py): a JVM has one session at a 
 """
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from brokers import environment
+from waiting import until
 
 from kmq.spark.sessions import Standalone
 
@@ -38,13 +38,6 @@ def pods(new_broker):
     return made
 
 
-def wait(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def address(pod, name):
     return f"127.0.0.1:{(pod.pipes / f'{name}.port').read_text().strip()}"
 
@@ -56,8 +49,7 @@ def start(tmp_path):
 
     def run(master, pods, *gate):
         servers, lines = (",".join(address(pod, port) for pod in pods) for port in ("http", "ingress"))
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-        env |= {"SPARK_WORKER_DIR": str(tmp_path / "work"), "PYTHONUNBUFFERED": "1"}
+        env = environment(SPARK_WORKER_DIR=tmp_path / "work", PYTHONUNBUFFERED=1)
         command = [sys.executable, str(JOB), master, servers, lines, str(tmp_path), *map(str, gate)]
         pipe = subprocess.PIPE
         drivers.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
@@ -94,13 +86,14 @@ def test_pipelines_are_right_on_a_local_cluster(pods, start):
     check(finish(start("local-cluster[2,1,512]", pods)), pods)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_pipelines_are_right_on_a_cluster_when_a_worker_is_killed_in_mid_job(pods, start, tmp_path, victim):
     gate = tmp_path / "gate"
     gate.mkdir()
     with Standalone(workers=2) as cluster:
         driver = start(cluster.url, pods, gate)
-        wait(lambda: len(list(gate.iterdir())) == 2 or driver.poll() is not None)  # a task in each executor
+        until(lambda: len(list(gate.iterdir())) == 2 or driver.poll() is not None, "a task in each", seconds=PATIENCE_S)
         cluster.kill_worker(victim)
         (gate / "open").touch()
         results = finish(driver)

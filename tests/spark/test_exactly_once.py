@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import fixed_port
 import psutil
 import pytest
+from waiting import until
 
 import kmq
 
@@ -79,10 +81,8 @@ class Copy:
 
     def wait_copied(self, total):
         """Until `total` messages have been copied; a JVM may have to start before."""
-        deadline = time.monotonic() + DRIVER_S
-        while len(self.broker.lines("to")) < total:
-            assert time.monotonic() < deadline, f"{len(self.broker.lines('to'))} of {total} copies"
-            time.sleep(0.1)
+        copies = partial(self.broker.lines, "to")
+        until(lambda: len(copies()) >= total, f"{total} copies", lambda: len(copies()), seconds=DRIVER_S)
 
     def judge(self, total):
         """What was copied is what was there: nothing lost, nothing twice, and of each partition in order."""
@@ -119,6 +119,7 @@ def copy(broker, tmp_path):
     made.close()
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.timeout(900)  # three JVMs, which have to start on a machine that may be busy
 def test_drivers_killed_in_the_sink_and_before_the_commit_lose_and_double_nothing(copy):
     copy.produce(COUNT)

@@ -130,6 +130,7 @@ def over(tmp_path, monkeypatch):
     return {"path": str(tmp_path / "data"), "subscribePattern": "t.*"}, later
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["parquet", "delta"])
 def test_a_stream_adds_each_window_that_is_over_to_a_table_once(spark, tmp_path, over, format):
     where, later = over

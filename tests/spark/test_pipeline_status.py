@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE_S, clean_env, wait
+from brokers import environment
+from commands import PATIENCE_S, wait
 from made_data import append, write_data
 
 from kmq.spark.pipelines import route
@@ -27,7 +28,7 @@ main()
 
 def kmq(*arguments, cwd="."):
     """A command without Spark: (exit code, stdout, stderr)."""
-    env = clean_env() | {"PATH": "/nowhere", "COLUMNS": "200"}
+    env = environment() | {"PATH": "/nowhere", "COLUMNS": "200"}
     command = [sys.executable, "-c", BARE, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout, done.stderr

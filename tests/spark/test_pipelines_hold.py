@@ -78,6 +78,7 @@ def through_an_outage(two, pipeline):
     return sent
 
 
+@pytest.mark.sampled(1, group="without a broker")
 def test_archive_goes_on_without_a_broker_and_adds_each_record_once(spark, fleet, tmp_path):
     two, to = fleet(2), str(tmp_path / "lake")
     with running(spark, tmp_path, archive.run, two.options(), to, schema="none") as pipeline:
@@ -87,6 +88,7 @@ def test_archive_goes_on_without_a_broker_and_adds_each_record_once(spark, fleet
     assert {row.broker for row in rows.select("broker").collect()} == {*two.names}
 
 
+@pytest.mark.sampled(1, group="without a broker")
 def test_mirror_goes_on_without_a_broker_and_copies_each_message_once(spark, fleet, new_broker, tmp_path):
     two, target = fleet(2), new_broker()
     target.gateway = False
@@ -100,6 +102,7 @@ def test_mirror_goes_on_without_a_broker_and_copies_each_message_once(spark, fle
     assert sorted(copied) == sorted(sent)
 
 
+@pytest.mark.sampled(1, group="without a broker")
 def test_metrics_go_on_without_a_broker_and_count_each_record_once(spark, fleet, new_broker, tmp_path, monkeypatch):
     """A third broker has a record of the next day. It is up at the end, and closes all windows."""
     two, tomorrow, front, to = fleet(2), new_broker(), Front(), str(tmp_path / "metrics")

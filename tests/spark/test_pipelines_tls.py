@@ -30,6 +30,7 @@ def send(spark, secured, topic, *values):
     secured.broker.wait(lambda: len(secured.broker.lines(topic)) == len(values), "what was sent")
 
 
+@pytest.mark.sampled(0.5)
 def test_dead_letters_metrics_and_redrives_go_over_tls_as_the_command_says(spark, broker, authority, tmp_path):
     from kmq.spark.pipelines import archive, metrics, redrive
 

@@ -49,6 +49,7 @@ def letters(broker):
     return broker
 
 
+@pytest.mark.sampled(1, group="long")
 def test_letters_are_selected_and_renamed_by_sql_and_stored_once(letters, run):
     queue = letters.lines("dead")
     command = ("dead", "concat('test.', headers['reason'], '.', key)", "headers['reason'] = 'late' and seq > 11")
@@ -132,6 +133,7 @@ def test_order_within_a_partition_is_kept_and_a_rate_is_too(letters, run):
     assert times[-1] - times[0] >= 55 / 50 - 0.1
 
 
+@pytest.mark.sampled(1, group="long")
 def test_what_was_dropped_comes_back_once_of_all_topics_or_of_one(broker, run):
     broker.up(RB_OVERFLOW_POLICY_DURABLE="drop_oldest", RB_SLOTS=1024)
     broker.kmq("topics", "create", "test.eu")

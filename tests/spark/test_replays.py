@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import fixed_port
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from waiting import until
 
 DRIVER = Path(__file__).with_name("replay_driver.py")
 DRIVER_S = 300.0  # of one driver, its JVM's start included
@@ -66,12 +66,9 @@ class Replays:
     def compact(self):
         self.source.down()  # its router writes its checkpoint, up to which segments may be compacted
         fixed_port.up(self.source, KMQ_SEGMENT_BYTES="64KiB")
-        done = self.source.run(
-            "kmq", "pipeline", "run", "compact", "--topics", "from", "--min-dirty", "0", patience_s=DRIVER_S
-        )
-        assert done.returncode == 0, done.stderr
-        if "compacted=yes" in done.stdout or "segments=" in done.stdout:
-            self.source.wait(lambda: "event=segment_compacted" in self.source.log(), "the router's swap")
+        compactor = "kmq.gateway.core.compactor"
+        done = self.source.run(sys.executable, "-m", compactor, "--now", patience_s=DRIVER_S)
+        assert done.returncode == 0 and "event=segment_compacted" in self.source.log(), done.stderr
 
     def retain(self):
         """Delete the oldest segments."""
@@ -161,10 +158,7 @@ class Replays:
 
     def wait_begun(self, driver, count):
         """Until that many micro-batches are planned, or the driver has ended before."""
-        deadline = time.monotonic() + DRIVER_S
-        while self.batches() < count and driver.poll() is None:
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.05)
+        until(lambda: self.batches() >= count or driver.poll() is not None, "them", self.log, seconds=DRIVER_S)
 
     def kill_driver(self, driver):
         """The driver and its JVM, and perhaps the workers, which else find out by themselves."""

@@ -93,6 +93,7 @@ def test_one_pods_queues_are_those_of_its_router_byte_by_byte(spark, tmp_path, c
     assert damages(to) == []
 
 
+@pytest.mark.sampled(1, group="long")
 def test_it_goes_on_where_it_was_and_mends_what_a_killed_run_left(spark, tmp_path):
     lines = messages(3000, 2)
     made = write_data(tmp_path / "pod", lines[:1000], DECLARED, closed=False)
@@ -159,6 +160,7 @@ def test_what_was_dropped_is_in_no_queue_here_either(spark, tmp_path):
     assert sorted(row.seq for row in read.collect()) == sorted(set(range(1, 4001)) - gone)
 
 
+@pytest.mark.sampled(1, group="long")
 def test_many_pods_make_one_table_in_which_every_record_is_where_its_pods_table_says(spark, tmp_path):
     tables = [{"orders": 4}, {"orders": 2, "orders.eu": 3}, {}]
     pods = [write_data(tmp_path / f"p{n}", messages(800, n), declared) for n, declared in enumerate(tables)]

@@ -69,6 +69,7 @@ def names(rng, count):
     return sorted(made)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_router_and_columns_agree_on_random_tables_and_keys(spark, seed):
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ import fixed_port
 import pytest
 from fixed_port import payloads, routed
 
+from kmq.client.delivery import Delivery
 from kmq.errors import RetryError
 from kmq.spark.sink import sender as senders
 from kmq.spark.sink.targets import WriteOptions
@@ -70,6 +71,22 @@ def test_lines_queued_as_their_sender_is_fenced_are_sent_in_its_next_turn(up, mo
     assert payloads(up, "t") == [b"%d" % n for n in range(100)]
 
 
+def test_rows_without_a_reply_are_sent_in_the_next_turn_whole_also_with_a_carriage_return(up, monkeypatch):
+    monkeypatch.setattr(senders, "_TURNS_S", (0.01, 0.02, 0.04, 0.08, 0.16))
+    lines = block(0, 5, b"a\rb")
+    older = sender(up)
+    half_answered = Delivery()
+    half_answered.count, half_answered.answered = 5, 2
+    older._sent.append((half_answered, lines))
+    newer = sender(up)  # fences it
+    newer.send(block(0, 2, b"a\rb"))
+    newer.finish()
+    older.send(b"t|0|5|last\n")
+    older.finish()
+    routed(up, 6)
+    assert payloads(up, "t") == [*(b"a\rb%d" % n for n in range(5)), b"last"]
+
+
 def test_an_attempt_that_has_had_all_its_turns_ends_with_the_reason(up, monkeypatch):
     monkeypatch.setattr(senders, "_TURNS_S", ())
     older = sender(up)
@@ -120,10 +137,32 @@ def test_rows_that_come_again_are_compared_in_the_wal_then_in_their_topic(broker
         send(broker, block(0, 17) + block(17, 18, b"x"), path=path)
     remove_all_but_the_last(broker.data / "append")
     assert send(broker, block(0, 9000), path=path) == 9000
-    remove_all_but_the_last(broker.data / "topics/t/0")
-    with pytest.raises(senders.ReplayError, match="id 0: what is stored as seq 1 is in no log any more"):
-        send(broker, block(0, 100), path=path)
-    assert send(broker, block(0, 100), path=path, kmq_replay="trust") == 100
+
+
+def test_rows_whose_records_retention_took_are_stored_anew(broker):
+    fixed_port.up(broker, KMQ_SEGMENT_BYTES="64KiB")
+    send(broker, block(0, 9000))
+    routed(broker, 9000)
+    for log in ("append", "topics/t/0"):
+        remove_all_but_the_last(broker.data / log)
+    kept = int(max((broker.data / "topics/t/0").glob("*.log")).stem)
+    assert send(broker, block(0, 9000), path=str(broker.data)) == 9000 - kept
+    routed(broker, 9000 + kept)
+
+
+def test_rows_whose_records_nobody_finds_stop_the_query_unless_the_broker_is_trusted(broker):
+    fixed_port.up(broker, KMQ_SEGMENT_BYTES="64KiB")
+    path = str(broker.data)
+    send(broker, block(0, 9000))
+    routed(broker, 9000)
+    remove_all_but_the_last(broker.data / "append")
+    lost = sorted((broker.data / "topics/t/0").glob("*.log"))[1]
+    lost.unlink()  # from the middle: no deletion, which the broker would know
+    lost.with_suffix(".idx").unlink()
+    id = int(lost.stem)
+    with pytest.raises(senders.ReplayError, match=f"id {id}: what is stored as seq {id + 1} is in no log"):
+        send(broker, block(id, id + 100), path=path)
+    assert send(broker, block(id, id + 100), path=path, kmq_replay="trust") == 100
 
 
 def test_rows_whose_seq_the_broker_has_forgotten_are_found_by_their_id(broker, monkeypatch):

@@ -37,7 +37,7 @@ ALL = [
     ("wide", 2, b"k", b"v", [("trace", b"1"), ("at", b"\xff\x00|;"), ("trace", b"2")]),
     ("wide", 3, None, None, None),
     ("wide", 1, b"", b"", []),
-    ("wide", None, b"k", None, [("gone", None), ("empty", b"")]),
+    ("wide", None, b"k", None, [("gone", None), ("empty", b""), ("p", b"own")]),
     ("a.b", 0, b"\xff.|", b"\0\n", None),
 ]
 
@@ -55,19 +55,19 @@ def test_rows_of_kafkas_shape_are_stored_where_sent_and_come_back_to_the_byte(sp
         at = (murmur2(key) & 0x7FFFFFFF) % 4 if partition is None else partition
         assert (row.topic, row.partition, plain(row.key_bytes), plain(row.value)) == (topic, at, key, value)
         kept = bytes(row.line).split(b"|", 5)[4].split(b";")[1:]
-        wanted = {0: [b"trace=1", b"at=%FF%00%7C%3B", b"trace=2"], 3: [b"empty="]}.get(number, [])
+        wanted = {0: [b"trace=1", b"at=%FF%00%7C%3B", b"trace=2"], 3: [b"gone", b"empty=", b"%70=own"]}.get(number, [])
         assert [each for each in kept if each[:2] not in (b"p=", b"en")] == wanted, headers
 
 
 def shown(row):
-    """A row of Kafka's shape as plain Python, without the headers that say how it was stored."""
-    headers = [(each.key, plain(each.value)) for each in row.headers or () if each.key not in ("p", "w", "enc")]
+    """A row of Kafka's shape as plain Python."""
+    headers = [(each.key, plain(each.value)) for each in row.headers or ()]
     return row.partition, plain(row.key_bytes), plain(row.value), headers
 
 
 @pytest.mark.parametrize("include_headers", ["true", "false"])
 def test_a_copy_of_a_topic_with_its_columns_is_the_same_to_the_byte(spark, up, include_headers):
-    lines = [b"wide.@%d.k%%2E%d|1|%d;at=%%FF%%00;trace=2;empty=|x" % (n % 4, n, n) for n in range(8)]
+    lines = [b"wide.@%d.k%%2E%d|1|%d;at=%%FF%%00;trace=2;empty=;null;%%70=own|x" % (n % 4, n, n) for n in range(8)]
     if include_headers == "false":  # a map of texts
         lines = [line.replace(b"%FF%00", b"%C3%A9") for line in lines]
     else:

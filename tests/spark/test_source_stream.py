@@ -275,7 +275,7 @@ def test_a_checkpoint_of_the_release_before_goes_on(spark, tmp_path):
         ((0, 0), (0, 19)), ((1, 0), (1, 25)), ((1, 26), (1, 52)), ((1, 53), (1, 79)),
     ]  # fmt: skip
     assert sum(map(len, rest.values())) == 50
-    assert last_offset(tmp_path)[1][data]["__format"] == "2"
+    assert last_offset(tmp_path)[1][data]["__format"] in ("2", "3")  # 3: pieces share a task
 
 
 def test_a_stream_with_nothing_new_runs_no_batch(spark, tmp_path):

@@ -67,6 +67,7 @@ def of_kubernetes(word):
     return word.startswith(("--master=k8s:", "--conf=spark.kubernetes."))
 
 
+@pytest.mark.sampled(0.5)
 def test_the_job_archives_a_live_broker_on_a_standalone_cluster(here, served):
     with Standalone(workers=1, memory_mb=1024) as cluster:
 

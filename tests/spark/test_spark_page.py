@@ -4,6 +4,7 @@ import pytest
 from pages import PATIENCE_S, paste
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.root
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("page", ["spark.md", "spark-reading.md", "spark-tables.md", "spark-writing.md"])

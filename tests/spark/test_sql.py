@@ -60,6 +60,10 @@ def test_each_query_sees_what_is_there_when_it_begins(ask, data):
     assert cells(ask("select count(*) from new")) == [["1"]]
 
 
+def test_show_tables_names_each_topic_and_view(ask):
+    assert {"orders", "jobs.eu", "append", "all_topics"} <= {name for (name,) in cells(ask("show tables"))}
+
+
 def test_csv_and_json_have_values_in_full_and_times_to_the_microsecond(ask):
     text = "select id, headers, value, value_text, recv_ts from `jobs.eu` order by offset"
     rows = list(csv.reader(io.StringIO(ask(text, shell.as_csv))))
@@ -67,7 +71,7 @@ def test_csv_and_json_have_values_in_full_and_times_to_the_microsecond(ask):
     assert rows[2][0] == "2" and rows[2][2] == "tab\there, and a comma"
     assert rows[2][4].endswith("12")
     first, second = map(json.loads, ask(text, shell.as_json).splitlines())
-    assert (first["value"], second["headers"]) == ("/wA=", {"a": "1"})
+    assert (first["value"], second["headers"]) == ("/wA=", {"aa": "1"})
     assert second["recv_ts"].endswith("12Z")
 
 

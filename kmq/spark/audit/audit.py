@@ -44,7 +44,7 @@ _DDL = "broker string, " + ", ".join(
 
 
 def evidence(spark: "SparkSession", audited: list[AuditSource], nbytes: int = SPLIT_BYTES) -> "DataFrame":
-    """Return the evidence of an audit of these brokers: rows (findings.EvidenceRow) with the broker's name in front.
+    """Return the evidence of an audit of these brokers: rows (findings.EvidenceRow), each after its broker's name.
 
     Column `what` is a key of FINDINGS or NOTES, or `records` (WAL records by topic and moment), or `queue` (queue
     records compared). `nbytes`: of the WAL in a task, about.

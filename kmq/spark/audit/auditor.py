@@ -1,5 +1,7 @@
 """Audits one task: compares a range of the WAL's seqs with the offsets of all queues that belong to it.
 
+    audit_task(broker, snapshot, task, bucket)   → [EvidenceRow(what="lost", first_seq=17, records=4, …), …]
+
 Exact       In a task without errors, the bytes of a queue are the lines of the WAL that route there, one after another.
             They are compared as bytes, block by block, without Python code per record. Only for queues that differ are
             lines compared one by one (QueueAuditor): lost, duplicate, out of order, altered, misplaced,
@@ -131,7 +133,7 @@ class QueueAuditor:
         """Add the records missing between each two that are here, as excused or as lost.
 
         Compaction leaves a bare newline for each record that it removes. Damage hides a record for each of its offsets.
-        Which records they are is unknown.
+        Which records these are is unknown.
         """
         expected = self._expected
         missing = self._missing & ~np.isin(expected, elsewhere)
@@ -173,9 +175,9 @@ class QueueAuditor:
             self._with.evidence.add(row._replace(detail=some))
 
     def _is_deleted_meanwhile(self) -> bool:
-        """Return True if nothing is left of what the snapshot saw here.
+        """Return True if none of the queue's records in the snapshot is left.
 
-        A later topic of the same name begins after it.
+        A later topic of the same name begins after them.
         """
         if self.place not in self._with.snapshot.queues:
             return False

@@ -1,4 +1,4 @@
-"""What the comparisons of one task share: the logs as they are read, where records belong, and the counts of arrivals.
+"""What the comparisons of one task share: the logs as they are read, the targets of records, and counts of arrivals.
 
 Checked     The broker's reader compares the crc of every block with the index; damage and malformed lines become
             evidence. The records in damage, and those that a damaged index hides, are not audited further, and are
@@ -115,7 +115,7 @@ _MAX_KEYS = 1 << 18  # routing keys remembered
 
 
 class Routes:
-    """Number the queues (`places[number]`), and find the queue of each record by the routing table at its seq."""
+    """Numbers the queues (`places[number]`), and finds the queue of each record by the routing table at its seq."""
 
     def __init__(self, snapshot: BrokerSnapshot) -> None:
         self.places: list[TopicPartition] = []

@@ -1,4 +1,4 @@
-"""What an audit can find: its findings, its notes, and the evidence, a row for each of them."""
+"""What an audit can report: its findings, its notes, and the evidence, a row for each of them."""
 
 from collections import Counter
 from collections.abc import Sequence

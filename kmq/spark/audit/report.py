@@ -1,4 +1,4 @@
-"""The result of an audit, and its words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
+"""The result of an audit, and its texts: as a table on a terminal, and as JSON. page.py: as a page with plots."""
 
 import os
 from collections.abc import Iterable, Sequence

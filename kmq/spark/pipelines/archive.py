@@ -8,15 +8,15 @@ A stream of micro-batches. Each batch is parsed. Its bad records are sent to `<t
 then its good records are added to the table.
 
 Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason
-            (bad="keep": in the table with the reason; bad="drop": only counted). No field of a record is ever dropped
-            unasked: fields that an inferred schema lacks, at any depth, are in column `rest`.
+            (bad="keep": in the table with the reason; bad="drop": only counted). No field of a record is dropped unless
+            requested: fields that an inferred schema lacks, at any depth, are in column `rest`.
             A dead letter is always stored once, however often its batch is run: the broker knows it by producer (the
             archive and the record's partition) and id (offset + 1).
 Crash       before the table's commit   the batch is repeated; dead letters already sent are not stored again
             after it, before Spark's    the table has the batch: skipped (kmq/spark/tables)
             The dead letters of a batch are sent before its commit. If the broker is down, the archive stops before the
             commit, so that no record counts as archived that is not.
-Bad         See payloads.py. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
+Bad         See payloads.py. Strict JSON: one object, nothing after it, no NaN, no single quotes.
 """
 
 import importlib
@@ -45,7 +45,7 @@ from pyspark.sql.types import (
 from kmq.config.settings import load
 from kmq.errors import ConfigError, KmqError
 from kmq.log import topics
-from kmq.message.letters import DLQ
+from kmq.message.record import DLQ
 from kmq.spark import failures
 from kmq.spark.connections import have_one_address, nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
@@ -73,6 +73,7 @@ BAD = ("dlq", "keep", "drop")
 # --- dead letters ----------------------------------------------------------------------------------------------------
 
 MAX_LINE = 1 << 20  # bytes, if the broker does not tell
+_OTHER = "other"
 _BESIDE = ("routing_key", "producer_ts", "id", "reason")  # parts of a dead letter's line besides headers and payload
 
 
@@ -80,9 +81,8 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> Data
     """Return rows of `parse` that have a reason as messages to <topic>.dlq, for format("kmq").
 
     Payload, key, producer_ts and headers are kept. New headers are `reason`, `from` (topic-partition-offset) and the
-    old `id`. Headers with names that only raw lines can have (one letter, or encoded characters) are in header `other`,
-    as JSON. A payload that becomes too long for a line is cut, and header `len` tells its length; its origin has all of
-    it.
+    old `id`. Headers of a client with these names are in header `other`, as JSON. A payload that becomes too long for a
+    line is cut, and header `len` tells its length; its origin has all of it.
     """
     source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
     text, size = F.col("value").cast("string"), F.octet_length("value")
@@ -92,19 +92,19 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> Data
     plain = F.is_valid_utf8(text) & ~text.rlike(r"[\x00-\x08\x0a-\x1f\x7f]")
     short = F.greatest((room * 3 / 4).cast("int"), F.lit(0))
     cut = size > F.when(plain, room).otherwise(short)
-    # p, w and enc tell how the record was stored.
-    odd = F.map_filter("headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc"))
     ours = {
         "reason": F.col("reason"),
         "from": F.concat_ws("-", "topic", "partition", "offset"),
         "id": F.col("id"),
-        "len": F.when(cut, size.cast("string")),  # a header that is null is not sent
-        "other": F.when(F.size(odd) > 0, F.to_json(odd)),
+        "len": F.when(cut, size.cast("string")),
     }
-    names = F.array_distinct(F.map_keys("headers"))  # a name may come twice
-    kept = F.filter(names, lambda name: _is_plain(name) & ~name.isin("enc", *ours))
-    theirs = F.map_from_arrays(kept, F.transform(kept, lambda name: F.element_at("headers", name)))
-    why = F.create_map(*(part for name, text in ours.items() for part in (F.lit(name), text)))
+    hidden = F.map_filter("headers", lambda name, _: name.isin(*ours, _OTHER))
+    ours[_OTHER] = F.when(F.size(hidden) > 0, F.to_json(hidden))
+    theirs = F.map_filter("headers", lambda name, _: ~name.isin(*ours))
+    why = F.map_filter(
+        F.create_map(*(part for name, text in ours.items() for part in (F.lit(name), text))),
+        lambda _, text: text.isNotNull(),
+    )
     letters = bad.select(
         F.concat(F.concat("topic", F.lit(f"{DLQ}.@")).cast("binary"), _dot_and_key()).alias("routing_key"),
         "producer_ts",
@@ -123,21 +123,17 @@ def _dot_and_key() -> Column:
     return F.when(mark != "", F.substring(behind, F.length(mark) + 1, F.lit((1 << 31) - 1))).otherwise(behind)
 
 
-def _is_plain(name: Column) -> Column:
-    return name.rlike("^[A-Za-z0-9_.-]{2,}$")
-
-
 class LetterWriter:
-    """The way of dead letters back to the brokers their records came from."""
+    """Sends dead letters to the brokers their records came from."""
 
     def __init__(self, options: ReadOptions, to: Destination) -> None:
         """Raise ConfigError if a broker cannot be reached: better at the start than at the first bad record."""
         self._options = options
         self._connection = to.connection_like(options.token)
-        addresses("--producers", to.producers)  # as a whole, because commas may be of a password
+        addresses("--producers", to.producers)  # check the whole text, because commas may be part of a password
         given = [part.strip() for part in to.producers.split(",") if part.strip()]
         if given and len(options.brokers) == 1:
-            given = [",".join(given)]  # of a shard, if there are several
+            given = [",".join(given)]  # several addresses are those of one shard
         hint = "give --producers host:port for each, or --bad keep or drop"
         if given and len(given) != len(options.brokers):
             raise ConfigError(f"--producers {to.producers!r}: there are {len(options.brokers)} brokers; {hint}")
@@ -161,7 +157,7 @@ class LetterWriter:
                     self._max_line = min(self._max_line, probe.connect(timeout=ADOPT_S))
             except (KmqError, TimeoutError, ValueError) as err:
                 if self._options.holds and not isinstance(err, (ConfigError, ValueError)):
-                    continue  # it is waited for when a bad record of it comes
+                    continue  # its first bad record will wait for it
                 raise ConfigError(
                     f"bad records could not be sent to {target}: {err}; start the broker, {hint}"
                 ) from err
@@ -183,9 +179,9 @@ class LetterWriter:
                 letters = dead_letters(
                     bad.where(F.col("broker") == broker), query.replace("-", "")[:12], self._max_line
                 )
-                where = "path" if self._options.paths else "kmq.bootstrap.servers"  # to compare those that come again
+                where = "path" if self._options.paths else "kmq.bootstrap.servers"  # to compare repeated letters
                 writer = letters.write.format("kmq").mode("append").options(**target.options).option(where, broker)
-                writer.option("kmq.probe", "false").save()  # the start has looked: one that is away now is waited for
+                writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a broker that is away
         finally:
             bad.unpersist()
 
@@ -227,7 +223,7 @@ def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> 
 
 
 def here(host: str | None, pod: str | None) -> tuple[str, str]:
-    """Return host and pod of records that name none, read here: as given, or as this process knows them."""
+    """Return host and pod for records that do not name them: as given, or as this process knows them."""
     return (
         host or os.environ.get("NODE_NAME") or socket.gethostname(),
         pod or os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname(),
@@ -287,7 +283,7 @@ def run(
 
 
 class ArchiveRows:
-    """What the rows of a table are, and how records with the columns READ become them."""
+    """The columns of a table's rows, and the conversion of records with the columns READ to such rows."""
 
     def __init__(
         self, asked: ArchiveOptions, fields: StructType | None, function: Callable[[DataFrame], DataFrame] | None
@@ -300,7 +296,7 @@ class ArchiveRows:
         self.host, self.pod = here(asked["host"], asked["pod"])
         self.read = cast(StructType, StructType.fromDDL(READ))
         self.names = payloads.names(fields, self.read.names) if fields else []
-        self.before = self._columns()  # the user's function
+        self.before = self._columns()  # passed to the user's function
 
     def _columns(self) -> StructType:
         names = [field.name for field in self.read if field.name not in ("routing_key", "value")]
@@ -331,7 +327,7 @@ class ArchiveRows:
         return parse(records, self.fields, self._keeps_rest)
 
     def good(self, judged: DataFrame) -> DataFrame:
-        """Return the rows of the table that judged records become, before the user's function."""
+        """Return the table's rows made of judged records, before the user's function."""
         if self._keeps_bad:
             rows = with_text(judged.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value"))))
         else:
@@ -339,7 +335,7 @@ class ArchiveRows:
         return self._enriched(rows)
 
     def of(self, records: DataFrame) -> DataFrame:
-        """Return the rows of the table that records become."""
+        """Return the table's rows made of records."""
         rows = self._enriched(with_text(records)) if self.fields is None else self.good(self.judged(records))
         return self.function(rows) if self.function else rows
 

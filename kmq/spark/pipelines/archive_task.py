@@ -1,4 +1,4 @@
-"""What a task of the archive does: its range of records → Parquet files, in the Python worker. No record enters the JVM.
+"""A task of the archive: its range of records → Parquet files, in the Python worker. No record enters the JVM.
 
     spark.dataSource.register(source_of(job, cores))
     spark.readStream.format(FORMAT).options(…).load()    # one row for each task: see RESULT
@@ -10,9 +10,9 @@ Owner       The task owns <staging directory>/<part>/; `part` is a new name for 
                 topic=a/date=…/hour=…/rows-000.parquet   rows of the table, if the job has a layout of directories
                 rows-000.parquet                         else: rows that the driver reads again
                 _unsure/rows-000.parquet                 records for the judge, with the columns READ
-Invariant   A row of the result always comes after its files are complete and synced. Every record of the range is in
-            one of the files, once.
-Crash       Nothing reads the files of an attempt without a row: of a task that failed, was killed, or ran twice. A task
+Invariant   A row of the result is always yielded after its files are complete and synced. Every record of the range is
+            in one of the files, once.
+Crash       Nothing reads the files of an attempt without a row: a task that failed, was killed, or ran twice. A task
             that outlives its driver finds its directory gone, because only the driver makes it.
 Memory      One block, and at most GROUP_BYTES of rows of a file (parquet_files.py).
 """
@@ -54,7 +54,7 @@ _ESCAPED = frozenset([*map(chr, range(1, 32)), *"\"#%'*/:=?\\\x7f{[]^"])
 
 
 class ArchiveJob(NamedTuple):
-    """What all tasks of an archive have in common."""
+    """The parameters that all tasks of an archive share."""
 
     json: JsonColumns | None  # None: payloads are stored as text
     names: Sequence[str]  # of the columns for its fields
@@ -62,14 +62,14 @@ class ArchiveJob(NamedTuple):
     stored: StructType  # all columns of the rows
     partition_by: Sequence[str] | None  # columns that name directories; None: the driver reads the rows again
     keeps_partitions: bool  # the files have these columns too
-    host: str  # of records that name none
+    host: str  # of records that do not name a host
     pod: str | None
 
 
 def source_of(job: ArchiveJob, cores: int) -> type[DataSource]:
     """Return the source for a job. A class made in a function is pickled by value, with its variables.
 
-    The job is pickled by itself, because the planner of a stream is a fresh process each time, and does not need it.
+    The job is pickled separately: the planner of a stream is a new process each time, and need not unpickle the job.
     """
     read, task = job.read, cloudpickle.dumps(partial(write_part, job))  # type: ignore[no-untyped-call]
 
@@ -126,7 +126,7 @@ def _batch(block: Block, where: Where, schema: StructType) -> pa.RecordBatch:
 
 
 def _rows(job: ArchiveJob, block: Block, where: Where, schema: pa.Schema) -> tuple[pa.RecordBatch, Numbers, Numbers]:
-    """Return the rows of the records that are sure, the hour of each since the epoch, and which records are sure."""
+    """Return the rows of the sure records, the hour of each since the epoch, and a mask of the sure records."""
     found, are_sure = _payloads(job, block)
     wanted = set(schema.names).difference(job.names, ["value"]) | {"recv_ts"}
     rows = _batch(block, where, StructType([field for field in job.read if field.name in wanted]))
@@ -145,7 +145,7 @@ def _rows(job: ArchiveJob, block: Block, where: Where, schema: pa.Schema) -> tup
 
 
 def _payloads(job: ArchiveJob, block: Block) -> tuple[dict[str, pa.Array], Numbers]:
-    """Return the columns made of the payloads that are sure, and which are."""
+    """Return the columns made of the sure payloads, and a mask of them."""
     if job.json is not None:
         batch, are_sure = json_columns.parse(job.json, block.value_lines())
         return dict(zip(job.names, batch.columns, strict=False)), are_sure
@@ -158,7 +158,7 @@ def _payloads(job: ArchiveJob, block: Block) -> tuple[dict[str, pa.Array], Numbe
 
 
 def _places(job: ArchiveJob, block: Block, where: Where) -> dict[str, pa.Array]:
-    """Return host and pod of each record, as archive.enrich has them."""
+    """Return host and pod of each record, like archive.enrich."""
     remote = re.search(r"^([^/]+):\d+$", where.broker)
     host, pod = (remote[1], None) if remote else (job.host, job.pod)
     return {"host": _named(block, "host", host), "pod": _named(block, "pod", pod)}
@@ -175,7 +175,7 @@ def _directories(layout: Sequence[str], where: Where, hour: int) -> list[str]:
 
 
 def _named(block: Block, header: str, default: str | None) -> pa.Array:
-    """Return a header of each record, the first of its name; `default` where there is none."""
+    """Return a header of each record, the first of its name; `default` without such a header."""
     found = pa.repeat(pa.scalar(default, pa.string()), block.count)
     if block.lines.find(b";") < 0 or block.lines.find(f";{header}=".encode()) < 0:
         return found
@@ -184,9 +184,10 @@ def _named(block: Block, header: str, default: str | None) -> pa.Array:
     owners, first = np.unique(np.searchsorted(headers.offsets.to_numpy(), at, side="right") - 1, return_index=True)
     chosen = np.zeros(block.count, bool)
     chosen[owners] = True
-    return pc.replace_with_mask(found, pa.array(chosen), headers.items.take(pa.array(at[first])))
+    named = pc.replace_with_mask(found, pa.array(chosen), headers.items.take(pa.array(at[first])))
+    return named if default is None else named.fill_null(default)  # for a null header, like coalesce
 
 
 def escaped(text: str) -> str:
-    """Return a value of a partition as Spark writes it in the name of a directory."""
+    """Escape a value of a partition as Spark does in the name of a directory."""
     return "".join(f"%{ord(char):02X}" if char in _ESCAPED else char for char in text)

@@ -1,24 +1,25 @@
-"""JSON payloads → Arrow columns, without Python per record: the payloads of which it is sure that `parse` likes them.
+"""JSON payloads → Arrow columns, without Python per record, for payloads that `payloads.parse` is sure to find good.
 
     json = of(StructType.fromDDL("price double, user string"))
     columns, are_sure = parse(json, payloads)    # payloads: binary, each with a newline at its end
 
 pyarrow reads one JSON object a line, strictly: no other names than the schema's, no name twice, no value of another
-type, nothing after an object. What it does not refuse is looked for in vectors before and after. payloads.py remains
-the one judge of what is bad: a payload that is not surely good is left to it, with all its nulls and reasons.
+type, nothing after an object. Vectorized checks before and after it find the faults that pyarrow accepts. Only the
+judge, payloads.py, decides which payloads are bad: it gets each payload that is not surely good.
 
 Invariant   A payload is sure only if payloads.parse gives it no reason, no `rest`, and the same values in its columns.
-            Not sure says nothing: the payload may be good.
-Before      First and last byte are braces, because pyarrow dies of a line `null`, and counts what stands before or
-            after an object as rows. No NUL, at which it ends, no newline. Nothing longer than MAX_PAYLOAD, no number of 1,000
-            characters, no text that is not UTF-8. A copy of text in a string that the judge takes for a changed number.
+            A payload that is not sure may still be good.
+Before      First and last byte are braces, because pyarrow crashes on a line `null`, and counts text before or after an
+            object as rows. No NUL, at which it ends, no newline. Nothing longer than MAX_PAYLOAD, no number of 1,000
+            characters, no text that is not UTF-8. No copy of text in a string that the judge takes for a changed
+            number.
 After       As many rows as payloads. Each payload gives at least one row, because a line that begins with `{` cannot
             continue an object of the line before that ends with `}`: JSON has a comma between the two. So equal numbers
             mean one object each. No double that is not finite, has gaps (2^53) or is a negative zero, no decimal beyond
             its precision, no null in a field that is NOT NULL, no time of another form than the usual ones.
-Cost        One pass of pyarrow over the bytes. If it refuses, its message may name the row, which is left out;
-            otherwise the payloads are halved until those that are refused stand alone. When EFFORT times the bytes are
-            spent, the rest of them are left to the judge.
+Cost        One pass of pyarrow over the bytes. If pyarrow refuses them, its message may name the row, which is skipped.
+            Otherwise the payloads are halved until each refused one is alone. After EFFORT times the bytes the judge
+            gets the remaining payloads.
 """
 
 import re
@@ -44,16 +45,16 @@ _TIMES = {  # Spark's type → (the usual form of its text, Arrow's type)
     "timestamp": (f"^{_DATE}[T ]{_TIME}$", pa.timestamp("us", "UTC")),
 }
 _OPEN, _CLOSE, _NEWLINE, _BACKSLASH = b"{}\n\\"
-# One byte is sought quickly in a text, several bytes are not.
+# One byte is found quickly in a text, several bytes are not.
 _MAY_BE_AFTER = np.isin(np.arange(256), list(b"n \t\r"))
 _AFTER_OBJECT = re.compile(rb"\}[ \t\r]*n")  # `null` after an object
 _MINUS_ZERO = re.compile(rb"-0(?:\.0*)?(?:[eE]|[,\]}\s])")  # in a decimal the judge takes it for another number
 # At least what payloads._FRAGILE finds, without Java's extensions.
 _FRAGILE = r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|\.0*[1-9][0-9]{17}|[1-9][0-9.]{18}"
 _NUMBER_CHARS = np.isin(np.arange(256), list(b"0123456789.eE+-"))
-_LONG = 1000  # characters; the judge takes no longer number
+_LONG = 1000  # characters; the judge accepts no longer number
 _LONG_NUMBER = re.compile(rb"[0-9.eE+-]{%d}" % _LONG)
-_STEP, _STEPS = 64, 12  # such a number has more than so many of every 64th byte in a row
+_STEP, _STEPS = 64, 12  # such a number has more than _STEPS of every 64th byte in a row
 _EXACT = float(1 << 53)
 _NEGATIVE_ZERO = np.iinfo(np.int64).min  # the bits of -0.0
 _ROW = re.compile(r" in row ([0-9]+)$")
@@ -62,7 +63,7 @@ _ROW = re.compile(r" in row ([0-9]+)$")
 class JsonColumns(NamedTuple):
     """A schema of payloads, as `parse` needs it. Made by `of`."""
 
-    schema: pa.Schema | None  # None: of types that pyarrow does not read as the judge does; no payload is ever sure
+    schema: pa.Schema | None  # None: pyarrow does not read these types like the judge, so no payload is ever sure
     options: pj.ParseOptions
     required: list[str]  # fields that are NOT NULL
     has_decimals: bool
@@ -85,7 +86,7 @@ def of(fields: StructType) -> JsonColumns:
 
 
 def parse(json: JsonColumns, payloads: pa.Array) -> tuple[pa.RecordBatch, Numbers]:
-    """Return the columns of the payloads that are sure, and which are (booleans)."""
+    """Return the columns of the sure payloads, and a mask (booleans) of them."""
     are_sure = np.zeros(len(payloads), bool)
     schema = pa.schema([]) if json.schema is None else json.schema
     found = []
@@ -107,7 +108,7 @@ def parse(json: JsonColumns, payloads: pa.Array) -> tuple[pa.RecordBatch, Number
 
 
 def _odd(json: JsonColumns, lines: "_Lines") -> Numbers:
-    """Return which payloads pyarrow must not see, or reads in another way than the judge."""
+    """Return a mask of payloads that pyarrow must not see, or reads in another way than the judge."""
     begins, ends, data = lines.begins, lines.ends, lines.bytes
     odd: Numbers = (
         (data[begins] != _OPEN) | (data[np.maximum(ends - 1, begins)] != _CLOSE) | (ends - begins > MAX_PAYLOAD)
@@ -149,7 +150,7 @@ def _pieces(json: JsonColumns, lines: "_Lines") -> Iterator[tuple[int, int, pa.R
         refusal = ""
         try:
             batch = _read(json, lines.buffer(low, high), high - low)
-        except (pa.ArrowInvalid, UnicodeDecodeError) as err:  # its message quotes what is not UTF-8
+        except (pa.ArrowInvalid, UnicodeDecodeError) as err:  # its message quotes bytes that are not UTF-8
             batch, refusal = None, str(err)
         if batch is not None:
             yield low, high, batch
@@ -183,7 +184,7 @@ def _read(json: JsonColumns, text: pa.Buffer, count: int) -> pa.RecordBatch | No
 
 
 def _is_able(kind: DataType, depth: int = 0) -> bool:
-    """Return True if pyarrow reads values of this type, at least the usual ones, as the judge does."""
+    """Return True if pyarrow reads values of this type like the judge, at least the usual values."""
     if isinstance(kind, StructType):
         names = kind.fieldNames()
         return len(set(names)) == len(names) > 0 and all(_is_able(field.dataType, depth + 1) for field in kind)
@@ -245,7 +246,7 @@ def _starts(pattern: re.Pattern[bytes], text: bytes) -> Numbers:
 
 
 def not_utf8(array: pa.Array) -> Numbers:
-    """Return which of these bytes are not UTF-8; null is."""
+    """Return a mask of the values that are not UTF-8; null counts as UTF-8."""
     try:
         array.view(pa.string()).validate(full=True)
         return np.zeros(len(array), bool)
@@ -262,7 +263,7 @@ def _is_utf8(payload: bytes | None) -> bool:
 
 
 def _with_long_numbers(lines: _Lines) -> list[int]:
-    """Return the payloads with a number that is too long for the judge. Few bytes tell where one may be."""
+    """Return the payloads with a number that is too long for the judge. A few bytes of each show where one may be."""
     of_number = _NUMBER_CHARS[lines.bytes[::_STEP]].astype(np.int32)
     sums = np.concatenate([[0], np.cumsum(of_number)])
     places = np.flatnonzero(sums[_STEPS:] - sums[:-_STEPS] == _STEPS) * _STEP

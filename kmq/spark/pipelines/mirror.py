@@ -4,16 +4,14 @@
     rows = spark.readStream.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
     messages(rows).writeStream.format("kmq").option("kmq.producers", "b:5673").…
 
-Routing key, producer_ts, payload and headers are copied unchanged, except headers that tell how a message was stored
-(p, w, enc). Only if a stored key looks like a mark, from a time before there were marks, the routing key is written
-with a mark. Headers of the copy tell where the record is in the source:
+Routing key, producer_ts, payload and the headers that a client sent are copied unchanged, also null values and repeated
+names. One exception: if a key stored before marks existed looks like a mark, the copy's routing key gets a mark.
+Headers of the copy tell where the record is in the source:
 
     mirror              id of the source's data directory (its file `id`)
     mirror_partition, mirror_offset, mirror_seq
                         its partition, offset and seq there
     mirror_id           its id there, if it had one: producers with a name number their messages
-    mirror_<letter>     a header of one letter, which only KMQ may set; any other name that no client may set:
-                        mirror_0x<hex>
 
 Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<partition>` and id offset + 1. So a
             message that is sent again is stored once, in order: after a kill of the driver, a task or the target, or
@@ -23,7 +21,7 @@ Partitions  A key keeps its partition number only if both topics have as many pa
             topic that the target lacks is declared there alike (`--to-path`), or the error shows the command that does
             (`--to-brokers`); a different number or partitioner is refused. Without either option nothing is known of
             the target: topics with several partitions or a dot in their name, which a message alone does not create,
-            are refused. Messages without a key are spread anew.
+            are refused. Messages without a key are spread over the target's partitions.
 Again       A record that the target has already is compared with its copy, if the target's logs can be read
             (`--to-path`, `--to-brokers`). A different record (a source restored from an older copy), or a copy removed
             by retention, stops the mirror; `--replay trust` skips the record. Without these options producer and id
@@ -42,7 +40,6 @@ from pyspark.sql import functions as F
 
 from kmq.errors import ConfigError
 from kmq.log import topics
-from kmq.message.text import percent_encode
 from kmq.spark.pipelines.options import MIRROR_EVERY, MirrorOptions, complete, value
 from kmq.spark.pipelines.table import is_adopted, starting
 from kmq.spark.sink.routing import unambiguous
@@ -56,17 +53,14 @@ from kmq.spark.streaming.streams import Trigger
 if TYPE_CHECKING:
     from kmq.spark.streaming.streams import Progress
 
+HEADERS = "array<struct<key:string,value:binary>>"
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary,"
-    " producer_ts binary, id string, headers map<string,string>, value binary, origin_broker string"
+    " producer_ts binary, id string, headers "
+    f"{HEADERS}, value binary, origin_broker string"
 )
 ORIGIN = "mirror"
 OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
-_LEFT_OUT = (*OWN, "p", "w", "enc")  # p, w and enc tell how it was stored there
-_NAME_OF = "".join(
-    rf"\x{code:02x}" for code in range(128) if code != ord("=") and percent_encode(chr(code)) == chr(code)
-)
-_NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may set
 _LONGEST_NAME = 39  # characters of a topic in a producer's name, which has at most 64
 _ID = 12  # digits of a source's id in a producer's name
 
@@ -81,34 +75,27 @@ def messages(rows: DataFrame, sources: Mapping[str, str] | None = None) -> DataF
     digest = F.substring(F.sha2(F.col("topic"), 256), 1, _LONGEST_NAME - 8)
     name = F.when(F.length("topic") <= _LONGEST_NAME, F.col("topic")).otherwise(digest)
     producer = F.concat_ws("-", F.lit("mirror"), F.substring(origin, 1, _ID), name, "partition")
-    kept = F.transform_keys(
-        F.map_filter("headers", lambda header, _: ~header.isin(*_LEFT_OUT)), lambda header, _: _free(header)
-    )
+    theirs = F.coalesce("headers", F.array().cast(HEADERS))
+    kept = F.filter(theirs, lambda header: ~header["key"].isin(*OWN))
     added = [(ORIGIN, origin), *((f"mirror_{column}", F.col(column)) for column in ("partition", "offset", "seq"))]
-    place = F.create_map(*(_text(each) for pair in added for each in pair))
-    had_id = F.when(F.col("id") != "", F.create_map(F.lit("mirror_id"), "id")).otherwise(F.map_filter(place, _never))
-    found = rows.where(~F.map_contains_key("headers", ORIGIN)).select(
+    place = F.array(*(_header(*pair) for pair in added))
+    had_id = F.when(F.col("id") != "", F.array(_header("mirror_id", F.col("id")))).otherwise(F.array().cast(HEADERS))
+    found = rows.where(~_is_copy()).select(
         unambiguous(F.col("topic"), F.col("key"), F.col("routing_key")).alias("routing_key"),
         *("producer_ts", "value"),
-        F.map_concat(kept, place, had_id).alias("headers"),
+        F.concat(kept, place, had_id).alias("headers"),
         producer.alias("producer"),
         (F.col("offset") + 1).alias("id"),
     )
     return found.repartition("producer").sortWithinPartitions("producer", "id")  # one task per producer, in order
 
 
-def _free(name: Column) -> Column:
-    """Return a header's name as the sink accepts it: lines made by hand may hold any name."""
-    own = F.when(name.rlike("^[A-Za-z0-9]$"), name).otherwise(F.concat(F.lit("0x"), F.hex(name)))
-    return F.when(name.rlike(_NAME), name).otherwise(F.concat(F.lit(f"{ORIGIN}_"), own))
+def _header(name: str, value: Column) -> Column:
+    return F.struct(F.lit(name).alias("key"), value.cast("string").cast("binary").alias("value"))
 
 
-def _text(each: str | Column) -> Column:
-    return F.lit(each) if isinstance(each, str) else each.cast("string")
-
-
-def _never(name: Column, value: Column) -> Column:
-    return F.lit(False)
+def _is_copy() -> Column:
+    return F.coalesce(F.exists("headers", lambda header: header["key"] == ORIGIN), F.lit(False))
 
 
 def producer_of(source: str, topic: str, partition: int) -> str:
@@ -137,10 +124,10 @@ def run(
     progress: "Progress | None" = None,
     **options: Unpack[MirrorOptions],
 ) -> Mirrored:
-    """Mirror the topics of `where` (options of format("kmq")) to the broker at `to`: all there is now, or continuously.
+    """Mirror the topics of `where` (options of format("kmq")) to the broker at `to`: all records now, or continuously.
 
     `connection`: the sink's options for token, TLS and timeout.
-    `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again.
+    `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again in the head.
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
     asked = complete(MirrorOptions, options, every=MIRROR_EVERY)
@@ -158,7 +145,7 @@ def run(
         nonlocal sent, skipped, batches
         _agree(sources, target)  # for new topics, which this batch may have
         seen = Observation()
-        is_copy = F.map_contains_key("headers", ORIGIN)
+        is_copy = _is_copy()
         counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
         writer = messages(counted).write.format("kmq").mode("append").options(**sink)
         writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a target that is down
@@ -176,7 +163,7 @@ def run(
 
 
 def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
-    """Return the sink's options. `logs`: where the copies can be read."""
+    """Return the sink's options for comparing. `logs`: where the copies can be read."""
     if logs is None:
         return {**to.options, "kmq.replay": TRUST}
     where = "path" if isinstance(logs, Directory) else "kmq.bootstrap.servers"
@@ -184,7 +171,7 @@ def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
 
 
 def _agree(sources: QueryLogs, target: Broker | None) -> None:
-    """Ensure that keys lead to the same partitions of the target; else ConfigError tells what to do."""
+    """Ensure that keys map to the same partitions at the target; else ConfigError tells what to do."""
     wanted: dict[str, Layout] = {}
     found = sources.planned(lambda: sources.each(lambda name: sources.brokers[name].topics()))
     for name, topics_there in found.items():
@@ -210,7 +197,7 @@ def _agree(sources: QueryLogs, target: Broker | None) -> None:
 
 
 def _difference(one: Layout, other: Layout) -> tuple[str, str] | None:
-    """Return, for an error, why a key may lead to different partitions of two topics; None if it cannot."""
+    """Return, for an error, why a key may map to different partitions of two topics; None if it cannot."""
     if one.partitions != other.partitions:
         return f"{one.partitions} partitions", str(other.partitions)
     if one.partitions > 1 and one.partitioner != other.partitioner:

@@ -152,10 +152,6 @@ class ArchiveOptions(Payloads, ArchiveLetters, SinkConnection, Follow, ArchiveTa
     batch_bytes: Annotated[str, PipelineOption(BATCH_BYTES)]
 
 
-# --- compact ---------------------------------------------------------------------------------------------------------
-
-MIN_DIRTY = 0.5  # minimum share of sealed bytes: below it rewriting costs more than it gains (also Kafka's default)
-
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 WINDOW = "1 minute"

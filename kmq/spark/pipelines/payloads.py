@@ -1,4 +1,4 @@
-"""Parse JSON payloads into typed columns, exactly: with the reason why a payload is bad, and what no column holds.
+"""Parse JSON payloads into typed columns, exactly: with the reason why a payload is bad, and fields without a column.
 
     rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe", "o").load()
     parse(rows, "price double, user string NOT NULL", rest=True).where("reason is null").show()
@@ -279,7 +279,7 @@ def _has(kind: DataType, *kinds: type[DataType]) -> bool:
 
 
 def _verdict(text: Column, document: Column, fields: StructType, rest: bool) -> Column:
-    """Parse a text a second time; return why it is broken, which fields have a wrong type, and what no column holds."""
+    """Parse a text a second time; return why it is broken, fields of a wrong type, and fields without a column."""
     parsed = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{_GUESS}":1}}]')), "array<map<string,string>>", _STRICT)
 
     def judged(values: Column, _: Column) -> Column:
@@ -305,7 +305,7 @@ def _broken(text: Column, raw: Column) -> Column:
 
 
 class _SecondParse:
-    """What the columns of an object do not hold. The object was also parsed as a map, `raw`: name → text or JSON."""
+    """Fields that the columns of an object lack. The object was also parsed as a map, `raw`: name → text or JSON."""
 
     def __init__(self, text: Column, document: Column, raw: Column, fields: StructType) -> None:
         self._text, self._document, self._raw, self._fields = text, document, raw, fields

@@ -1,23 +1,22 @@
-"""Send dead letters through a broker again, selected and renamed by SQL; or what drop_oldest removed from queues.
+"""Send dead letters, or records that drop_oldest removed from queues, through a broker again; select and rename by SQL.
 
     redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", condition="value_text like '%timeout%'")
 
-The rules are those of `kmq redrive` (kmq.deadletters): what a new key may be, what a line becomes, under which producer
-and id it is sent, and which dead letters stay. A template ({topic}, {key}, …) is short for an expression:
-kmq.deadletters.redrive.to_sql. Under the expression `origin` letters go back as `kmq dlq replay` sends them: what one
-way has sent back, the other one knows.
+The rules are those of `kmq redrive` (kmq.deadletters): which new keys are valid, how a record becomes a line, under
+which producer and id it is sent, and which dead letters stay. A template ({topic}, {key}, …) is short for an
+expression: kmq.deadletters.redrive.to_sql. With the expression `origin` letters are sent back as by `kmq dlq replay`.
+Either command knows the letters that the other one has sent back.
 
 Columns     those of format("kmq") and `line`, the whole stored line. The routing table gives topic, partition and key
             of a dropped record. key and routing_key are the stored bytes, not percent-decoded, and text to SQL.
-            `origin` is the routing key of where a dead letter came from; null for other records.
+            `origin` is the routing key of a dead letter's original record; null for other records.
 Invariant   A record is always stored once, however often the same redrive is run or a task is retried: see `Once`
             there. So one task sends a whole partition, in the order of its offsets; with a rate one task sends all
             partitions.
 Before      anything is sent, the new keys of exactly the rows to send are checked. These rows are kept (on disk, if
             memory is too small), so that an expression like uuid() is not evaluated twice. Later records are not
             redriven.
-No sink     format("kmq") would encode the values anew. Here the lines are sent byte by byte, and duplicates are
-            counted.
+No sink     format("kmq") would encode the values again. Here the stored bytes are sent, and duplicates are counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,7 +70,9 @@ class Summary(NamedTuple):
     never_stored: int  # dropped by ring framed, before the WAL
     retired: int  # no longer in the WAL
     before: int = 0  # how many of `records` had been stored before
-    stayed: int = 0  # dead letters that came back too often, or are cut
+    stayed: int = 0  # dead letters that were sent back too often, or are cut
+    refused: int = 0  # records that the broker refused for good
+    named: tuple[str, ...] = ()  # the first of them: <topic>/<partition>@<offset>: <why>
 
 
 def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
@@ -140,7 +141,7 @@ def _dropped(spark: SparkSession, where: Mapping[str, str], pods: RoutedPods, to
     retired = sum(selection.retired(mine, firsts[name]) for name, mine in ranges.items())
     lost = sum(last - low + 1 for ledger in ledgers.values() for low, last in ledger["dropped"]["framed"])
     edges = [seq for mine in ranges.values() for span in mine for seq in span] or [0]
-    # Read no more of the WAL. All that follows keeps this filter, so that it may be pushed.
+    # Read no more of the WAL than needed. All later steps keep this filter, so it may be pushed down.
     rows = _read(spark, {**where, "pushFilters": "true"}, WAL).where(F.col("offset").between(min(edges), max(edges)))
     rows = route(among(rows, ranges), pods.look()[0])
     rows = rows.where(F.col("topic") != topic_changes.TOPIC)  # the framer numbers it again
@@ -175,6 +176,9 @@ def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
 # --- in a task -------------------------------------------------------------------------------------------------------
 
 
+_OUTCOME = "before bigint, refused bigint, named array<string>"
+
+
 def _send(
     batches: Iterable[pa.RecordBatch],
     identities: Mapping[str, str],
@@ -182,9 +186,9 @@ def _send(
     target: Target,
     rate: float,
 ) -> Iterator[pa.RecordBatch]:
-    """Send rows, those of a partition together and in order; yield how many had been stored before.
+    """Send rows, those of a partition together and in order; yield how many had been stored before or refused.
 
-    `which`: what identifies the redrive; None: dead letters that go back.
+    `which`: what identifies the redrive; None: dead letters that are sent back.
     """
 
     def records() -> Iterator[Redriven]:
@@ -195,8 +199,13 @@ def _send(
     def connect(who: str) -> Producer:
         return producer(target.addresses, target.access, producer=who, first_id=0, timeout_s=target.timeout_s)
 
-    before = redrive.send(records(), rate, connect)
-    yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
+    sent = redrive.send(records(), rate, connect)
+    columns = [
+        pa.array([sent.repeated], pa.int64()),
+        pa.array([sent.refused], pa.int64()),
+        pa.array([sent.named], pa.list_(pa.string())),
+    ]
+    yield pa.RecordBatch.from_arrays(columns, ["before", "refused", "named"])
 
 
 # --- the pipeline ----------------------------------------------------------------------------------------------------
@@ -214,10 +223,10 @@ def run(
 ) -> Summary:
     """Redrive the records of `topic` at the brokers of `where` (options of format("kmq")) that match `condition` (SQL).
 
-    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the
-    redrive; under another name the same records are redriven again. `max_replays`: dead letters that came back so often
-    stay. `producers`: host:port of the target; default: the broker of our settings. `connection`: the sink's options
-    for its token, TLS and timeout; None: the token of `where`.
+    `to`: SQL expression of the new key. `dropped`: the records that dropped.log names, of one topic or of all. `name`:
+    of the redrive; under another name the same records are redriven again. `max_replays`: dead letters that were sent
+    back so often stay. `producers`: host:port of the target; default: the broker of our settings. `connection`: the
+    sink's options for its token, TLS and timeout; None: the token of `where`.
     """
     asked = complete(RedriveOptions, options)
     describe = progress.describe if progress is not None else lambda what: None
@@ -242,20 +251,24 @@ def run(
         parted = rows.repartition(1) if asked["rate"] else rows.repartition(*place)
         which = None if is_back else (asked["name"], to, condition, topic if asked["dropped"] else "")
         send = partial(_send, identities=pods.identities(), which=which, target=target, rate=asked["rate"])
-        sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
-        return found._replace(before=sum(row.before for row in sent))
+        sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, _OUTCOME).collect()
+        named = tuple(text for row in sent for text in row.named)[: redrive.MOST_NAMED]
+        sums = {name: sum(row[name] for row in sent) for name in ("before", "refused")}
+        return found._replace(named=named, **sums)
     finally:
         judged.unpersist()
 
 
 def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
     """Return what the command prints."""
-    what = f"{found.records} {selection.text_of_dropped(topic) if dropped else f'of {topic}'}"
+    count = found.records - found.refused
+    what = f"{count} {selection.text_of_dropped(topic) if dropped else f'of {topic}'}"
     lines = [*selection.texts_of_lost(found.never_stored, found.retired)]
     if found.stayed:
         lines.append(f"{found.stayed} stay: they came back too often, are cut, or are no letters")
     if not dry_run:
         again = f"; {found.before} of them were stored before" if found.before else ""
+        lines += [f"refused: {each}" for each in found.named]
         return "\n".join([*lines, f"redriven {what}{again}"])
     lines += [f"{each.records:10,}  {_shown(each.old)} -> {_shown(each.new)}" for each in found.most]
     if found.keys > len(found.most):

@@ -3,19 +3,19 @@
     log         the queues of one pod, file by file and byte by byte what its router writes:
                 topics/<topic>/<partition>/…, with index, symlinks, topic.toml and router.ckpt, in a data directory with
                 the pod's id. Uses: queues from a WAL that was shipped elsewhere; a pod that lost its queues and whose
-                WAL takes one router too long; a second opinion. `kmq log`, `kmq verify` and format("kmq") read it, and
-                a pod may continue with it.
+                WAL takes one router too long; a check of the pod's own queues. `kmq log`, `kmq verify` and
+                format("kmq") read it, and a pod may continue with it.
     parquet, delta, iceberg
                 the queues of many pods as one table, partitioned by topic and partition, each file in the order of
                 (broker, seq). Uses: to query all pods at once, even for records that no queue has any more; with
                 `--table` to try another routing table: how would records spread over 64 partitions?
 
 Invariant   A record is in the output once, where kmq.message.routing puts it by the table in force at its seq. As in
-            the pod, records that dropped.log names for ring `durable` are left out. The stream's checkpoint tells the
-            seq reached.
+            the pod, records that dropped.log names for ring `durable` are left out. The stream's checkpoint has the
+            last seq that was routed.
 Crash       Spark repeats a batch whose end it has not seen.
-            log             each log skips the records it has, as its last line tells. A torn end is cut first, as by
-                            the router. Files are synced before the batch ends; then router.ckpt records their lengths.
+            log             each log skips the records up to its last line. A torn end is cut first, as by the router.
+                            Files are synced before the batch ends; then router.ckpt records their lengths.
             tables          see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
 Not covered A stream that runs ahead of a pod's router cannot know what the router will drop, nor the seq from which a
@@ -51,6 +51,7 @@ from kmq.log.segment import Limits
 from kmq.message import record
 from kmq.message.routing import Table, Topic, lives, table
 from kmq.repair import ledger
+from kmq.spark.paths import directory_here, local_path
 from kmq.spark.pipelines.options import LOG, RouteOptions, complete, value
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
@@ -78,7 +79,7 @@ class RoutedPods:
         if self.options.holds:
             raise ConfigError("onUnreachable=hold: records are routed by the table of their broker, which must answer")
         self.is_path = bool(self.options.paths)
-        self._table = table
+        self._table = table = directory_here(table, "--table")
         if table and not os.path.isdir(f"{table}/topics"):
             raise ConfigError(f"--table {table!r}: no data directory")
         self.brokers = {name: open_broker(name, self.is_path, self.options.access) for name in self.options.brokers}
@@ -87,7 +88,7 @@ class RoutedPods:
         """Return the current routing table, and what drop_oldest removed from the queues."""
         ledgers = {name: broker.ledger() for name, broker in self.brokers.items()}
         dropped = {name: stated["dropped"]["durable"] for name, stated in ledgers.items()}
-        if self._table:  # seqs of another broker mean nothing here: all of it is in force from the start
+        if self._table:  # seqs of another broker mean nothing here: the whole table is in force from the start
             rows = [topics.read(self._table, name).topic(name, 0) for name in topics.names(self._table)]
             given = [(row.name.encode(), Topic(row.name, row.partitions, 0, (), (), row.partitioner)) for row in rows]
             return Routing({name: Table(given, _marks_from(stated)) for name, stated in ledgers.items()}), dropped
@@ -354,12 +355,14 @@ def run(
         else:
             records += target.add(routed, batch_id, partial(_stage, target)) or 0
 
+    if format == LOG:
+        to = directory_here(to, "--to")
     given = value(Trigger, asked, every=EVERY)
-    trigger = given.at(f"{os.path.abspath(to)}/.kmq/checkpoint")
+    trigger = given.at(f"{os.path.abspath(local_path(to) or to)}/.kmq/checkpoint")
     with QueueFiles(to, pods) if format == LOG else output.open(given.checkpoint) as target:
         if not isinstance(target, QueueFiles):
             target.stream.check_checkpoint(trigger.checkpoint)
-        elif "://" not in trigger.checkpoint:
+        elif local_path(trigger.checkpoint) is not None:
             base.usable("--checkpoint", trigger.checkpoint)
         if progress is not None:
             progress.describe(f"route to {to}")

@@ -1,4 +1,4 @@
-"""What pipelines that follow topics share: a stream into a table, and the options of the stream."""
+"""Shared by the pipelines that follow topics: they add a stream to a table, with common options for the stream."""
 
 import os
 import time
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Followed(NamedTuple):
-    """What a run of a stream added."""
+    """The result of a run of a stream."""
 
     rows: int
     batches: int
@@ -36,7 +36,7 @@ def follow(
     The checkpoint is the table's own unless the trigger names one.
     """
     trigger = trigger.at(f"{table.state}/checkpoint")
-    where = trigger.checkpoint.removeprefix("file://")
+    where = trigger.checkpoint
     table.stream.check_checkpoint(where)
     added = batches = merged = 0
 
@@ -51,7 +51,7 @@ def follow(
             batches += 1
             merged += table.merge(batch.sparkSession)
 
-    streams.follow(rows, add, name, trigger._replace(checkpoint=where))
+    streams.follow(rows, add, name, trigger)
     return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
 
 
@@ -61,7 +61,7 @@ ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES, takes_letters: bool = False) -> dict[str, str]:
-    """Return the options of a stream from the first record on. A pattern matches no dead letters unless it takes them.
+    """Return the options of a stream from the first record on. A pattern matches dead letters only if `takes_letters`.
 
     `batch_bytes`: of lines in a micro-batch.
     """

@@ -1,1 +1,1 @@
-"""format("kmq") for writing: from rows to acknowledged messages."""
+"""format("kmq") for writing: the rows of a DataFrame become acknowledged messages."""

@@ -5,9 +5,9 @@
                                     decides
     producer_ts                     text as it is, or a timestamp; null or missing: now
     id                              one number per row, given or made
-    headers map<string,string>      as make_id writes them. p, w and enc are left out, because they describe how a
-                                    message was stored elsewhere, and are made anew; so is a header that is null. reason
-                                    and len stay, so that a copy of a dead letter keeps its reason.
+    headers map<string,string>      as a client's: a name that is KMQ's own in a line (one letter, enc) is stored
+                                    percent-encoded. reason and len stay, so that a copy of a dead letter keeps its
+                                    reason. A null value is a null header.
     headers array<struct<…>>        the same in the shape of Kafka's connector, key string and value binary: repeated
                                     names keep their order. Values are any bytes, percent-encoded if they are not plain
                                     text.
@@ -35,9 +35,7 @@ from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.message import record
 from kmq.message.ids import MAX_ID_DIGITS
 from kmq.message.routing import exact
-from kmq.message.text import is_text, make_routing_key, percent_encode
-
-_STORED_ONLY = ("p", "w", "enc")  # headers that describe a stored record, not its message
+from kmq.message.text import format_header, is_text, is_transport_header, make_routing_key, percent_encode
 
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -256,22 +254,22 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
     if names.null_count:  # only in an array: a map's keys are never null
         row = int(np.searchsorted(offsets, first + pc.index(names.is_null(), True).as_py(), "right")) - 1
         raise RowError(first_row + row, "headers", "a header without a name: its key is null")
-    for name in pc.unique(names).to_pylist():
-        text = name.decode(errors="replace")
-        own = len(text) < 2 and text not in _STORED_ONLY
-        if own or "=" in text or percent_encode(text).encode() != name:
-            at = first + pc.index(names, name).as_py()
-            row = int(np.searchsorted(offsets, at, "right")) - 1
-            why = "names of one letter are KMQ's own" if own else "a name holds no space, control, % | ; or ="
-            raise RowError(first_row + row, "headers", f"header {text!r}: {why}")
-    dropped = pc.or_(pc.is_in(names, pa.array(_STORED_ONLY, pa.binary())), pc.is_null(values))
+    codes = names.dictionary_encode()
+    starts = pa.array([_stored_name(name) for name in codes.dictionary.to_pylist()], pa.binary()).take(codes.indices)
+    has_value = values.is_valid()
     values = _escaped(values.fill_null(b""), _ENCODED, _percent)
-    texts = pc.binary_join_element_wise(_scalar(b";"), names, _scalar(b"="), values, _scalar(b""))
-    texts = pc.if_else(dropped, pa.scalar(b""), texts)
+    texts = pc.binary_join_element_wise(starts, pc.if_else(has_value, b"=", b""), values, _scalar(b""))
     ends, data = _view(texts)
     cut = ends[offsets - first].astype(np.int32)
     rows = pa.Array.from_buffers(pa.binary(), len(column), [None, pa.py_buffer(cut), pa.py_buffer(data)])
     return [pc.if_else(column.is_null(), pa.scalar(b""), rows) if column.null_count else rows]
+
+
+def _stored_name(name: bytes) -> bytes:
+    """Return `;name` as it is stored."""
+    if is_transport_header(name):
+        return format_header(name, None).encode()
+    return b";" + percent_encode(name).replace("=", "%3D").encode()
 
 
 def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -317,7 +315,7 @@ def _view(array: pa.BinaryArray) -> tuple[Ints, npt.NDArray[np.uint8]]:
 
 
 def _rows(offsets: Ints, marked: Mask) -> Mask:
-    """Return which rows hold a marked byte; `marked` begins at the first byte of the first row."""
+    """Return which rows contain a marked byte; `marked` begins at the first byte of the first row."""
     holding = np.zeros(len(offsets) - 1, bool)
     holding[np.searchsorted(offsets, np.flatnonzero(marked) + offsets[0], "right") - 1] = True
     return holding

@@ -48,12 +48,12 @@ def _let(value: Column, body: Callable[[Column], Column]) -> Column:
 
 
 def _decoded(digits: Column) -> Column:
-    """kmq.message.routing.decoded on hex digits."""
+    """Apply kmq.message.routing.decoded to hex digits."""
     return F.array_join(F.transform(F.regexp_extract_all(digits, F.lit(_TOKEN), 1), _byte), "")
 
 
 def _byte(token: Column) -> Column:
-    """Return the two digits of a byte; of %XX, whose digits are 25 and those of two letters, the digits XX."""
+    """Return the two hex digits of a byte. A token of %XX has the digits 25 and those of two characters; return XX."""
     return F.when(F.length(token) == 6, F.unhex(F.substring(token, 3, 4)).cast("string")).otherwise(token)
 
 
@@ -123,17 +123,19 @@ class Routing:
             self._name(broker, name.decode()): (topic.partitions, topic.from_seq, int(topic.partitioner is MURMUR2))
             for broker, table in tables.items()
             for name, topic in table.items()
-            if topic.partitions > 1 or b"." in name  # other topics behave as if they were not declared
+            if topic.partitions > 1 or b"." in name  # other topics route like undeclared ones
             if not topic.is_gone
         }
         self._marks_from = {broker: table.marks_from for broker, table in tables.items()}
         labels = {name.count(b".") + 1 for table in tables.values() for name in table}
-        self._labels = sorted(labels - {1}, reverse=True)  # of a topic, the longest first
+        self._labels = sorted(labels - {1}, reverse=True)  # numbers of labels that topics have, the largest first
         self._rows = _constant(rows)
         self._knows_murmur2 = any(row[_IS_MURMUR2] for row in rows.values())
 
     def topic(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """Return the topic, text: from a mark, else the longest in force, else the first label; empty if deleted."""
+        """Return the topic, text: from a mark, else the longest topic in force, else the first label; empty if
+        deleted.
+        """
         marked = self._marked(routing_key, seq, broker, 1)
         name = F.when(marked != "", marked).otherwise(self._longest(routing_key, seq, broker))
         if not self.knows_deleted:
@@ -155,7 +157,7 @@ class Routing:
         return F.coalesce(since, F.lit(False)) | F.coalesce(F.size(passed) % 2 == 1, F.lit(False))
 
     def key(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """Return the message key, binary: what follows the topic or the mark; null without a key."""
+        """Return the message key, binary: the part after the topic or the mark; null without a key."""
         binary = _column(routing_key).cast("binary")
         topic, digits = (self._marked(routing_key, seq, broker, group) for group in (1, 2))
         mark_end = F.length(topic) + 2 + F.length(digits)
@@ -209,14 +211,18 @@ class Routing:
 
 
 def unambiguous(topic: Column, key: Column, routing_key: Column) -> Column:
-    """Return the routing key, binary, for another broker: a part of the key here must not become a mark there."""
+    """Return the routing key, binary, for another broker, so that a part of the key here does not become a mark
+    there.
+    """
     rest = _from(routing_key, F.octet_length(topic) + 2)
     looks_marked = F.contains(routing_key.cast("string"), F.lit(".@")) & (rest == key)
     return F.when(looks_marked, exact(topic, key)).otherwise(routing_key)
 
 
 def exact(topic: Column, key: Column) -> Column:
-    """kmq.message.routing.exact as a column: a binary routing key that leads to `topic`, whatever is declared."""
+    """Return a binary routing key that leads to `topic`, whatever is declared: kmq.message.routing.exact as a
+    column.
+    """
     marked = F.concat(topic, F.lit(".@"))
     name = F.when(F.contains(topic, F.lit(".")), marked).otherwise(topic).cast("binary")
     return F.coalesce(F.concat(marked.cast("binary"), F.lit(b"."), key), name)

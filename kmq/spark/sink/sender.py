@@ -24,8 +24,6 @@ import logging
 import re
 import time
 import zlib
-from base64 import b64decode
-from binascii import Error
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
@@ -39,12 +37,13 @@ from kmq.log.reader import WAL
 from kmq.message import record, routing
 from kmq.message.ids import MAX_NAME, PRINTS
 from kmq.message.routing import Topic
+from kmq.message.text import decode_payload
 from kmq.spark.sink.targets import AGAIN, TRUST, WriteOptions, check, producer
 from kmq.spark.source.brokers import Broker
 
 # --- stored records --------------------------------------------------------------------------------------------------
 
-_GAP = 2000  # seqs: wanted records at most this far apart are read together, with what lies between
+_GAP = 2000  # seqs: wanted records at most this far apart are read together, with all records between them
 _STEP = 1 << 16  # records: the first step of a search backwards
 _SETTLE_S = 10.0  # how long an acknowledged record may take to become readable
 _TICK_S = 0.02
@@ -52,7 +51,7 @@ _NO_SEQ = 1 << 62
 
 
 class Sent(NamedTuple):
-    """A line as sent whose id the broker has already; `seq` is that of the stored record, 0 if unknown."""
+    """A sent line whose id the broker had already; `seq` is that of the stored record, 0 if unknown."""
 
     id: int
     seq: int
@@ -170,7 +169,7 @@ class _RecordSearch:
         del self.missing[id]
 
     def take_seqs(self, lines: bytes) -> None:
-        """Take the lines that have a wanted seq and are this producer's."""
+        """Add those of the lines that have a wanted seq and belong to this producer."""
         ids = self._ids
         for line in lines.split(b"\n"):
             id = ids.get(line[: line.find(b"|")])  # hot loop: record.seq_of, as it is stored
@@ -189,7 +188,7 @@ class _RecordSearch:
             at = lines.find(self._mark, end)
 
     def _id_in(self, line: bytes) -> int:
-        """Return the id of a stored line, or -1 if the line is another producer's."""
+        """Return the id of a stored line, or -1 if the line belongs to another producer."""
         number, _, rest = record.fields(line).id.partition(b";p=")
         return int(number) if number.isdigit() and rest.partition(b";")[0] == self.producer else -1
 
@@ -216,17 +215,10 @@ def says_the_same(sent: bytes, stored: bytes) -> bool:
     texts = [b"".join(parts) for parts in (headers, stored_headers)]
     if record.user_headers(texts[0]) != record.user_headers(texts[1]):
         return False
-    encoded = [b";enc=b64" in text for text in texts]
-    if encoded[0] == encoded[1]:
+    encoded = [b";enc=" in text for text in texts]
+    if encoded == [False, False]:
         return bool(payload == stored_payload)
-    return _content(payload, encoded[0]) == _content(stored_payload, encoded[1])
-
-
-def _content(payload: bytes, is_encoded: bool) -> bytes | None:
-    try:
-        return b64decode(payload, validate=True) if is_encoded else payload or None
-    except Error:
-        return payload
+    return decode_payload(texts[0], payload) == decode_payload(texts[1], stored_payload)
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------
@@ -234,10 +226,10 @@ def _content(payload: bytes, is_encoded: bool) -> bytes | None:
 _IN_FLIGHT_BYTES = 16 * MIB
 _MAX_OPEN = 8  # simultaneous connections of a task whose rows have many producers
 _SAY_S = 10.0
-_FIRST_S = 1.0  # without a connection, before the first look for a permanent fault
+_FIRST_S = 1.0  # wait for a connection this long before the first check for a permanent fault
 _TURNS_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # growing pauses of a fenced sender: two attempts never block each other
 _MAX_NAMES = 20  # names of one producer whose rows are stored again
-_TAKEN = ("id_reused", "id_too_old")  # codes of refusals: the id is another row's
+_TAKEN = ("id_reused", "id_too_old")  # codes of refusals: the id belongs to another row
 _SHOWN_BYTES = 200  # of a line in an error
 _SEQ = re.compile(r"as seq (\d+)")  # in the reason of a refusal
 _ADVICE = (
@@ -323,8 +315,8 @@ class NoPartition(KmqError):
 
 
 class RowSender:
-    """One producer at one broker, or at whichever of a shard serves: it sends whole lines that carry their ids, each
-    stored once.
+    """One producer at one broker, or at any serving broker of a shard. It sends whole lines with ids, each stored
+    once.
     """
 
     def __init__(self, name: str, options: WriteOptions, at: int = 0, turn: int = 0) -> None:
@@ -333,7 +325,7 @@ class RowSender:
         self._name = _name_of_turn(name, turn)
         self._stored = StoredRecords(options.logs(at)) if options.has_logs else None
         self._unsent: deque[bytes] = deque()
-        self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last look
+        self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last check
         self._turns = iter(_TURNS_S)
         self._next: RowSender | None = None  # the sender under the next name, for rows that are stored again
         self.duplicates = 0
@@ -386,7 +378,7 @@ class RowSender:
                     self.producer.abort()
                     raise self._failed(err) from err
                 self._warn(str(err))
-                options.recognise()  # nobody may have known it when the query began
+                options.recognise()  # the shard may not have been known when the query began
                 if len(options.doors(self._at)) > len(self._doors):
                     self.producer.abort()
                     return self._connect()
@@ -395,7 +387,7 @@ class RowSender:
                 raise self._failed(err) from err
 
     def _check_for_fault(self) -> None:
-        """Raise ConfigError if the connection fails for a reason that waiting cannot mend."""
+        """Raise ConfigError if the connection fails for a reason that waiting cannot fix."""
         try:
             check(self._doors[0], self._options.access, is_host_sure=True)
         except ConfigError as err:
@@ -407,14 +399,14 @@ class RowSender:
             try:
                 while self._unsent:
                     delivery = self.producer.send_lines(self._unsent[0])
-                    delivery.seen = True  # this class handles its outcome
+                    delivery.seen = True  # this class handles the outcome itself
                     self._sent.append((delivery, self._unsent.popleft()))
                 if until_stored:
                     self.producer.flush()
                 while self._sent and self._sent[0][0].done:
                     delivery, lines = self._sent[0]
                     if delivery.answered < delivery.count:
-                        self.producer.flush()  # raises what ended it; lines without a reply stay for the next turn
+                        self.producer.flush()  # raises its last error; lines without a reply stay for the next turn
                     self._sent.popleft()
                     self._settle(delivery, lines)
                 return
@@ -437,7 +429,7 @@ class RowSender:
         for delivery, lines in self._sent:
             self._settle(delivery, lines)
             if delivery.answered < delivery.count:
-                unanswered.append(b"".join(lines.splitlines(keepends=True)[delivery.answered :]))
+                unanswered.append(lines.split(b"\n", delivery.answered)[-1])
         self._sent.clear()
         self._unsent.extendleft(reversed(unanswered))
         time.sleep(pause_s)

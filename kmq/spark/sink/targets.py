@@ -27,6 +27,7 @@ from kmq.errors import ConfigError, RetryError, quotation
 from kmq.message.ids import NAME_PATTERN
 from kmq.message.text import request_line
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, ShardDoors, Tls, check_options, duration, tls_of
+from kmq.spark.paths import local_path
 from kmq.spark.source.brokers import Broker, Directory, open_broker, recognised
 from kmq.spark.source.options import places
 from kmq.wire.refusals import RETRYABLE
@@ -36,11 +37,11 @@ _TLS, _TCP = "tls://", "tcp://"
 _DRIVER_TIMEOUT_S = 60.0  # of a producer outside of Spark's tasks
 _AT_A_TIME = 8
 _LOOK_S = 5.0  # timeout of a check; a slow broker is no fault
-_MOST_DOORS = 64  # addresses of a shard that are believed
+_MOST_DOORS = 64  # most addresses of a shard that are accepted
 _LISTENED = 3  # connections that wait for a TLS alert
 _ALERT = b"\x15\x03"  # the first bytes of the TLS alert with which a TLS listener replies to plain text
 # OpenSSL's reasons when the broker refuses our certificate, or does not speak TLS.
-_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+_NO_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 _FOR_GOOD = re.compile(r"CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|HANDSHAKE_FAILURE|" + "|".join(_NO_TLS))
 
 
@@ -103,7 +104,7 @@ class Target(NamedTuple):
     """The broker that a pipeline writes to: its address, or those of a shard, and the options of the connection."""
 
     addresses: list[Address]
-    options: Mapping[str, str]  # of the sink
+    options: Mapping[str, str]  # options for the sink
 
     def __str__(self) -> str:
         return ",".join(map(str, self.addresses))
@@ -119,14 +120,14 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, producers: str, connection: Mapping[str, str], option: str = "--producers") -> "Target":
-        """Return the target at `producers`, host:port, or several of one shard; "": the broker of this directory's settings.
+        """Return the target at `producers`, host:port, or several of one shard; "": the broker of this directory's
+        settings.
 
-        Raises ConfigError.
-
-        `connection`: the sink's options for token, TLS and timeout; for our own broker only the timeout is used.
+        `connection`: the sink's options for token, TLS and timeout; for our own broker only the timeout is used. Raises
+        ConfigError.
         """
         if not producers:
-            host, port, token, _ = local_address()
+            host, port, token = local_address()[:3]
             kept = {name: text for name, text in connection.items() if name == "kmq.timeout"}
             connection, producers = kept | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
         found = addresses(option, producers, tls_of(connection) is not None)
@@ -135,9 +136,9 @@ class Target(NamedTuple):
         return cls(found, {**connection, "kmq.producers": producers})
 
     def check(self) -> None:
-        """Raise ConfigError for a permanent fault, or if several addresses are not those of one shard.
+        """Raise ConfigError for a permanent fault, or if several addresses do not belong to one shard.
 
-        RetryError: that is not known, because a broker is silent.
+        Raises RetryError if the second is not known because a broker is silent.
         """
         known = shards(self.addresses, self.access)
         check_all(self.addresses, self.access, known)
@@ -160,7 +161,7 @@ def check_all(asked: Sequence[Address], access: Access, known: Container[Address
 def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
     """Connect once and say hello. Raises ConfigError for a permanent fault; all other errors are ignored.
 
-    `is_host_sure`: an unknown host is a temporary fault, as of a pod that is being replaced.
+    `is_host_sure`: an unknown host is a temporary fault, for example of a pod that is being replaced.
     """
     try:
         reply = _greeting(address, access)
@@ -205,9 +206,9 @@ def _speaks_tls(address: Address) -> bool:
 
 
 def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
-    """Return the shard, by its lineage, of each address that is one of a shard's, if several are asked.
+    """Return address → lineage for the addresses that belong to a shard, if there are several.
 
-    A silent one is known if another one's shard advertises it.
+    A silent address is known if its shard advertises it at another address.
     """
     found: dict[Address, str] = {}
     doors = ShardDoors()
@@ -223,7 +224,9 @@ def shards(asked: Sequence[Address], access: Access) -> dict[Address, str]:
 
 
 def _shard_at(address: Address, access: Access) -> tuple[str, list[str]]:
-    """Return the lineage of the shard there and its addresses; ("", []) if there is none, or nobody says so now."""
+    """Return (lineage, addresses) of the shard at an address; ("", []) without a shard, or if the broker does not
+    reply.
+    """
     hello = request_line("!hello", "acks=0", "shard=?", f"token={access.token}" if access.token else "")
     context, said = (access.tls or Tls()).context() if address.is_tls else None, b""
     with contextlib.suppress(OSError):
@@ -236,7 +239,7 @@ def _shard_at(address: Address, access: Access) -> tuple[str, list[str]]:
 
 
 def _reply(address: Address, hello: bytes, context: ssl.SSLContext | None, lines: int = 1) -> bytes:
-    """Return what comes first, up to 4 KiB; at least so many `lines`, unless the connection ends."""
+    """Return the first bytes of the reply, up to 4 KiB, with at least so many `lines` unless the connection ends."""
     with socket.create_connection((address.host, address.port), timeout=_LOOK_S) as plain:
         sock = context.wrap_socket(plain, server_hostname=address.host) if context else plain
         with sock:
@@ -272,7 +275,7 @@ OPTIONS = (
 _OF_SPARK = ("queryname", "checkpointlocation")  # Spark passes them to every sink of a stream
 _TASK_TIMEOUT_S = 600.0
 NAME = re.compile(NAME_PATTERN)  # a producer's name
-STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what happens to a row whose id is another row's
+STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what happens to a row whose id belongs to another row
 
 
 class WriteOptions:
@@ -286,7 +289,7 @@ class WriteOptions:
         self.brokers = addresses("kmq.producers", options.get("kmq.producers", ""), self.access.tls is not None)
         if not self.brokers:
             raise ConfigError("kmq.producers: where to write to is missing: host:port of a broker's line protocol")
-        self.shards: dict[Address, str] = {}  # by address, what `recognise` has found out
+        self.shards: dict[Address, str] = {}  # by address, found by `recognise`
         self.probe = _flag("kmq.probe", options.get("kmq.probe", "true"))
         self.topic = options.get("topic", "")
         self.use_partition = _flag("usePartition", options.get("usepartition", "false"))
@@ -298,20 +301,20 @@ class WriteOptions:
         if self.replay not in REPLAY:
             raise ConfigError(f"kmq.replay={options['kmq.replay']!r}: must be one of {', '.join(REPLAY)}")
         self.servers, self.paths = places(options)
-        self._logs: list[str] | None = None  # their names, of which one may be a shard
+        self._logs: list[str] | None = None  # names of the brokers with logs; one of them may be a shard
         if self.servers and self.paths:
             raise ConfigError(
                 "give `path` (data directories) or `kmq.bootstrap.servers` (gateways) to compare with, one of them"
             )
 
     def recognise(self) -> None:
-        """Find out which addresses are one shard's, of lines and of gateways; what is known stays known."""
+        """Find out which addresses, of lines and of gateways, belong to a shard. Earlier results are kept."""
         self.shards |= shards(self.brokers, self.access)
         if self._logs is None:
             self._logs = recognised(self.servers, self._reading, waits=False) if self.servers else self.paths
 
     def doors(self, at: int) -> list[Address]:
-        """Return where broker number `at` takes lines: its own address first, then the others of its shard."""
+        """Return where broker number `at` accepts lines: its own address first, then the others of its shard."""
         first = self.brokers[at]
         shard = self.shards.get(first)
         others = [each for each in self.brokers if shard and self.shards.get(each) == shard and each != first]
@@ -343,12 +346,8 @@ def _flag(name: str, text: str) -> bool:
 
 def has_begun(options: Mapping[str, str]) -> bool:
     """Return True if a stream with these options has committed a batch, or if its checkpoint is not on this machine."""
-    path = {name.lower(): text for name, text in options.items()}.get("checkpointlocation", "")
-    scheme, colon, rest = path.partition(":")
-    if colon and scheme != "file":
-        return True
-    commits = f"/{rest.lstrip('/')}/commits" if colon else f"{path}/commits"
+    path = local_path({name.lower(): text for name, text in options.items()}.get("checkpointlocation", ""))
     try:
-        return not path or bool(os.listdir(commits))
+        return not path or bool(os.listdir(f"{path}/commits"))
     except OSError:
         return False

@@ -1,1 +1,1 @@
-"""format("kmq") for reading: options, plan, and what a task of it does."""
+"""format("kmq") for reading: its options, the plan of a query, and what each task reads."""

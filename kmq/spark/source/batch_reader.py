@@ -1,7 +1,9 @@
-"""What a task of Spark reads, and spark.read: planned once for a query, narrowed to what its filters may match.
+"""spark.read, and what a task of Spark reads. A query is planned once, and limited to what its filters may match.
 
-Invariant   A task reads all records of its ranges, or raises DataLossError (failOnDataLoss=false: reads those there
-            are).
+    spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load()   → tasks of offset ranges
+
+Invariant   A task reads all records of its ranges, or raises DataLossError (failOnDataLoss=false: reads those that
+            exist).
 """
 
 import pickle
@@ -104,7 +106,7 @@ class BatchReader(TaskReader, DataSourceReader):
         ends.check_order(options.start, options.end, start, end)
 
     def _narrow(self, condition: Filter, logs: QueryLogs, start: Offsets, end: Offsets) -> None:
-        """Move starts and ends to where `condition` may hold; Spark still checks each row."""
+        """Raise starts and lower ends as far as `condition` allows; Spark still checks each row."""
         name, low, high = _span(condition)
         if name == "recv_ts":
             lows = logs.offsets_of_time(start, low) if low is not None else {}
@@ -131,7 +133,7 @@ class PushdownReader(BatchReader):
 
 
 def _may_hold(condition: Filter, key: Key) -> bool:
-    """Return True if rows of this partition may pass, as far as broker, topic and partition tell."""
+    """Return True if rows of this partition may pass, judging by broker, topic and partition only."""
     if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
         return True
     mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])

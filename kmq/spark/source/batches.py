@@ -1,7 +1,9 @@
 """The records of ranges of offsets as Arrow batches, for a task of Spark and for a query of DuckDB. Imports neither.
 
+    read(broker, [OffsetSpan(("data", "orders", 0), 0, 1500)], selection)   → Arrow batches with the selected columns
+
 Invariant   All records of the ranges are handed out, in order, or DataLossError is raised (`fail_on_data_loss` false:
-            those there are).
+            only those that exist are handed out).
 Memory      One block of lines, and the batch that is made of it.
 """
 
@@ -12,7 +14,7 @@ from kmq.log.reader import WAL
 from kmq.spark.source import columns
 from kmq.spark.source.brokers import Broker
 from kmq.spark.source.columns import KEY_BYTES, ColumnSelection, Lines
-from kmq.spark.source.plan import DataLossError, OffsetSpan
+from kmq.spark.source.plan import DataLossError, OffsetSpan, warn_skipped
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,18 +49,24 @@ def _lines(broker: Broker, span: OffsetSpan, fail_on_data_loss: bool) -> Iterato
     _, topic, partition = span.key
     reached = span.start
     for lines in broker.blocks(topic, partition, span.start, span.end):
-        if lines.offset > reached and fail_on_data_loss:
-            _check_not_lost(broker, span, reached)
+        if lines.offset > reached:
+            _check_not_lost(broker, span, reached, fail_on_data_loss)
         yield lines
         reached = lines.next_offset
-    if reached < span.end and fail_on_data_loss:
-        _check_not_lost(broker, span, reached)
+    if reached < span.end:
+        _check_not_lost(broker, span, reached, fail_on_data_loss)
 
 
-def _check_not_lost(broker: Broker, span: OffsetSpan, reached: int) -> None:
-    """Raise DataLossError if the records at `reached` are lost; in the WAL drop_oldest may have left a gap."""
+def _check_not_lost(broker: Broker, span: OffsetSpan, reached: int, fails: bool) -> None:
+    """Raise DataLossError, or only log, if the records at `reached` are lost; in the WAL drop_oldest may leave a gap."""
     _, topic, partition = span.key
     first, end = broker.bounds([topic]).get((topic, partition), (span.end, span.end))
+    if not fails:
+        if first > reached:
+            warn_skipped(OffsetSpan(span.key, reached, min(first, span.end)))
+        elif end < span.end:
+            warn_skipped(OffsetSpan(span.key, min(end, reached), span.end))
+        return
     if first > reached:
         gone = f"offsets {reached} to {first - 1} went while they were to be read: retention"
         raise DataLossError(span.key, gone)

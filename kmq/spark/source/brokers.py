@@ -1,23 +1,27 @@
 """The logs of a broker, read in one of two ways: from its data directory, or from its gateway over HTTP.
 
-`Broker` is what a reader needs of them: the partitions of topics, and the WAL. An implementation keeps no state that
-matters: each call reads again, on the driver or in a task.
+    open_broker("a:8082", is_path=False).bounds(["orders"])   → {("orders", 0): (first offset, next offset), …}
+
+`Broker` is the interface that a reader needs: the partitions of topics, and the WAL. An implementation keeps only
+caches: each call reads again, on the driver or in a task.
 
 Remote      Only a connection, so that any process may send requests. A Remote can be pickled; in another process it
             connects anew. The gateway's side is kmq/gateway/http/logs.py.
-Shard       One broker, by whichever of its addresses: `recognised` finds out which addresses are one shard's, and a
-            Remote with several goes on at the next one where a request fails.
+Shard       A shard is one broker with several addresses. `recognised` finds out which addresses belong to one shard. A
+            Remote with several addresses continues at the next one when a request fails.
 Invariant   Only whole lines are handed out, and those of a partition are counted: a response states its first and last
             offset and its size in bytes. The missing rest of a response is requested again.
-Connection  A Remote keeps one, for one question after the other. Records that are not read to their end lose theirs.
-Older       A gateway without `stamps` is asked for its id and each stamp one by one, as in the release before.
-Retries     Every request only reads. It is repeated, with growing pauses, while the gateway or a proxy before it is
+Connection  A Remote keeps one connection, for one request after the other. If records are not read to their end, their
+            connection is closed.
+Older       A gateway without `stamps` is asked for its id and each stamp one by one, as in the previous release.
+Retries     Every request only reads. It is retried, with growing pauses, while the gateway or a proxy before it is
             down or too busy, and reading resumes at the next offset. It fails only when nothing has arrived for
             kmq.patience: a restart of the gateway in the middle of a read goes unnoticed. A proxy's Retry-After only
-            makes pauses within it longer. A Remote of one data id waits without a limit, and asks each new connection
+            makes pauses within it longer. A Remote with a data id waits without a limit, and asks on each new
+            connection
             for that id: records of another directory are never taken for those planned.
 Damage      DamageError, as if the files were read here, after all records before the damage were handed out.
-Start       The planner of each stream is a fresh process. What only some questions need is imported there.
+Start       The planner of each stream is a fresh process. Modules that only some requests need are imported there.
 """
 
 import glob
@@ -61,13 +65,13 @@ if TYPE_CHECKING:
     from kmq.spark.source.columns import Lines
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
-AT_A_TIME = 32  # gateways that are asked side by side
+AT_A_TIME = 32  # gateways that are asked at the same time
 
-LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be given
+LogBounds = dict[tuple[str, int], tuple[int, int]]  # (topic, partition) → first offset, next offset to be assigned
 
 
 class Layout(NamedTuple):
-    """How keys lead to the partitions of a topic."""
+    """How keys map to the partitions of a topic."""
 
     partitions: int
     partitioner: str
@@ -88,19 +92,23 @@ class Broker(Protocol):
         ...
 
     def topics(self) -> dict[str, Layout]:
-        """Return how keys lead to partitions in each topic, without the WAL."""
+        """Return how keys map to partitions in each topic, without the WAL."""
         ...
 
     def bounds(self, topics: Sequence[str]) -> LogBounds:
-        """Return (topic, partition) → (first offset, next offset to be given). Missing topics are left out."""
+        """Return (topic, partition) → (first offset, next offset to be assigned). Missing topics are left out."""
         ...
 
     def survey(self, topics: Sequence[str], wants: Callable[[str], bool]) -> tuple[str, Callable[[], LogBounds]]:
-        """Return `identity`, and what returns `bounds` of these topics; of none: of all that it wants, the WAL too."""
+        """Return `identity`, and a function that returns `bounds` of these topics; if empty, of all that `wants`
+        accepts.
+        """
         ...
 
     def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
-        """Return (seq, recv_ts in µs) of the record before `offset`, if that was the end when `bounds` last looked."""
+        """Return (seq, recv_ts in µs) of the record before `offset`, if `offset` was the end at the last look at the
+        bounds.
+        """
         ...
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
@@ -108,11 +116,11 @@ class Broker(Protocol):
         ...
 
     def offsets_of_time(self, logs: Sequence[tuple[str, int]], micros: int) -> dict[tuple[str, int], int]:
-        """Return the same of several partitions."""
+        """Return the offset of that time in each of several partitions."""
         return {log: self.offset_of_time(*log, micros) for log in logs}
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
-        """Return the offset of the first record with this seq or a later one; without one, the end."""
+        """Return the offset of the first record with this seq or a higher one; without one, the end."""
         ...
 
     def ledger(self) -> dict[str, Any]:
@@ -193,7 +201,7 @@ class Directory(Broker):
         return self.identity(), bounds
 
     def _wal_bounds(self) -> tuple[int, int]:
-        """Return the bounds of the durable WAL, without records that durability has written but not yet synced."""
+        """Return the bounds of the durable WAL, without records that were written but not yet synced."""
         from kmq.log.committed import readable_seq
 
         log = reader.wal(self.path)
@@ -203,7 +211,7 @@ class Directory(Broker):
         return min(log.first_offset, end), end
 
     def _seq_of(self, stage: str, owns: str) -> int:
-        """Return the seq of the stage that owns a directory here; 0 without an owner or a visible page."""
+        """Return the seq of the stage that owns directory `owns`; 0 without an owner or a visible stats page."""
         if not FileLock(f"{self.path}/{owns}/.owner").is_held():
             return 0
         from kmq.broker import stats
@@ -248,22 +256,24 @@ class Directory(Broker):
 
 _PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
-_LATER = (429, 503)  # of a gateway, or a proxy before it
-_PROXY = (502, 504)  # no gateway answers a reader so
+_LATER = (429, 503)  # statuses of a gateway, or of a proxy before it
+_PROXY = (502, 504)  # statuses that a gateway never sends to a reader
 LOOK_S = 8.0  # for one of several addresses to accept, or to answer one request; a follower waits 5 s for a leader
-# OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
+# OpenSSL's reasons for permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
 
 
 class Remote(Broker):
-    """The broker whose gateway listens at `name`: host:port, or https://host:port; a shard at several, `a:8082,b:8082`."""
+    """A broker whose gateway listens at `name`: host:port or https://host:port; a shard has several:
+    `a:8082,b:8082`.
+    """
 
     _context: SSLContext | None = None
 
     def __init__(self, name: str, access: Access = PLAIN, data_id: str = "") -> None:
-        """`data_id`: wait for this data directory without a limit, and read no other."""
+        """`data_id`: read only this data directory, and wait for it without a limit."""
         self.name, self._access, self._data_id = name, access, data_id
-        self._kept: list[HTTPConnection] = []  # one, unless several requests were under way
+        self._kept: list[HTTPConnection] = []  # one, unless several requests ran at the same time
         self.addresses = [gateway_address(part, access) for part in name.split(",")]
         self._last: dict[tuple[str, int], tuple[int, list[int] | None]] = {}  # end, and stamp of the record before it
         self._is_older = False
@@ -284,7 +294,7 @@ class Remote(Broker):
         return int(self._get("/v1/broker", "data_id").get("marks_from", identity.NEVER))
 
     def topics(self) -> dict[str, Layout]:
-        # A gateway of a release before names no partitioner, because there was one.
+        # A gateway of the previous release sends no partitioner, because there was only one.
         rows = self._get("/v1/topics?internal=true", rows=("name", "partitions"))
         return {
             row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32"), row.get("cleanupPolicy") == COMPACT)
@@ -372,7 +382,7 @@ class Remote(Broker):
                         offset = lines.next_offset
                     if response.length:
                         raise ConnectionError("the response ended too early")
-                    response.read()  # nothing is left; http.client wants to know
+                    response.read()  # empty, but http.client requires the read
             except _AGAIN as err:
                 self._again(trial, err, target)
                 continue
@@ -392,7 +402,7 @@ class Remote(Broker):
                 self._again(trial, err, target)
 
     def _get_now(self, target: str, *fields: str, rows: Sequence[str] = ()) -> Any:
-        """Return the same. Raises one of _AGAIN if a repeated request may have it."""
+        """Return the same, after one attempt. Raises one of _AGAIN if a retry may succeed."""
         with self._connected() as connection:
             return self._json(connection, target, *fields, rows=rows)
 
@@ -440,12 +450,12 @@ class Remote(Broker):
         return HTTPSConnection(host, port, timeout=timeout, context=self._context)
 
     def turn(self) -> None:
-        """Connect to the next address of the shard from now on."""
+        """Use the next address of the shard from now on."""
         self.close()
         self.addresses = [*self.addresses[1:], self.addresses[0]]
 
     def authorization(self) -> dict[str, str]:
-        """Return the headers that show the token, if there is one."""
+        """Return the headers with the token, if there is a token."""
         return {"Authorization": f"Bearer {self._access.token}"} if self._access.token else {}
 
     def describe(self, target: str = "") -> str:
@@ -454,7 +464,7 @@ class Remote(Broker):
         return f"broker {self.name}: {scheme}://{host}:{port}{target}"
 
     def _again(self, trial: "_Trial", err: Exception, target: str, advice: str = "") -> None:
-        """Wait before a request is repeated, at the next address. Raises RetryError after kmq.patience."""
+        """Wait before a retry, which uses the next address. Raises RetryError after kmq.patience."""
         is_tls = self.addresses[0].scheme == "https"
         if isinstance(err, RemoteDisconnected) and is_tls and not (self._access.tls or Tls()).certificate:
             advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
@@ -465,7 +475,7 @@ class Remote(Broker):
         """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
         try:
             opened = connection.sock
-            if opened is None and len(self.addresses) > 1:  # a host that is off must not use up the patience
+            if opened is None and len(self.addresses) > 1:  # a host that is switched off must not use up kmq.patience
                 whole, connection.timeout = connection.timeout, min(self._access.timeout_s, LOOK_S)
                 connection.connect()
                 connection.sock.settimeout(whole)
@@ -485,7 +495,7 @@ class Remote(Broker):
             said = {} if status in _PROXY else json.loads(body)  # some proxies send JSON of the same form
             code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
             if not isinstance(code, str):
-                raise TypeError(code)  # a number of gRPC, which only a proxy has
+                raise TypeError(code)  # a number of gRPC, which only a proxy sends
         except (ValueError, KeyError, TypeError):
             if status in (*_PROXY, *_LATER):  # the page of a proxy
                 why = "has too many requests" if status == 429 else "does not reach the gateway"
@@ -501,13 +511,13 @@ class Remote(Broker):
         return (RetryError if status >= 500 else ConfigError)(f"{self.describe(target)}: {code}: {text}")
 
     def _foreign(self, target: str, status: int, expected: str = "") -> ConfigError:
-        """Return the error that another service has this address."""
+        """Return the error for an address at which another service listens."""
         why = "this is no gateway of KMQ, or one too old to read from"
         return ConfigError(f"{self.describe(target)}: HTTP {status}; {why}" + (f"; {expected}" if expected else ""))
 
 
 class _LaterError(Exception):
-    """The gateway asks for a later retry, or a proxy, which may say after how many seconds."""
+    """A gateway or a proxy asks for a retry later. A proxy may say after how many seconds."""
 
     def __init__(self, text: str, after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -515,7 +525,7 @@ class _LaterError(Exception):
 
 
 def _seconds(retry_after: str) -> float:
-    """Return what a header Retry-After asks for, as seconds or as a date; 0 for anything else."""
+    """Return the seconds that a header Retry-After asks for, as a number or as a date; 0 for anything else."""
     if retry_after.isascii() and retry_after.isdecimal():
         return float(retry_after)
     with suppress(ValueError, TypeError, OverflowError):
@@ -527,10 +537,10 @@ _AGAIN = (OSError, HTTPException, _LaterError)
 
 
 class _Trial:
-    """How often and how long a request is retried."""
+    """Counts the retries of a request and limits their time."""
 
     def __init__(self, patience_s: float, is_endless: bool = False) -> None:
-        """`is_endless`: a warning comes in place of the error."""
+        """`is_endless`: warn instead of raising an error."""
         self._patience_s, self._is_endless, self._is_warned = patience_s, is_endless, False
         self.progress()
 
@@ -542,7 +552,7 @@ class _Trial:
     def failed(self, err: Exception, remote: Remote, url: str, advice: str) -> None:
         """Wait before the next attempt.
 
-        Raises UnreachableError when it has taken too long, and each address of `remote` had its turn.
+        Raises UnreachableError if it took too long and each address of `remote` was tried.
         """
         self._failures += 1
         if time.monotonic() + self._pause > self._deadline and self._failures >= len(remote.addresses):
@@ -590,19 +600,19 @@ _SPELLING = "; if it is of the shard that answers, spell it as that broker's KMQ
 
 
 def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True) -> list[str]:
-    """Return the names of the brokers behind these gateways: a shard with several addresses is one, `a:8082,b:8082`.
+    """Return the names of the brokers at these gateways. A shard with several addresses is one name, `a:8082,b:8082`.
 
-    Each gateway says of which shard it is, and where that shard's brokers listen (KMQ_ADVERTISE). So a silent address
-    that the shard names is known without an answer. Every other one is waited for, because records would be missing
-    without its broker. Two addresses of one data directory that is no shard's stay two names.
-    Raises RetryError when one has been silent for kmq.patience; unless it `waits`, that one is a broker of its own.
+    Each gateway tells its shard, and where that shard's brokers listen (KMQ_ADVERTISE). So a silent address that the
+    shard names is known without a reply. Every other silent address is waited for, because records would be missing
+    without its broker. Two addresses of one data directory without a shard stay two names.
+    Raises RetryError when an address has been silent for kmq.patience. Without `waits` it becomes a broker of its own.
     """
     check_logins(names)
     if len(names) < 2:
         return [*names]
     quick = replace(access, timeout_s=min(access.timeout_s, LOOK_S))
     remotes, trial = [Remote(name, quick) for name in names], _Trial(access.patience_s)
-    found: dict[str, str] = {}  # name → the lineage of its shard, or itself
+    found: dict[str, str] = {}  # name → the lineage of its shard, or the name itself
     doors = ShardDoors()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         while silent := [remote for remote in remotes if remote.name not in found]:
@@ -629,7 +639,7 @@ def recognised(names: Sequence[str], access: Access = PLAIN, waits: bool = True)
 
 
 def _look(remote: Remote) -> Any:
-    """Return what the gateway says of itself, or why it says nothing now."""
+    """Return the gateway's description of itself, or the error of the request."""
     try:
         return remote._get_now("/v1/broker", "data_id")
     except _AGAIN as err:

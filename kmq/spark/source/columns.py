@@ -1,5 +1,7 @@
 """Stored lines → Arrow columns, without Python per line.
 
+    4711|1700000000.000123|orders.42|||hello   → seq 4711, recv_ts, topic "orders", key "42", value b"hello"
+
 A block of lines is one buffer. Its newlines and bars are found once (numpy). A column is then an array of offsets into
 that buffer, from which Arrow gathers the bytes. Python handles single lines only to decode them: base64 payloads,
 percent-encoded keys and headers, and text that is not UTF-8. The lines come from kmq.log.reader or the gateway, which
@@ -40,6 +42,7 @@ from kmq.spark.connections import nearest
 # halves. A shorter number is shifted to the end of its word and padded with zeros.
 
 Numbers = np.ndarray[Any, Any]
+Mask = npt.NDArray[np.bool_]
 
 _WORD = 8  # digits
 _ZEROS = np.uint64(0x3030303030303030)
@@ -172,7 +175,7 @@ def read_lines(log: LogReader, start: int, end: int, nbytes: int = READ_BYTES) -
 
 
 def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
-    """Yield the same from the final blocks of one segment."""
+    """Yield the same records, from the final blocks of one segment."""
     low = offset
     for extent in log.extents(offset, end, nbytes):
         counted = _counted(extent, log.by_seq)
@@ -180,13 +183,15 @@ def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines
             return
         if kept := counted.within(low, end, log.by_seq):
             yield kept
-            low = 0  # do not hide seqs that are out of order
+            low = 0  # keep seqs that are out of order visible
         if len(counted.data) < len(extent.data):
             return
 
 
 def _counted(extent: Extent, by_seq: bool) -> Lines | None:
-    """Return the blocks of an extent before the first whose record count in the index is wrong; None without any."""
+    """Return the blocks of an extent before the first whose record count in the index is wrong; None if there are
+    none.
+    """
     newlines = find_newlines(extent.data)
     if by_seq:
         return Lines(extent.offsets[0], extent.data, newlines, by_seq)
@@ -213,7 +218,7 @@ COLUMNS = {
     "producer_ts": "string",
     "id": "string",  # without headers, percent-decoded
     "headers": "map<string,string>",
-    "value": "binary",  # the payload, base64 decoded if enc=b64; null if it is empty (a tombstone)
+    "value": "binary",  # the payload, decoded if enc=b64 or enc=lf; null if it is empty (a tombstone)
     "value_text": "string",  # the same as text; bytes that are not UTF-8 become U+FFFD
     "timestamp": "timestamp",  # recv_ts, as Kafka's connector names it
     "timestampType": "int",  # as in Kafka's connector: 1, LogAppendTime
@@ -234,7 +239,7 @@ _LOG_APPEND_TIME = 1  # of Kafka's timestamp types: the broker's time, not the p
 
 
 def ddl(with_headers: bool = False, with_origin: bool = False) -> str:
-    """Return the default schema, for Spark. `with_headers`: the type of headers is that of Kafka's connector."""
+    """Return the default schema, for Spark. `with_headers`: column headers has the type of Kafka's connector."""
     kinds = COLUMNS | ({"headers": HEADERS_ARRAY} if with_headers else {}) | (ORIGIN if with_origin else {})
     return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
 
@@ -390,9 +395,14 @@ class Block:
 
     @cached_property
     def id(self) -> tuple[pa.Array, pa.Array]:
-        """Return (id, headers) of each record: the id before the first `;`, and the map of what follows."""
+        """Return (id, headers) of each record: the id before the first `;`, and a map of the headers that its client
+        sent.
+
+        If a record has several headers of one name, the map has the first.
+        """
         ids, offsets, names, values = self._id_and_pairs
-        return ids, pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), _text_of(names), _text_of(values))
+        offsets, names, values = _first_of_each_name(offsets, _text_of(names), _text_of(values))
+        return ids, pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), names, values)
 
     def headers(self) -> pa.Array:
         """Return the headers as structs of name and exact value; null without headers."""
@@ -402,7 +412,10 @@ class Block:
 
     @cached_property
     def _id_and_pairs(self) -> tuple[pa.Array, Numbers, pa.Array, pa.Array]:
-        """Return (id of each record, offsets of the records in the headers, names, values), all as stored."""
+        """Return (id of each record, offsets of the records in the headers, names, values), all as stored.
+
+        These are the headers that text.client_headers yields. A value is null without `=`.
+        """
         field = self.field(4)
         nothing = pa.array([], pa.binary())
         if self.lines.find(b";") < 0 or not len(field):
@@ -414,9 +427,10 @@ class Block:
         rest = np.ones(len(texts), bool)
         rest[first] = False
         ids = texts.take(pa.array(first))
-        pairs = texts.filter(pa.array(rest))
-        counts = (starts - np.arange(len(starts))).astype(np.int32)
-        return ids, counts, *_name_and_value(pairs)
+        names, values = _name_and_value(texts.filter(pa.array(rest)))
+        offsets = (starts - np.arange(len(starts))).astype(np.int32)
+        is_sent = ~_is_transport(names)
+        return ids, *_only(is_sent, offsets, names, values)
 
     @cached_property
     def value(self) -> pa.Array:
@@ -425,9 +439,13 @@ class Block:
         is_empty = self.starts[5] == self.ends[5]
         if is_empty.any():
             payloads = pc.if_else(pa.array(is_empty), pa.scalar(None, pa.binary()), payloads)
-        if self.lines.find(b";") < 0 or self.lines.find(b";enc=b64") < 0:
+        if not self._has_encoded:
             return payloads
         ids = self.field(4)
+        are_lines = pc.match_substring_regex(ids, rb";enc=lf(;|$)")
+        if pc.any(are_lines).as_py():
+            newline, nothing = pa.scalar(b"\n", pa.binary()), pa.scalar(b"", pa.binary())
+            payloads = pc.if_else(are_lines, pc.binary_join_element_wise(payloads, newline, nothing), payloads)
         encoded = np.flatnonzero(pc.match_substring_regex(ids, rb";enc=b64(;|$)").to_numpy(zero_copy_only=False))
         if not len(encoded):
             return payloads
@@ -442,9 +460,14 @@ class Block:
             decoded[at] = _base64(decoded[at])
         return pa.array(decoded, pa.binary())
 
+    @cached_property
+    def _has_encoded(self) -> bool:
+        """Return False if no payload has a header that says how it is encoded."""
+        return self.lines.find(b";") >= 0 and any(self.lines.find(mark) >= 0 for mark in (b";enc=b64", b";enc=lf"))
+
     def value_lines(self) -> pa.Array:
         """Return the decoded payloads, empty if null, each with a newline at its end."""
-        if self.lines.find(b";") < 0 or self.lines.find(b";enc=b64") < 0:
+        if not self._has_encoded:
             return self.span(self.starts[5], self.ends[5] + 1)
         end = pa.scalar(b"\n")
         return pc.binary_join_element_wise(self.value.fill_null(b""), end, pa.scalar(b""))
@@ -474,13 +497,40 @@ def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers, order: Numbers | None 
 
 
 def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Split `name=value` texts into names and values; without `=` the value is ""."""
+    """Split `name=value` texts into names and values; without `=` the value is null."""
     at = np.frombuffer(pairs.buffers()[1], np.int32)[pairs.offset : pairs.offset + len(pairs) + 1]
     sign = pc.find_substring(pairs, b"=").to_numpy()
     begins, ends = at[:-1], at[1:]
     middle = np.where(sign < 0, ends, begins + sign)
     data = pairs.buffers()[2]
-    return _cut(data, begins, middle), _cut(data, np.minimum(middle + 1, ends), ends)
+    values = _cut(data, np.minimum(middle + 1, ends), ends)
+    if (sign < 0).any():
+        values = pc.if_else(pa.array(sign < 0), pa.scalar(None, pa.binary()), values)
+    return _cut(data, begins, middle), values
+
+
+def _is_transport(names: pa.Array) -> Mask:
+    """Return which names, as stored, text.is_transport_header knows as KMQ's own."""
+    own = pc.or_(pc.equal(pc.binary_length(names), 1), pc.equal(names, pa.scalar(b"enc")))
+    return np.asarray(own.to_numpy(zero_copy_only=False), bool)
+
+
+def _only(kept: Mask, offsets: Numbers, names: pa.Array, values: pa.Array) -> tuple[Numbers, pa.Array, pa.Array]:
+    """Return the headers that are kept, and where those of each record begin among them."""
+    if kept.all():
+        return offsets, names, values
+    before = np.concatenate(([0], np.cumsum(kept))).astype(np.int32)
+    mask = pa.array(kept)
+    return before[offsets], names.filter(mask), values.filter(mask)
+
+
+def _first_of_each_name(offsets: Numbers, names: pa.Array, values: pa.Array) -> tuple[Numbers, pa.Array, pa.Array]:
+    codes = names.dictionary_encode()
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    _, first = np.unique(rows * max(1, len(codes.dictionary)) + codes.indices.to_numpy(), return_index=True)
+    kept = np.zeros(len(names), bool)
+    kept[first] = True
+    return _only(kept, offsets, names, values)
 
 
 def _text_of(stored: pa.Array) -> pa.Array:

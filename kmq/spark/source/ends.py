@@ -34,7 +34,7 @@ Table = dict[str, dict[str, dict[str, int]]]  # broker → topic → partition
 
 @dataclass(frozen=True)
 class End:
-    """One end of a query. `option` is the option that decides; "" if none was given, then the query's default holds."""
+    """One end of a query. `option` is the option that decides; "" if none was given and the query's default applies."""
 
     option: str = ""
     everywhere: int | None = None
@@ -116,7 +116,9 @@ def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bo
 
 
 def of_brokers(end: End, brokers: Sequence[str]) -> End:
-    """Return the end of these brokers, where a shard may be `a:8082,b:8082`. Raises ConfigError if JSON names it twice."""
+    """Return the end with these brokers' names; a shard may be `a:8082,b:8082`. Raises ConfigError if JSON names it
+    twice.
+    """
     if end.table is None:
         return end
     table: Table = {}

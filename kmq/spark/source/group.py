@@ -1,13 +1,16 @@
-"""Option groupId: how far a stream is, committed as the offsets of a consumer group by the HTTP API of each gateway.
+"""Option groupId: a stream commits its progress as the offsets of a consumer group, by the HTTP API of each gateway.
 
-A query never reads these offsets: where it goes on is in its checkpoint. They are for people and monitoring, who see
+    .option("groupId", "etl")   → `kmq groups describe etl` shows the query's offsets and lag
+
+A query never reads these offsets: its checkpoint says where it resumes. They are for people and monitoring, who see
 the query's lag beside that of other groups (kmq groups describe, /metrics).
 
-Invariant   Only offsets whose batch has finished are committed. A commit never fails or ends a query. What could not be
-            committed is warned of once and goes with a later commit, because each one has all that has changed.
-Members     Nobody joins the group. The gateway takes commits of strangers only while a group has no members; generation
-            0 says that this is a stranger, also where callers without a name are a member of their own.
-Time        At most BUDGET_S for one call of `commit`, and none for PAUSE_S after a failure.
+Invariant   Only offsets whose batch has finished are committed. A commit never fails or ends a query. A failed commit
+is
+            warned of once; a later commit includes its offsets, because each commits everything that has changed.
+Members     The query does not join the group. The gateway accepts commits of non-members only while a group has no
+            members. Generation 0 marks such a commit, also where callers without a name are a member of their own.
+Time        At most BUDGET_S for one call of `commit`, and no attempt for PAUSE_S after a failure.
 Memory      Two numbers for each partition that was read.
 Not covered Two queries with one groupId that read the same partitions: the last commit is shown. Their offsets are
             compared every LOOK_S, and a difference is warned of.
@@ -30,14 +33,14 @@ from kmq.spark.source.brokers import Remote
 from kmq.spark.source.plan import Key, Offsets
 from kmq.wire.refusals import GONE, RETRYABLE
 
-BUDGET_S = 3.0  # of one call: what is left goes with the next one
+BUDGET_S = 3.0  # for one call: later offsets are committed by the next call
 PAUSE_S = 5.0  # between a failure and the next attempt
-LOOK_S = 30.0  # between two looks whether others commit to the same partitions
+LOOK_S = 30.0  # between two checks whether others commit to the same partitions
 _HAS_MEMBERS = ("unknown_member", "fenced", "group_not_empty")
 
 
 class _RefusedError(Exception):
-    """A gateway does not take a commit. `code`: "" if it gives no code."""
+    """A gateway refuses a commit. `code`: "" if it gives no code."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{code}: {text}" if code else text)
@@ -47,7 +50,7 @@ class _RefusedError(Exception):
 class GroupOffsets:
     """The offsets of one group at the gateways of one source; a shard is one gateway, `a:8082,b:8082`.
 
-    `is_second`: the source itself commits the same, and warns of whoever else uses the group.
+    `is_second`: the source itself commits the same offsets, and warns of other users of the group.
     """
 
     def __init__(self, group: str, servers: Iterable[str], access: Access, is_second: bool = False) -> None:
@@ -58,7 +61,7 @@ class GroupOffsets:
         self._log = Logger("spark")
         self._committed: Offsets = {}
         self._next_look = 0.0
-        self._not_before: dict[str, float] = {}  # by gateway: when it may be asked again after a failure
+        self._not_before: dict[str, float] = {}  # by gateway: earliest next attempt after a failure
         self._problems: dict[str, str] = {}  # by gateway: the event that was warned of last
 
     def commit(self, offsets: Mapping[Key, int], is_last: bool = False) -> None:
@@ -82,7 +85,7 @@ class GroupOffsets:
     def _commit_somewhere(
         self, remote: Remote, rows: Mapping[Key, int], offsets: Mapping[Key, int], deadline: float
     ) -> None:
-        """Commit through the first address of the broker that takes it."""
+        """Commit through the first address of the broker that accepts it."""
         for left in reversed(range(len(remote.addresses))):
             try:
                 with closing(remote.connect()) as connection:
@@ -95,7 +98,7 @@ class GroupOffsets:
                 remote.turn()
 
     def _failed(self, remote: Remote, reason: Exception) -> None:
-        """Warn once in a row of a failure, and give the gateway a pause."""
+        """Warn of a failure, once until it changes, and do not ask the gateway for a while."""
         self._not_before[remote.name] = time.monotonic() + PAUSE_S
         has_members = isinstance(reason, _RefusedError) and reason.code in _HAS_MEMBERS
         event = "group_has_members" if has_members else "offsets_not_committed"
@@ -119,7 +122,7 @@ class GroupOffsets:
             self._commit_topic(connection, remote, {key: at for key, at in rows.items() if key[1] == topic})
 
     def _commit_topic(self, connection: HTTPConnection, remote: Remote, rows: Mapping[Key, int]) -> None:
-        """Commit the partitions of one topic. What is there no more is passed over."""
+        """Commit the partitions of one topic. Partitions that no longer exist are skipped."""
         topic = next(iter(rows))[1]
         places = [{"partition": key[2], "offset": at, "metadata": "spark"} for key, at in rows.items()]
         body = {"group": self._group, "generation": 0, "offsets": places}
@@ -135,7 +138,7 @@ class GroupOffsets:
         self._committed.update(rows)
 
     def _look(self, connection: HTTPConnection, remote: Remote, offsets: Mapping[Key, int]) -> None:
-        """Warn if the group has other offsets than this query has committed, or is about to commit."""
+        """Warn if the group's offsets are not those that this query has committed, or is about to commit."""
         now = time.monotonic()
         mine = {key: at for key, at in self._committed.items() if key[0] == remote.name}
         if self._is_second or not mine or now < self._next_look:

@@ -52,6 +52,7 @@ from kmq.logfmt import Logger
 from kmq.message import record
 from kmq.spark import connections
 from kmq.spark.connections import Access, check_logins, check_options
+from kmq.spark.paths import directory_here
 from kmq.spark.source import ends
 from kmq.spark.source.brokers import recognised
 
@@ -86,7 +87,7 @@ _ELSEWHERE = {
     "kafka.ssl.truststore.location": "kmq.ssl.ca.location",
     "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
 }
-# Useless without a connection, except a token, which is also used to write back to the broker.
+# They have no effect without a connection; a token does, because it is also used to write back to the broker.
 _CONNECTING = [*(name for name in connections.OPTIONS if name != "kmq.token"), "onUnreachable"]
 _ONLY_A_STREAM = {"groupId": "commits offsets", "onUnreachable": "goes on without a broker"}
 
@@ -147,7 +148,7 @@ class ReadOptions:
             raise ConfigError("maxTriggerDelay: there is nothing to wait for without minOffsetsPerTrigger; give both")
 
     def _group(self) -> str:
-        """Return the consumer group whose offsets show how far the query is; "" for none."""
+        """Return the consumer group whose offsets show the query's progress; "" without a group."""
         name = self._given.get("groupid")
         if name is None:
             return ""
@@ -171,7 +172,7 @@ class ReadOptions:
         """Return the names of the brokers as given; the addresses of one shard are one name, `a:8082,b:8082`.
 
         With several gateways the first call asks them. Raises RetryError if one of them stays silent; with
-        onUnreachable=hold a silent one is a broker of its own until it answers.
+        onUnreachable=hold a silent gateway counts as a broker of its own until it answers.
         """
         if self._brokers is None:
             self.name_brokers(recognised(self.servers, self.access, not self.holds) if self.servers else self.paths)
@@ -179,7 +180,7 @@ class ReadOptions:
         return self._brokers
 
     def name_brokers(self, names: list[str]) -> None:
-        """Set the names of the brokers, of which the addresses that were given are known by now."""
+        """Set the names of the brokers, because it is known by now which addresses belong to one shard."""
         self._brokers = names
         self.start, self.end = (ends.of_brokers(end, names) for end in self._ends)
 
@@ -322,7 +323,7 @@ def _paths(options: Mapping[str, str]) -> list[str]:
 
 
 def _expand(path: str) -> list[str]:
-    path = path.removeprefix("file://")
+    path = directory_here(path, "path")
     if not glob.has_magic(path):
         return [path]
     matches = sorted(glob.glob(path))

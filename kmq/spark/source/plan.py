@@ -39,8 +39,9 @@ Tasks       The size of a task gives every core _TASKS_A_CORE tasks, with at lea
             Ranges of less than LEAST_BYTES of one broker share tasks, so that there are about _TASKS_A_CORE for each
             core, or fewer with _FEW records each. A task of them has at most MOST_SHARED records, because their bytes
             are not known.
-            minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
-            range. maxRecordsPerPartition: no task has more records.
+            minPartitions: at least this many tasks if there are as many records. The tasks with the most records are
+            cut, after ranges were packed into tasks, so that a large partition is spread. maxRecordsPerPartition: no
+            task has more records.
 Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count. About
             maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
             The search reads the time of a record in the largest partition, near the expected end, and asks each
@@ -51,16 +52,18 @@ Limits      Never more than maxOffsetsPerTrigger, and exactly as many if they ex
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from kmq.errors import ConfigError, KmqError
 from kmq.log.reader import WAL
+from kmq.logfmt import Logger
 from kmq.message import record
 
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]
-Bounds = dict[Key, tuple[int, int]]  # the first offset that exists, the next offset to be given
+Bounds = dict[Key, tuple[int, int]]  # the first offset that exists, the next offset to be assigned
 Stamp = tuple[int, int]
 
 IDENTITY, FORMAT, LAST, CUTS, TASKS, FROM = "__id", "__format", "__last", "__cuts", "__tasks", "__from"
@@ -101,7 +104,7 @@ Cuts = Callable[[Sequence[OffsetSpan], int], dict[Key, list[int]]]  # ranges, by
 
 @dataclass
 class StreamPosition:
-    """See the module. `offsets` has the order of the tasks of a batch that ends here."""
+    """See the module. The order of `offsets` is that of the tasks of a batch that ends here."""
 
     offsets: Offsets
     identities: dict[str, str]
@@ -215,6 +218,29 @@ def lost(span: OffsetSpan, bounds: Bounds) -> str:
     return f"offsets {limit} to {stop - 1} are gone: the log ends before {limit}" if limit < stop else ""
 
 
+def gone(span: OffsetSpan, bounds: Bounds) -> list[OffsetSpan]:
+    """Return the parts of a range whose records do not exist."""
+    there = within(span, bounds)
+    parts = (OffsetSpan(span.key, span.start, there.start), OffsetSpan(span.key, there.end, span.end))
+    return [part for part in parts if len(part)]
+
+
+def warn_skipped(part: OffsetSpan) -> None:
+    """Log that a query goes on without the records of a range, which do not exist."""
+    broker, topic, partition = part.key
+    effect = "they are lost to this query: retention, truncation or a deletion took them before it read them"
+    Logger("spark").warn(
+        "records_skipped",
+        broker=broker,
+        topic=topic,
+        partition=partition,
+        first=part.start,
+        last=part.end - 1,
+        count=len(part),
+        effect=effect,
+    )
+
+
 def check_there(spans: Iterable[OffsetSpan], bounds: Bounds) -> None:
     """Raise DataLossError if a record of the ranges does not exist."""
     for span in spans:
@@ -254,28 +280,32 @@ MOST_SHARED = SPLIT_BYTES // 512  # records of a task that ranges share; 512: by
 
 
 class Cut(NamedTuple):
-    """How ranges are cut: where, and how many of the pieces each task reads, by broker; {}: each task reads one."""
+    """Where ranges are cut, and how many pieces each task of a broker reads. Without an entry in `tasks`: one each."""
 
     at: dict[Key, list[int]]
     tasks: dict[str, list[int]]
 
 
 def cut(spans: list[OffsetSpan], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0) -> Cut:
-    """Return where to cut each range, without those that stay whole, and which pieces share a task."""
+    """Return where to cut each range, without ranges that stay whole, and which pieces share a task."""
     pieces, large = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
-    pieces = _at_least(pieces, min_partitions)
     if max_records:
         pieces = [part for piece in pieces for part in evenly(piece, -(-len(piece) // max_records))]
+    shares = _packed(pieces, large, _TASKS_A_CORE * cores, max_records or MOST_SHARED)
+    shares = _at_least(shares, min_partitions)
     found: dict[Key, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     starts = {span.key: span.start for span in spans}
-    for piece in pieces:
-        if piece.start > starts[piece.key]:
-            found.setdefault(piece.key, []).append(piece.start)
-    return Cut(found, _shared(pieces, large, _TASKS_A_CORE * cores, min_partitions, max_records or MOST_SHARED))
+    for share in shares:
+        counts.setdefault(share[0].key[0], []).append(len(share))
+        for piece in share:
+            if piece.start > starts[piece.key]:
+                found.setdefault(piece.key, []).append(piece.start)
+    return Cut(found, {broker: each for broker, each in counts.items() if max(each) > 1})
 
 
 def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> tuple[list[OffsetSpan], set[Key]]:
-    """Return the ranges cut into about `tasks` shares of all their bytes, and which have at least LEAST_BYTES."""
+    """Return the ranges cut into about `tasks` equal shares of their bytes, and the keys of ranges over LEAST_BYTES."""
     large = [span for span in spans if len(span) >= _FEW]
     edges = cuts(large, SPLIT_BYTES)
     coarse = sum(map(len, edges.values()))
@@ -290,39 +320,71 @@ def _by_bytes(spans: list[OffsetSpan], cuts: Cuts, tasks: int) -> tuple[list[Off
     return pieces, {key for key in edges if edges[key] or fine[key]}
 
 
-def _shared(pieces: list[OffsetSpan], large: set[Key], tasks: int, least: int, most: int) -> dict[str, list[int]]:
-    """Return how many pieces each task reads, by broker, where some are shared.
+Share = list[OffsetSpan]  # what one task reads
 
-    Pieces of `large` ranges share none. There are at most `tasks` tasks, unless `most` records a task, large ranges or
-    brokers make more, and at least `least`, if there are as many pieces.
+
+def _packed(pieces: list[OffsetSpan], large: set[Key], tasks: int, most: int) -> list[Share]:
+    """Return which pieces each task reads. Neighbours of one broker share a task, except pieces of `large` ranges.
+
+    There are at most `tasks` tasks, unless `most` records a task, large ranges or brokers make more.
     """
 
-    def counts(records: int) -> list[tuple[str, int]]:
-        """Return (broker, pieces) of each task, if neighbours share one up to so many records."""
-        found: list[tuple[str, int]] = []
+    def pack(records: int) -> list[Share]:
+        """Return the shares if neighbours share a task of up to `records` records."""
+        found: list[Share] = []
         held: int | None = None  # records of the last task; None: it is not shared
         for piece in pieces:
-            broker = piece.key[0]
             is_small = piece.key not in large
-            if is_small and held is not None and found[-1][0] == broker and held + len(piece) <= records:
-                found[-1], held = (broker, found[-1][1] + 1), held + len(piece)
+            if is_small and held is not None and found[-1][0].key[0] == piece.key[0] and held + len(piece) <= records:
+                found[-1].append(piece)
+                held += len(piece)
             else:
-                found.append((broker, 1))
+                found.append([piece])
                 held = len(piece) if is_small else None
         return found
 
     few = range(min(_FEW, most), most + 1)
-    limit = few[min(bisect_left(few, -tasks, key=lambda records: -len(counts(records))), len(few) - 1)]
-    if len(counts(limit)) < least:  # the largest limit that gives enough tasks
-        limit = max(0, bisect_right(range(limit), -least, key=lambda records: -len(counts(records))) - 1)
-    found: dict[str, list[int]] = {}
-    for broker, count in counts(limit):
-        found.setdefault(broker, []).append(count)
-    return {broker: each for broker, each in found.items() if max(each) > 1}
+    return pack(few[min(bisect_left(few, -tasks, key=lambda records: -len(pack(records))), len(few) - 1)])
+
+
+def _at_least(shares: list[Share], count: int) -> list[Share]:
+    """Cut the shares with the most records until there are `count` shares, or one for each record."""
+    if len(shares) >= count or not shares:
+        return shares
+    sizes = [sum(map(len, share)) for share in shares]
+    parts = [1] * len(shares)
+    largest: list[tuple[float, int]] = [(-size, at) for at, size in enumerate(sizes)]
+    heapify(largest)
+    for _ in range(min(count, sum(sizes)) - len(shares)):
+        at = largest[0][1]
+        parts[at] += 1
+        heapreplace(largest, (-sizes[at] / parts[at], at))
+    return [part for share, number in zip(shares, parts, strict=True) for part in _parted(share, number)]
+
+
+def _parted(share: Share, count: int) -> list[Share]:
+    """Split a share into `count` parts whose sizes differ by at most one record."""
+    total = sum(map(len, share))
+    found: list[Share] = [[]]
+    done = 0  # records of the parts before the last one, and of the last one
+    for piece in share:
+        rest = piece
+        while done + len(rest) > (end := total * len(found) // count) and len(found) < count:
+            if end > done:
+                middle = rest.start + end - done
+                found[-1].append(OffsetSpan(piece.key, rest.start, middle))
+                rest = OffsetSpan(piece.key, middle, rest.end)
+                done = end
+            found.append([])
+        found[-1].append(rest)
+        done += len(rest)
+    return found
 
 
 def shared(pieces: Iterable[OffsetSpan], tasks: Mapping[str, list[int]]) -> list[list[OffsetSpan]]:
-    """Return the pieces that each task reads. `tasks`: how many, by broker; one each for other brokers."""
+    """Return the pieces that each task reads. `tasks`: their numbers of pieces, by broker; one each for other
+    brokers.
+    """
     left = {broker: iter(counts) for broker, counts in tasks.items()}
     found: list[list[OffsetSpan]] = []
     missing = 0  # pieces of the last task
@@ -336,27 +398,13 @@ def shared(pieces: Iterable[OffsetSpan], tasks: Mapping[str, list[int]]) -> list
     return found
 
 
-def _at_least(pieces: list[OffsetSpan], count: int) -> list[OffsetSpan]:
-    """Cut the pieces by records, in proportion to their sizes, into `count` pieces, or one per record."""
-    if len(pieces) >= count or not pieces:
-        return pieces
-    total = sum(map(len, pieces))
-    count = min(count, total)
-    shares = [max(1, count * len(piece) // total) for piece in pieces]
-    missing = count - sum(shares)
-    for at in sorted(range(len(pieces)), key=lambda n: -(count * len(pieces[n]) % total)):
-        if missing > 0 and shares[at] < len(pieces[at]):
-            shares[at], missing = shares[at] + 1, missing - 1
-    return [part for piece, share in zip(pieces, shares, strict=True) for part in evenly(piece, share)]
-
-
 def evenly(span: OffsetSpan, count: int) -> list[OffsetSpan]:
-    """Return the range in `count` parts, equal but for one record."""
+    """Split a range into `count` parts whose sizes differ by at most one record."""
     return cut_up(span, (span.start + len(span) * n // count for n in range(1, count)))
 
 
 def cut_as_format_1(spans: Iterable[OffsetSpan], cuts: Cuts, min_partitions: int) -> list[OffsetSpan]:
-    """Return the pieces of a repeated batch that a release before format 2 of offsets has planned."""
+    """Return the pieces of a repeated batch that was planned by a release before format 2 of offsets."""
     spans = list(spans)
     found = cuts([span for span in spans if len(span) >= 10_000], SPLIT_BYTES)
     pieces = [piece for span in spans for piece in cut_up(span, found.get(span.key, ()))]
@@ -370,7 +418,7 @@ def cut_as_format_1(spans: Iterable[OffsetSpan], cuts: Cuts, min_partitions: int
 # --- the end of a micro-batch ----------------------------------------------------------------------------------------
 
 _LEAST_LINE = 24  # bytes; each stored line is longer
-_LINE_BYTES = 512  # assumed where the index does not tell
+_LINE_BYTES = 512  # assumed if the index does not tell
 _MARKS = 16  # places of a partition at which its bytes are known
 _BLOCK = 64 << 10  # bytes of lines that an index line covers
 _FEW_LINES = 16  # a block with fewer records has long lines
@@ -499,7 +547,7 @@ class _Search:
         return {key: min(max(at.get(key, low), low), self._high[key]) for key, low in self._low.items()}
 
     def _fill(self, before: Offsets, after: Offsets) -> Offsets:
-        """Return `before`, moved on by as many records as the limit permits; those up to `after` share one recv_ts."""
+        """Advance `before` by as many records as the limit permits. All records up to `after` have one recv_ts."""
         reached = dict(before)
         left = self._limit - self._weight(before)
         for key, start in before.items():

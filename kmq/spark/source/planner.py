@@ -1,20 +1,21 @@
-"""The brokers of a query as its planner on the driver sees them: where the query begins, resumes and ends, its tasks.
+"""The brokers of a query, as its planner on the driver sees them: where the query begins, resumes and ends, its tasks.
 
 Before a stream resumes, its planner asks: does each broker still have the records that the stream has read? A data
 directory restored from an older copy does not. Such a copy has the same id, and gives the seqs and offsets after its
 end to other records. By offsets alone these would look like records that were read, or the reverse. So a stream
 remembers the seq and recv_ts of the last record it has read in each partition (plan.py), and looks for that record.
+Example: orders/0 was read up to offset 1500, and its last record has the stamp "4711 1700000000.000123".
 
 WAL          Seqs are contiguous and recv_ts never decreases. So a WAL that has the latest remembered record, with its
              recv_ts, has all earlier records. One record is read, however many partitions there are. A WAL that ends
-             before that record, or has another one there, belongs to a restored copy.
+             before that record, or has another record with its seq, belongs to a restored copy.
 Partition    If retention has removed the record from the WAL: the record is where it was read. If it was removed there
-             too, no record at its place or after it has the same or a lower seq.
+             too, no record at its offset or after it has the same or a lower seq.
 Shorter      If the WAL has a partition's last read record, but the partition ends before it, the router is recovering
              and rebuilds the partition. The stream does not read it until it has its old length.
-Hold         With onUnreachable=hold a broker that does not answer, or has another data directory, is left out of what
-             is planned. A thread of its own waits until it answers, so a plan asks it once, for HOLD_S, when it goes.
-             Which brokers are left out never changes within a plan.
+Hold         With onUnreachable=hold a broker that does not answer, or has another data directory, is left out of plans.
+             A thread waits until it answers. So only the plan during which it fails waits for it, for HOLD_S. Which
+             brokers are left out never changes within a plan.
 Not covered  Damage: unreadable records are not compared, and reading them fails by itself. Offsets of format 1: no
              stamps.
 """
@@ -45,9 +46,9 @@ from kmq.spark.source.ends import LATEST
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, OffsetSpan, Stamp, StreamPosition
 
-HOLD_S = 2.0  # with onUnreachable=hold: how long a plan waits for a broker that has just gone
+HOLD_S = 2.0  # with onUnreachable=hold: how long a plan waits for a broker that has just failed
 _PAUSE_S = 1.0  # between two looks whether the old volume of a broker is back
-_has_back = Condition()  # notified when a broker of any query answers again; no field, because Spark pickles those
+_has_back = Condition()  # notified when a broker of any query answers again; not a field, because Spark pickles queries
 
 T = TypeVar("T")
 
@@ -129,7 +130,7 @@ class Task(InputPartition):
     def __init__(
         self, spans: Sequence[OffsetSpan], is_path: bool, access: Access, fail_on_data_loss: bool, data_id: str
     ) -> None:
-        """`data_id`: the only one to read, for which the task waits without a limit; "": see Remote."""
+        """`data_id`: the task reads only this data directory, and waits for it without a limit; "": see Remote."""
         self.broker = spans[0].key[0]
         self.spans = spans
         self.is_path, self.access, self.fail_on_data_loss, self.data_id = is_path, access, fail_on_data_loss, data_id
@@ -142,8 +143,9 @@ class QueryLogs:
         self.options = options
         self._cores = options.cores or len(os.sched_getaffinity(0))
         self.away: dict[str, KmqError] = {}  # brokers that are left out, and why
-        # (a broker that answers again, which of all addresses are one broker then)
+        # (a broker that answers again, the names of all brokers at that moment)
         self._back: deque[tuple[str, list[str]]] = deque()
+        self.skipped: set[Key] = set()  # partitions whose deletion has been logged
 
     @cached_property
     def brokers(self) -> dict[str, Broker]:
@@ -160,7 +162,9 @@ class QueryLogs:
         return replace(access, timeout_s=min(access.timeout_s, LOOK_S), patience_s=patience_s)
 
     def each(self, ask: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T]:
-        """Return what `ask` finds out of each broker that is not away; of gateways side by side, AT_A_TIME of them."""
+        """Return the result of `ask` for each broker that is not away. Up to AT_A_TIME gateways are asked at the
+        same time.
+        """
         there = self.brokers.keys() - self.away.keys()
         asked = [name for name in (self.brokers if names is None else names) if name in there]
         if len(asked) < 2 or self.options.paths:
@@ -169,13 +173,13 @@ class QueryLogs:
             answers = {name: pool.submit(ask, name) for name in asked}
         for answer in answers.values():
             if self.options.holds and isinstance(error := answer.exception(), UnreachableError):
-                self._hold(error)  # all that went at one time
+                self._hold(error)  # hold all that failed at the same time
         return {name: answer.result() for name, answer in answers.items()}
 
     # --- brokers that are away ---------------------------------------------------------------------------------------
 
     def planned(self, plan: Callable[[], T]) -> T:
-        """Return what `plan` returns. With onUnreachable=hold it is called again without brokers that are away."""
+        """Return the result of `plan`. With onUnreachable=hold it is called again without brokers that are away."""
         self._take_back()
         while True:
             try:
@@ -199,9 +203,11 @@ class QueryLogs:
         Thread(target=self._watch, args=(error.broker, getattr(error, "now", "")), daemon=True).start()
 
     def _watch(self, name: str, other: str) -> None:
-        """Wait until a broker answers with another data id than `other`, and say which addresses are one shard then."""
+        """Wait until a broker answers with another data id than `other`, and note which addresses are one shard
+        then.
+        """
         names = self.options.servers
-        with suppress(KmqError):  # another error is for the plan that asks it next
+        with suppress(KmqError):  # other errors are for the next plan that asks this broker
             broker = open_broker(name, False, self._access(math.inf))
             while broker.identity() == other:
                 time.sleep(_PAUSE_S)
@@ -218,9 +224,9 @@ class QueryLogs:
             self._join(names)
 
     def _join(self, names: Iterable[str]) -> None:
-        """Make one broker of those that are one shard by `names`, after the shard was away as a whole.
+        """Merge brokers that `names` shows to be one shard. Needed after all addresses of the shard were silent.
 
-        Brokers are never parted: a shard that has just gone looks like several brokers again.
+        Brokers are never split: a shard that has just failed looks like several brokers again.
         """
         joined: dict[str, list[str]] = {}
         for broker in self.brokers:
@@ -235,7 +241,7 @@ class QueryLogs:
     # --- what there is -----------------------------------------------------------------------------------------------
 
     def survey(self) -> tuple[dict[str, str], Callable[[], Bounds]]:
-        """Return the data id of each broker, and what returns `bounds` of the same look: files are only read then.
+        """Return the data id of each broker, and a function that returns `bounds` at that moment. Only it reads files.
 
         Raises ConfigError if two names lead to one broker.
         """
@@ -397,12 +403,12 @@ def _by_broker(keys: Iterable[Key]) -> dict[str, list[tuple[str, int]]]:
 def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
     """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
 
-    A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
-    deleted before all of it was read, or was requested by name.
+    A topic that was created again after a deletion is another topic. Raises DataLossError if a topic was deleted
+    before all of it was read, or was requested by name. Removes the stamps of a topic that was accepted.
     """
     known = read.offsets
     new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
-    # Retention keeps the last record of a partition, so this is rare unless the topic came back.
+    # Retention keeps the last record of a partition, so this is rare unless the topic was created again.
     passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
     if not new and not lost and not passed:
         return known
@@ -419,10 +425,17 @@ def begun(logs: QueryLogs, read: StreamPosition, bounds: Bounds) -> Offsets:
         if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
     }
     for key in sorted((lost & ends.keys()) | back):
-        unread = ends[key] > known[key]
-        if logs.options.fail_on_data_loss and logs.options.wants(*key[1:]) and (unread or not logs.options.pattern):
+        unread = OffsetSpan(key, known[key], ends[key])
+        if not logs.options.wants(*key[1:]):
+            continue
+        if logs.options.fail_on_data_loss and (len(unread) or not logs.options.pattern):
             what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
             raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
+        if len(unread) and key in lost and key not in logs.skipped:
+            logs.skipped.add(key)
+            plan.warn_skipped(unread)
+    for key in back:  # the new topic is accepted: the stamp is of the old one
+        read.last.pop(key, None)
     return {key: ends[key] for key in new & ends.keys()} | known
 
 
@@ -430,7 +443,8 @@ def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) ->
     """Raise DataLossError if a broker now has other records than those that were read.
 
     Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
-    `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
+    `read` back to the first record received after the last one read (earlier records are not new), and reads `bounds`
+    again.
     """
     known: dict[str, dict[Key, Stamp]] = {}
     for key, stamp in read.last.items():
@@ -453,7 +467,7 @@ def check_same_records(logs: QueryLogs, read: StreamPosition, bounds: Bounds) ->
 def _is_same(
     logs: QueryLogs, key: Key, stamp: Stamp, read: StreamPosition, bounds: Bounds, latest_is_there: bool | None
 ) -> bool:
-    """Return True if a partition has the record of `stamp`, or had it until it was taken."""
+    """Return True if a partition has the record of `stamp`, or had it until retention removed it."""
     broker = logs.brokers[key[0]]
     if latest_is_there is not None and (found := wal_has(broker, stamp)) is not None:
         return found

@@ -1,8 +1,10 @@
-"""spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
+"""spark.readStream: where each micro-batch ends, and what is checked before a stream resumes from a checkpoint.
+
+    latestOffset(start)   → {"data": {"orders": {"0": 1500}, …}}, a plan.StreamPosition as JSON
 
 Needs pyspark 4.2, whose classes are imported here. So only a stream imports this module.
 
-Invariant   A batch reads what batch_reader.py says of a task. `partitions` needs nothing but the two offsets of a batch
+Invariant   A task of a batch reads as batch_reader.py says. `partitions` needs nothing but the two offsets of a batch
             (plan.py): a repeated batch always has the same tasks. Without new records latestOffset returns its start
             unchanged, so that no batch runs.
 Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
@@ -49,9 +51,10 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         options: ReadOptions,
         consume: bytes = b"",
     ) -> None:
-        """`consume`: what a task does with its records in place of returning them; it returns other rows.
+        """`consume`: a task calls it with its records and returns the rows that it yields, in place of the records.
 
-        A function, pickled: takes batches.Blocks and yields Arrow batches. The planner does not load what it needs.
+        It is a pickled function that takes batches.Blocks and yields Arrow batches. The planner does not import its
+        modules.
         """
         super().__init__(schema, consume)
         self._options = options
@@ -63,7 +66,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._ends: Offsets = {}  # of the logs, as last seen
         group = options.group_id
         self._group = GroupOffsets(group, options.servers, options.access) if group else None
-        self._initial: dict[str, Any] | None = None  # where this process let the first batch begin
+        self._initial: dict[str, Any] | None = None  # where the first batch begins, if this process decided that
         # The last offset returned, and the data ids and bounds then.
         self._planned: tuple[dict[str, Any], dict[str, str], Bounds] | None = None
 
@@ -75,7 +78,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         bounds = look()
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
-        # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
+        # If the first batch is uncommitted, Spark asks again. Its end tells where it began; `latest` has moved since.
         position = StreamPosition(starts, identities | dict.fromkeys(self._logs.away, ""), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         self._initial = position.to_json()
@@ -95,11 +98,13 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         read, bounds = self._with_current_names(position, identities), look()
         before = dict(read.offsets)
         if self._group is not None and start != self._initial:
-            # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
-            # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/listener.py covers the rest.
+            # Spark plans a batch only when the previous one has finished. So the last batch is committed here too, if
+            # another
+            # plan follows: with AvailableNow, or after a restart. kmq/spark/streaming/listener.py covers the other
+            # cases.
             self._group.commit({key: at for key, at in before.items() if key[0] in identities})
-        known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # of brokers that are away
-        is_late = self._begin_late(position, read, identities, bounds)
+        known = {key: (0, at) for key, at in before.items() if key[0] not in identities}  # brokers that are away
+        is_new = self._begin_late(position, read, identities, bounds)
         bounds |= known
         if self._compared != identities or self._there(bounds) != before:
             check_same_records(self._logs, read, bounds)
@@ -107,9 +112,12 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             self._compared = identities
         self._ends = {k: max(end, self._ends.get(k, 0)) if k in known else end for k, (_, end) in bounds.items()}
         self._latest = plan.to_json(self._ends, read.identities)
+        stamps = len(read.last)
         begins = begun(self._logs, read, bounds)
-        spans = plan.wanted(begins, self._there(bounds))  # a partition that ends before its read offset is held back
-        if not is_late:  # else where a broker begins is kept now: a later plan would let it begin later
+        is_new |= len(read.last) < stamps
+        spans = plan.wanted(begins, self._there(bounds))  # a partition that is shorter than its read offset waits
+        # Save now where a broker begins, and that another topic was accepted: a later plan would decide otherwise.
+        if not is_new:
             if not spans and read.offsets == before:
                 return start
             if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
@@ -169,7 +177,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         bounds: Bounds,
         limit: ReadLimit,
     ) -> StreamPosition:
-        """Return the end of the next batch: its offsets, and all that a replay needs."""
+        """Return the end of the next batch: its offsets, and everything that a replay needs."""
         there = [plan.within(span, bounds) for span in spans]  # records removed by retention do not count for a limit
         reached = {span.key: span.end for span in spans}
         if not isinstance(limit, ReadAllAvailable):
@@ -177,7 +185,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             reached |= plan.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
         offsets = begins | reached
         order = {key: offsets[key] for key in sorted(offsets)}
-        # The ranges that `partitions` will find between the two offsets, without what does not exist any more.
+        # The ranges that `partitions` will find between the two offsets, without records that no longer exist.
         wanted = {span.key for span in spans if reached[span.key] > span.start}
         parts = [OffsetSpan(part.key, part.start, reached[part.key]) for part in there if part.key in wanted]
         found = self._logs.cut(sorted(parts, key=lambda part: part.key))
@@ -219,6 +227,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         if self._options.fail_on_data_loss:
             self._check_forward(read, ends)
             plan.check_there(spans, bounds)
+        else:
+            for part in (part for span in spans for part in plan.gone(span, bounds)):
+                plan.warn_skipped(part)
         identities = ends.identities if self._options.holds else {}
         if ends.cuts is None:
             there = [piece for span in spans if len(piece := plan.within(span, bounds))]
@@ -231,7 +242,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def _ends_of(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> tuple[StreamPosition, StreamPosition, Bounds] | None:
-        """Return both offsets of a batch and the bounds, as this process has planned it; else an earlier process has.
+        """Return both offsets of a batch and the bounds, as planned by this process or else by an earlier one.
 
         None if the batch has records of a broker that is away. Raises ConfigError if that broker was replaced.
         """
@@ -270,7 +281,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
                 names[broker] = known[identity]
             elif identity and at is not None:
                 raise ReplacedError(at, identity, now[at])
-            elif at is None and self._logs.away:  # it may be one of those
+            elif at is None and self._logs.away:  # it may be one of the brokers that are away
                 names[broker] = broker
             elif identity:
                 raise ConfigError(f"{broker} is in the checkpoint, but not among the brokers of this query")

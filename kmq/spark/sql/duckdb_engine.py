@@ -1,16 +1,20 @@
 """DuckDB as the engine of `kmq sql`: on this machine, without Java.
 
+    SELECT key, value_text FROM orders WHERE offset >= 1500   → Arrow batches of these two columns, from offset 1500 on
+
 DuckDB asks a table for the columns that a statement needs, with the filters that it has pushed down. The table answers
 with the Arrow batches that a task of Spark would read.
 
 Invariant   A statement only reads. It is a SELECT (or FROM, VALUES, DESCRIBE, SHOW, SUMMARIZE, EXPLAIN, PIVOT), or it
-            makes or drops a view. DuckDB itself reaches no file, network, extension or variable of Python, and its
-            settings are locked: a function such as read_text is refused by it.
+            makes or drops a view. DuckDB itself has no access to files, network, extensions and variables of Python,
+            and
+            its settings are locked: it refuses a function such as read_text.
             All scans of a statement see the same records.
 Filters     A range of offsets is skipped if Arrow can prove from its first and last offset (and time, if the filter has
             one) that no record passes. The records of other ranges are filtered one by one.
-Memory      One batch of a scan at a time, about 1 MiB of lines; what is sorted, joined or grouped is DuckDB's:
-            memory_limit, then files in a directory that is removed at the end.
+Memory      One batch of a scan at a time, about 1 MiB of lines. DuckDB's own memory for sorting, joining and grouping
+is
+            memory_limit; beyond that it uses files in a directory that is removed at the end.
 """
 
 import base64
@@ -82,7 +86,7 @@ def opened(source: Mapping[str, str], settings: Mapping[str, str]) -> Iterator[E
 _READING = ("SELECT", "EXPLAIN", "MULTI")  # types of statements; MULTI: a PIVOT
 _VIEW = re.compile(r"\s*(create\s+(or\s+replace\s+)?(temp(orary)?\s+)?|drop\s+)view\b", re.IGNORECASE)
 _EXPLAIN = re.compile(r"\s*explain(\s+analyze)?\s+", re.IGNORECASE)
-# Strings and comments, which stay; a name between backticks; `offset` as a column, which is a word of LIMIT otherwise.
+# Strings and comments, which stay; a name between backticks; `offset` as a column, which else is a word of LIMIT.
 _TOKEN = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|--[^\n]*|/\*.*?\*/|`([^`]*)`|(?<!\.)\b(offset)\b(?!\s*[\d($?])""",
     re.IGNORECASE | re.DOTALL,
@@ -134,7 +138,7 @@ def _query(database: _Database, text: str, views: Views) -> Iterator[QueryResult
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, text: str) -> bool:
-    """Return whether a statement has a result. Raises ConfigError unless it only reads, or makes or drops a view."""
+    """Return True if a statement has a result. Raises ConfigError unless it only reads, or makes or drops a view."""
     found = connection.extract_statements(text)
     kind = " and ".join(statement.type.name for statement in found)
     if kind == "EXPLAIN":
@@ -157,7 +161,9 @@ def _said(error: Exception) -> str:
 
 
 def _register(database: _Database, views: Views) -> None:
-    """Make the views that a statement names, and let those of earlier statements look at the logs anew."""
+    """Register the views that a statement names, and let the views of earlier statements read the ends of the logs
+    again.
+    """
     connection, tables = database.connection, database.tables
     for name in [name for name in tables if name not in {*views.topics, *views.named} or len(_alike(name, views)) > 1]:
         connection.unregister(name)
@@ -173,7 +179,7 @@ def _register(database: _Database, views: Views) -> None:
 
 
 def _alike(view: str, views: Views) -> list[str]:
-    """Return the views that a statement names and that have this name for DuckDB, which ignores upper and lower case."""
+    """Return the views in a statement that DuckDB takes for this name, because it ignores upper and lower case."""
     return sorted(each for each in {*views.topics, *views.named} if each.lower() == view.lower())
 
 
@@ -190,9 +196,9 @@ _EVERYTHING = columns.select(columns.COLUMNS.items())
 
 
 class TopicTable(ds.Dataset):  # type: ignore[misc]
-    """A view. DuckDB takes it for a data set of Arrow: it reads `schema`, and calls `scanner` for each scan.
+    """A view. DuckDB treats it as a data set of Arrow: it reads `schema`, and calls `scanner` for each scan.
 
-    `faults`: gets the error of a scan, which DuckDB passes on as a text only.
+    `faults`: gets the error of a scan, of which DuckDB passes on only the text.
     """
 
     def __init__(self, options: ReadOptions, faults: list[BaseException]) -> None:
@@ -204,11 +210,11 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
         return _EVERYTHING.schema
 
     def forget(self) -> None:
-        """Look at the logs anew for the next scan."""
+        """Read the ends of the logs again for the next scan."""
         self._spans = None
 
     def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **others: Any) -> Any:
-        """Return what DuckDB asks for a reader. `columns`: without those that only the filter needs; None: all."""
+        """Return a reader as DuckDB expects it. `columns`: without those that only the filter needs; None: all."""
         names = list(columns or _EVERYTHING.names)
         schema = pa.schema([self.schema.field(name) for name in names])
         return SimpleNamespace(
@@ -233,7 +239,7 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
             raise
 
     def _ranges(self, condition: Any) -> Iterator[tuple[Broker, OffsetSpan]]:
-        """Yield the ranges that may have records which pass."""
+        """Yield the ranges that may have matching records."""
         if self._spans is None:
             self._spans = list(_all_spans(self._options))
         for broker, span in self._spans:
@@ -242,7 +248,7 @@ class TopicTable(ds.Dataset):  # type: ignore[misc]
 
 
 def _all_spans(options: ReadOptions) -> Iterator[tuple[Broker, OffsetSpan]]:
-    """Yield all that there is now of the topics that were asked for, by broker, topic and partition."""
+    """Yield all current records of the requested topics, as ranges by broker, topic and partition."""
     for name in options.brokers:
         broker = open_broker(name, bool(options.paths), options.access)
         there = [*broker.topics()] if options.pattern else options.topics
@@ -253,7 +259,7 @@ def _all_spans(options: ReadOptions) -> Iterator[tuple[Broker, OffsetSpan]]:
 
 
 def narrowed(broker: Broker, span: OffsetSpan, condition: Any) -> Iterator[OffsetSpan]:
-    """Yield the parts of a range that may have records which pass, as far as Arrow can tell."""
+    """Yield the parts of a range that may have matching records, as far as Arrow can tell."""
     name, topic, partition = span.key
     edges = [span.start, span.end]
     if len(span) >= _FEW:
@@ -280,7 +286,7 @@ def narrowed(broker: Broker, span: OffsetSpan, condition: Any) -> Iterator[Offse
                 known &= (ds.field("recv_ts") >= low) & (ds.field("timestamp") >= low)
             if end < span.end and (high := time_at(end)) is not None:
                 known &= (ds.field("recv_ts") <= high) & (ds.field("timestamp") <= high)
-        # A file of a data set may come with what is known of its rows. Arrow then drops it without opening it.
+        # A file of a data set may have statistics of its rows. By them Arrow drops a file without opening it.
         one = ds.FileSystemDataset.from_paths(
             ["range"], _EVERYTHING.schema, ds.IpcFileFormat(), filesystem=LocalFileSystem(), partitions=[known]
         )

@@ -1,18 +1,22 @@
 """`kmq sql`: topics as views, for one query or at a prompt, and its results as a table, CSV or JSON.
 
+    kmq sql "select key, count(*) from orders group by key"
+
 Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`. A query
 sees the records that are durable when it begins. Only topics that it names are read.
 
-`__consumer_offsets` is a table: how far each consumer group is, a row for each partition. The records of that topic are
-read here, not by an engine: only the last one of each key counts, and few bytes are left of it. Partitions that do not
-exist any more are left out, as `kmq groups describe` does.
+`__consumer_offsets` is a table: the offsets of each consumer group, a row for each partition. The records of that topic
+are read here, not by an engine: only the last record of each key counts, and few bytes are left of them. Partitions
+that
+no longer exist are left out, as in `kmq groups describe`.
 
-What both engines share is here. spark_engine.py and duckdb_engine.py each make an Engine; neither needs the other's
-packages.
+This module has what both engines share. spark_engine.py and duckdb_engine.py each make an Engine; neither needs the
+other's packages.
 """
 
 import contextlib
 import csv
+import json
 import re
 import signal
 import sys
@@ -29,7 +33,7 @@ from rich.table import Table
 
 from kmq.config.terminal import while_read
 from kmq.errors import EXIT_OK, ConfigError
-from kmq.gateway.groups.offset_table import TOPIC, CommittedOffset, RowKey, decode_key, decode_payload, scan
+from kmq.gateway.groups.offset_table import TOPIC, OffsetTable, decode_key, decode_payload, partition_lag, scan
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.source.brokers import Broker, open_broker
@@ -127,31 +131,32 @@ def group_rows(source: Mapping[str, str]) -> Iterator[GroupRow]:
 
 
 def _rows_of(broker: Broker) -> Iterator[GroupRow]:
-    committed = _committed(broker)
-    bounds = broker.bounds(sorted({place.topic for place in committed}))
-    for place, last in sorted(committed.items()):
-        first, end = bounds.get((place.topic, place.partition), (0, None))
+    table = _last_rows(broker)
+    committed = [(group, *row) for group in table.groups for row in sorted(table.commits_of(group).items())]
+    bounds = broker.bounds(sorted({topic for _, (topic, _), _ in committed}))
+    waiting = {group: table.waiting(group) for group in table.groups}
+    for group, place, last in committed:
+        first, end = bounds.get(place, (0, None))
         if end is None:
             continue
         at = datetime.fromtimestamp(last.ts, UTC)
-        lag = max(0, end - max(first, last.offset))
-        yield GroupRow(*place[:3], last.offset, end, lag, *last[2:5], at, broker.name)
+        lag, _ = partition_lag((first, end), last.offset, waiting[group].get(place, ()))
+        yield GroupRow(
+            group, *place, last.offset, end, lag, last.member, last.generation, last.metadata, at, broker.name
+        )
 
 
-def _committed(broker: Broker) -> dict[RowKey, CommittedOffset]:
-    """Return the last commit of each place. Records that are none are passed over, as the gateway does."""
+def _last_rows(broker: Broker) -> OffsetTable:
+    """Return the last record of each key. Invalid records are skipped, as in the gateway."""
     payloads: dict[bytes, tuple[int, bytes]] = {}
     for (topic, number), (first, end) in broker.bounds([TOPIC]).items():
         for _, lines in broker.read(topic, number, first, end):
             payloads.update((key, (seq, payload)) for seq, key, payload in scan(lines))
-    found = {}
+    found = OffsetTable()
     for key, (seq, payload) in payloads.items():
-        try:
-            place, row = decode_key(key), decode_payload(payload, seq) if payload else None
-        except ValueError:
-            continue
-        if isinstance(row, CommittedOffset):  # else a message that was given back, or a tombstone
-            found[place] = row
+        if payload:  # else a tombstone
+            with contextlib.suppress(ValueError):
+                found.put(decode_key(key), decode_payload(payload, seq))
     return found
 
 
@@ -160,20 +165,21 @@ def _committed(broker: Broker) -> dict[RowKey, CommittedOffset]:
 WAL_VIEW, ALL_VIEW, GROUPS_VIEW = OWN_VIEWS = "append", "all_topics", TOPIC
 WORD = re.compile(r"""`([^`]+)`|"([^"]+)"|([A-Za-z0-9_]+)""")
 _STATEMENT = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`|--[^\n]*|[^;])+""")
+_SHOW_TABLES = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 _HISTORY = Path.home() / ".kmq_sql_history"
 
 
 class Views(NamedTuple):
-    """What a statement may name."""
+    """The views that a statement may name."""
 
     topics: list[str]  # that exist now
-    named: dict[str, dict[str, str]]  # views that it names → the option of format("kmq") that says which records
+    named: dict[str, dict[str, str]]  # views that it names → the option of format("kmq") that selects the records
     has_groups: bool
     has_cases: bool  # some topics differ in upper and lower case only
 
 
 class Engine(NamedTuple):
-    """What runs statements. `query`: a context, in which the result is read. `cancel`: may be called by a signal."""
+    """Runs statements. `query`: a context in which the result is read. `cancel`: a signal handler may call it."""
 
     query: Callable[[str, Views], AbstractContextManager[QueryResult]]
     cancel: Callable[[], None]
@@ -218,12 +224,30 @@ class Shell:
 
     def run(self, text: str) -> None:
         """Run one statement and show its result. Raises ConfigError if it names a topic that does not exist."""
-        with self.engine.query(text, views_of(text, self.topics())) as result:
-            self._show(result)
+        topics = self.topics()
+        with self.engine.query(text, views_of(text, topics)) as result:
+            self._show(_tables(result, topics) if _SHOW_TABLES.fullmatch(text) else result)
+
+
+def _tables(made: QueryResult, topics: Iterable[str]) -> QueryResult:
+    """Return the result of `show tables`: a row for each topic, and for each view that KMQ or the session has made.
+
+    `made`: the engine's result, which has only the views that were used.
+    """
+    at = next(at for at, name in enumerate(made.names) if name.lower() in ("name", "tablename", "viewname"))
+    names = sorted({*_shown(topics), *OWN_VIEWS, *(row[at] or "" for row in made.rows(0))})
+
+    def rows(limit: int) -> Iterator[Sequence[str | None]]:
+        return iter([(name,) for name in names[: limit or None]])
+
+    def lines() -> Iterator[str]:
+        return (json.dumps({"name": name}, ensure_ascii=False) for name in names)
+
+    return QueryResult(["name"], [False], rows, lines, made.began)
 
 
 def _shown(topics: Iterable[str]) -> list[str]:
-    """Return the topics without those of KMQ itself, which are tables too, and in no list."""
+    """Return the topics without those of KMQ itself, which can be queried but are not listed."""
     return [topic for topic in topics if not topic.startswith("__")]
 
 

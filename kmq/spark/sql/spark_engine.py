@@ -1,10 +1,10 @@
 """Spark as the engine of `kmq sql`.
 
-Only columns that a statement names are read, if its text shows for certain which these are; otherwise all columns. Its
-filters become ranges of offsets if it has one scan of one topic, because Spark would use them for a second scan too.
+Only the columns that a statement names are read, if its text shows for certain which these are; otherwise all columns.
+If it has one scan of one topic, its filters become ranges of offsets. With two scans Spark would use them for both.
 
-Topics that an archive has (--archive) are views of its table and the log together, with its columns. kmq/spark/lake.py
-makes them.
+Topics in an archive (--archive) are views of the archive's table and the log together, with the table's columns.
+kmq/spark/lake.py makes these views.
 """
 
 import re
@@ -35,11 +35,11 @@ _UNNAMED = re.compile(
 )
 
 
-History = Callable[[str, Mapping[str, str]], "DataFrame | None"]  # a topic and the options of its source → its view
+History = Callable[[str, Mapping[str, str]], "DataFrame | None"]  # (topic, options of its source) → its view
 
 
 def no_history(topic: str, options: Mapping[str, str]) -> None:
-    """Make no view: all topics are those of the log."""
+    """Return no view: all topics are read from the log."""
 
 
 def engine(spark: "SparkSession", source: Mapping[str, str], history: History = no_history) -> Engine:

@@ -1,1 +1,1 @@
-"""What all streaming queries share: start, progress, lag, checkpoint and end."""
+"""What all streaming queries share: how they start and end, their progress and lag, and their checkpoints."""

@@ -1,4 +1,6 @@
-"""A query's checkpoint and its batches: how far the query is, how far behind, and how many late rows it dropped.
+"""A query's checkpoint and its batches: how far the query is, its lag, and how many late rows it dropped.
+
+    Checkpoint("archive/.kmq/checkpoint").committed()   → (41, the content of offsets/41)
 
 Reads Spark's checkpoint as plain files, and the JSON of its StreamingQueryProgress. Needs neither pyspark nor Java.
 
@@ -8,10 +10,10 @@ Reads Spark's checkpoint as plain files, and the JSON of its StreamingQueryProgr
     state/          the state of windows and similar operators, a version for each batch
     metadata        the query's id
 
-Beside them are the files of kmq/spark/streaming/listener.py. A batch with a file in offsets/ and none in commits/ is
+Beside them are the files of kmq/spark/streaming/listener.py. A batch with a file in offsets/ but not in commits/ is
 run again at the next start.
 
-Late        Spark drops rows that came later than the watermark, counts them per operator (numRowsDroppedByWatermark)
+Late        Spark drops rows that arrive later than the watermark, counts them per operator (numRowsDroppedByWatermark)
             and continues, so that the result is silently wrong. In a pipeline that is an error. Of the counters that
             Spark 4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts rows
             that the query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kmq.errors import ConfigError, KmqError
 from kmq.links.ownership import FileLock
 from kmq.log.reader import WAL
+from kmq.spark.paths import directory_here
 from kmq.spark.source.plan import IDENTITY, Key
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ ADVICE = (
 
 
 class LateError(KmqError):
-    """Raised when rows came later than the watermark, so that they are in no result."""
+    """Raised when rows arrived later than the watermark, so that they are in no result."""
 
     def __init__(self, query: str, batch: int, rows: int, kept: str) -> None:
         super().__init__(
@@ -68,7 +71,7 @@ def dropped_so_far(spark: "SparkSession", query: str) -> int:
     """Return how many late rows the batch in `foreachBatch` has dropped, as far as its jobs have ended.
 
     Call it after all rows of the batch were written and before they are committed. It asks the JVM, because Python
-    hears of the number only after the batch, when it is too late to hold the commit back.
+    gets the number only after the batch, when it is too late to hold the commit back.
     """
     running = spark._jsparkSession.streams().get(query)
     return _dropped_in(running.streamingQuery().lastExecution().executedPlan())
@@ -115,8 +118,8 @@ RECORDS = "kmq.records"  # an observation of the stream where a row is not a rec
 def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a batch: query, batch, rows, bytes, rows_per_s, ms, behind, late.
 
-    `bytes`: of the stored lines; `behind`: records that are not read yet; None: unknown. `late`: rows that were
-    dropped; None: no rows.
+    `bytes`: of the stored lines; `behind`: the lag in records, None if unknown. `late`: rows that were dropped, None
+    without rows.
     """
     gaps = [behind(source.get("latestOffset"), source.get("endOffset")) for source in progress.get("sources", ())]
     known = [gap for gap in gaps if gap is not None]
@@ -155,7 +158,7 @@ class Checkpoint:
     """The checkpoint in a directory, of a query that may be running."""
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(str(path).removeprefix("file://"))
+        self.path = os.path.abspath(directory_here(str(path)))
         if not is_checkpoint(self.path):
             raise ConfigError(f"{path}: not found, or not a checkpoint of a stream (it has no metadata and offsets)")
         # A table's own checkpoint is in <table>/.kmq, beside the lock of its writer.
@@ -190,7 +193,7 @@ class Checkpoint:
         return [FileLock(f"{self.path}/{OWNER}"), *([FileLock(f"{self.table}/.kmq/owner")] if self.table else [])]
 
     def holder(self) -> str:
-        """Return who runs the query now; "" if none of its locks is held."""
+        """Return the process that runs the query now; "" if none of its locks is held."""
         return next((lock.holder() or "another process" for lock in self.locks() if lock.is_held()), "")
 
     def batches(self, log: str) -> list[int]:
@@ -204,13 +207,13 @@ class Checkpoint:
     def logged(self, batch: int) -> Logged:
         """Return one file of offsets/. Raises ConfigError if its format is unknown."""
         with open(f"{self.path}/offsets/{batch}", encoding="utf-8") as file:
-            version, *lines = file.read().splitlines()
+            version, *lines = file.read().removesuffix("\n").split("\n")
         if version != _VERSION or not lines:
             raise ConfigError(f"{self.path}/offsets/{batch}: unknown format {version!r}; expected {_VERSION}")
         return Logged(version, json.loads(lines[0]) if lines[0] else {}, lines[1:])
 
     def committed(self) -> tuple[int, Logged | None]:
-        """Return (number, offsets) of the last committed batch; (-1, None) if there is none."""
+        """Return (number, offsets) of the last committed batch; (-1, None) if no batch was committed."""
         committed = set(self.batches("commits"))
         last = max((number for number in self.batches("offsets") if number in committed), default=-1)
         return (last, self.logged(last)) if last >= 0 else (-1, None)
@@ -225,7 +228,7 @@ class Checkpoint:
         return os.path.isdir(f"{self.path}/state") and bool(os.listdir(f"{self.path}/state"))
 
     def commit_age_s(self) -> float | None:
-        """Return the seconds since the last batch was committed; None if none was."""
+        """Return the seconds since the last commit of a batch; None if no batch was committed."""
         committed = self.batches("commits")
         if not committed:
             return None
@@ -255,7 +258,7 @@ def find(paths: list[str]) -> list[Checkpoint]:
     """
     checkpoints: list[Checkpoint] = []
     for path in paths:
-        at_path = list(_at(path.removeprefix("file://")))
+        at_path = list(_at(directory_here(path)))
         if not at_path:
             raise ConfigError(
                 f"{path}: not found, or not a checkpoint, a pipeline's table with its own checkpoint, or a directory of"

@@ -1,18 +1,22 @@
 """Keeps each streaming query's status beside its checkpoint, for `kmq pipeline status`; warns if a query drops rows.
 
+    <checkpoint>/kmq-status.json   {"name": "archive", "rows_per_s": …, …}
+
 Owns        In the directory of a checkpoint on a local file system: kmq-status.json, a few KiB, replaced as a whole at
             most once a second; and the lock kmq-owner, held while the query runs (`kmq pipeline reset` takes it too).
-Invariant   The listener never fails or delays a query: an error is ignored, and only the status is missing then. The
+Invariant   The listener never fails or delays a query: it ignores an error, and then only the status is missing. The
             position that counts is always Spark's own, in the checkpoint. The status adds what the checkpoint lacks:
-            rates, records that are there to read, rows that were dropped, and the process that runs the query.
+            rates, records that can be read, rows that were dropped, and the process that runs the query.
 Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
-Commits     of queries with option groupId, where the source cannot: the source commits a batch when Spark asks for the
-            next one (kmq/spark/source/group.py). That is never after `query.stop()` and Trigger.Once, and an hour late
-            with a trigger of an hour. So the listener commits what is idle for IDLE_S, and what has ended: only ends of
-            batches that Spark has reported as finished.
+Commits     of queries with option groupId, where the source cannot commit in time: the source commits a batch when
+Spark
+            asks for the next one (kmq/spark/source/group.py). That never happens after `query.stop()` and with
+            Trigger.Once, and happens an hour late with a trigger of an hour. So the listener commits a query that is
+            idle
+            for IDLE_S, and a query that has ended: only ends of batches that Spark has reported as finished.
 Memory      The last status of each running query; with a groupId also the end of its last batch.
 Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take. With a groupId, a
-            commit after a batch that no other follows soon.
+            commit after each batch that is not soon followed by another one.
 Not covered Checkpoints in object stores, and sessions over Spark Connect. Commits of programs that end before Spark
             reports the end of their query: the next start commits from the checkpoint.
 """
@@ -32,6 +36,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from kmq.links.ownership import FileLock
 from kmq.logfmt import Logger
+from kmq.spark.paths import local_path
 from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import ReadOptions
 from kmq.spark.streaming import checkpoint
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
 
 # --- commits of a groupId --------------------------------------------------------------------------------------------
 
-IDLE_S = 1.0  # without another batch: then the source does not commit soon
+IDLE_S = 1.0  # without another batch: then the source will not commit soon
 _RELATION = "StreamingDataSourceV2ScanRelation"
 
 
@@ -52,7 +57,7 @@ class Committer:
 
     def __init__(self, execution: Any) -> None:
         self._execution = execution
-        self._groups: list[GroupOffsets | None] | None = None  # of each source; None: not looked at yet
+        self._groups: list[GroupOffsets | None] | None = None  # of each source; None: not looked up yet
         self._ends: list[Any] = []  # of each source, of the last batch
         self._timer: threading.Timer | None = None
         self._turn = threading.Lock()
@@ -92,7 +97,7 @@ def groups_of(execution: Any) -> list[GroupOffsets | None]:
         if not leaf.isStreaming():
             continue
         if leaf.getClass().getSimpleName() != _RELATION:
-            return []  # a source of Spark's first interface: its place in the order is not known
+            return []  # a source of Spark's first interface: the order of sources is unknown
         stream = leaf.stream().hashCode()  # a source that is read twice is two leaves and one stream
         if stream not in found:
             found[stream] = _group_of(dict(leaf.relation().options().asCaseSensitiveMap()))
@@ -197,8 +202,7 @@ class StatusListener(StreamingQueryListener):
         """Take the query's lock and write its first status. The query's start waits for this."""
         running = self._session._jsparkSession.streams().get(str(event.id()))
         root = str(running.streamingQuery().resolvedCheckpointRoot())
-        path = unquote(root.removeprefix("file:")) if root.startswith("file:") else root
-        query = _Query(event, path.replace("//", "/") if path.startswith("//") else path)
+        query = _Query(event, unquote(local_path(root) or ""))
         query.committer = Committer(running.streamingQuery())
         with self._turn:
             self._queries[query.status["run_id"]] = query

@@ -1,10 +1,12 @@
-"""`kmq pipeline reset`: lets a query's next batch begin elsewhere. Changes plain files; needs neither pyspark nor Java.
+"""`kmq pipeline reset`: moves the position of a query's next batch. Changes plain files; needs no pyspark and no Java.
+
+    last batch 41 ends at {"orders": {"0": 1500}}, --to earliest   → offsets/42 and commits/42 with {"orders": {"0": 0}}
 
 It adds one batch to the checkpoint, without records, that ends where the next batch is to begin: offsets/<n> and
 commits/<n>, with n above every existing batch. So nothing is overwritten, and the numbers of batches keep rising. A
 pipeline's table skips a batch whose number it knows, so a number used again for other records would lose these records.
 
-With `forget` the new batch ends where the last one does, without one broker.
+With `forget` the new batch ends where the last one does, but without one broker.
 
 Invariant   A reset never happens while the query runs. It removes nothing, and never uses the number of a batch twice.
 Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from the old position to the new one.
@@ -51,6 +53,11 @@ class OffsetMove(NamedTuple):
         return max(0, min(self.before, self.latest) - max(self.after, self.first))
 
     @property
+    def gone(self) -> int:
+        """The number of unread records that do not exist any more and are not requested again."""
+        return max(0, min(self.after, self.first) - self.before)
+
+    @property
     def skipped(self) -> int:
         """The number of records that are never read."""
         return max(0, min(self.after, self.latest) - max(self.before, self.first))
@@ -65,11 +72,11 @@ class Plan(NamedTuple):
     logged: Logged
     lines: list[str]  # the sources of the new batch
     moves: list[OffsetMove]
-    forgotten: list[str]  # what that means for each partition of a broker
+    forgotten: list[str]  # for each partition of the forgotten broker, what is never read
 
 
 def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED, forget: str = "") -> Plan:
-    """Return what `to` (earliest, latest, JSON of offsets, or a time) means, or that a broker is forgotten.
+    """Return the plan for `to` (earliest, latest, JSON of offsets, or a time), or for a broker to `forget`.
 
     Changes nothing. Raises ConfigError.
     """
@@ -285,7 +292,8 @@ def text(found: Plan) -> list[str]:
     lines = [*found.forgotten]
     for move in found.moves:
         broker, topic, number = move.key
-        what = [f"{count:,} {how}" for count, how in ((move.again, "read again"), (move.skipped, "skipped")) if count]
+        counts = (move.again, "read again"), (move.skipped, "skipped"), (move.gone, "gone")
+        what = [f"{count:,} {how}" for count, how in counts if count]
         lines.append(
             f"{broker} {topic}/{number}: {move.before} → {move.after}" + (f" ({', '.join(what)})" if what else "")
         )
@@ -302,6 +310,12 @@ def text(found: Plan) -> list[str]:
         )
     if skipped:
         lines.append("skipped: no result of this query will ever have these records")
+    for move in (move for move in found.moves if move.gone):
+        last = min(move.after, move.first) - 1
+        lines.append(
+            f"gone for good: {name_of(move.key)} offsets {move.before} to {last} ({move.gone:,} records), which retention,"
+            " truncation or a deletion took before they were read"
+        )
     if found.unfinished is not None:
         lines.append(
             f"batch {found.unfinished} was begun and not finished: it will not be run again, and what it has added"

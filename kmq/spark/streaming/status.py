@@ -1,8 +1,8 @@
 """Tells how far streaming queries are, for `kmq pipeline status`, from their checkpoints and from the brokers.
 
-The checkpoint says what was read and when. The broker says what exists by now, so that the lag is also true for a query
-that is down. The status that the query's listener wrote (listener.py) adds its name, rates and late rows, and where the
-logs of a broker ended that does not answer now. Needs neither pyspark nor Java.
+The checkpoint says what was read and when. The broker says what exists now, so the lag is also right for a query that
+is down. The status that the query's listener wrote (listener.py) adds its name, rates and late rows. For a broker that
+does not answer now it has the last known ends of the logs. Needs neither pyspark nor Java.
 """
 
 import os
@@ -47,7 +47,7 @@ class Sources(NamedTuple):
         servers = recognised(self.servers, self.access, waits=False)
         for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in servers)):
             broker = open_broker(given, is_path, self.access)
-            with suppress(RetryError):  # another one may have it
+            with suppress(RetryError):  # another address may have it
                 if broker.identity() == identity:
                     return broker
         is_path = not _ADDRESS.fullmatch(name)

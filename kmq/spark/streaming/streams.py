@@ -8,7 +8,7 @@ Progress    A bar on a terminal, else a logfmt line every few seconds, on stderr
             batch. The job itself is not involved and not slowed down.
 Owner       of the handlers of both signals, while the command runs: StopSignals.
 Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
-            doing. What was begun is done again at the next start, as after a kill.
+            doing. Unfinished work is done again at the next start, as after a kill.
 Stop        before the session exists      the process ends at once, and the JVM with it, because its stdin closes
             before the query is active     it is stopped as soon as it is active, and no other query is started
                                            (`stopping`)
@@ -16,7 +16,7 @@ Stop        before the session exists      the process ends at once, and the JVM
                                            interrupt
             in a job without a stream      its jobs are cancelled repeatedly, because another job may follow
             a second signal                the process ends at once
-            No signal keeps its default action: the first process of a container has none, and would ignore the signal.
+            Both signals always have a handler: the first process of a container would ignore a signal without one.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ from rich.progress import Progress as Bars
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark import failures
+from kmq.spark.paths import local_path
 from kmq.spark.streaming.checkpoint import (
     DROP,
     FAIL,
@@ -71,8 +72,9 @@ class Trigger(NamedTuple):
     checkpoint: str = ""  # a directory; "": the pipeline's default
 
     def at(self, checkpoint: str) -> "Trigger":
-        """Return a copy with this checkpoint, unless one is set already."""
-        return self if self.checkpoint else self._replace(checkpoint=checkpoint)
+        """Return a copy with this checkpoint, unless one is set already. A path of this machine loses its scheme."""
+        given = self.checkpoint or checkpoint
+        return self._replace(checkpoint=local_path(given) or given)
 
 
 ONCE = Trigger()
@@ -132,8 +134,8 @@ def check_checkpoint(path: str, name: str) -> None:
 
     `name`: of the query.
     """
-    local = path.removeprefix("file://")
-    if "://" in local:
+    local = local_path(path)
+    if local is None:
         return
     try:
         os.makedirs(local, exist_ok=True)
@@ -157,7 +159,7 @@ def check_checkpoint(path: str, name: str) -> None:
 
 
 def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str, trigger: Trigger) -> None:
-    """Hand a stream to `add(batch, batch id)`, batch by batch. On return no call of `add` is still running.
+    """Pass a stream to `add(batch, batch id)`, batch by batch. On return no call of `add` is still running.
 
     If the stream keeps windows, `add` itself must check for late rows before it commits (checkpoint.dropped_so_far).
     """

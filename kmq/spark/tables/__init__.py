@@ -3,8 +3,8 @@
     with open_table("archive", "parquet", ["topic", "date"]) as table:
         table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: the batch was added before
 
-formats.py has Parquet and Delta, iceberg.py Iceberg. base.py holds what they share: a batch is staged, sealed,
-published, committed, and what is checked before a stream starts. stores.py: a directory or an S3 store.
+formats.py has Parquet and Delta, iceberg.py Iceberg. base.py has what they share: how a batch is staged, sealed,
+published and committed, and the checks before a stream starts. stores.py: a directory or an S3 store.
 
 Owns        The directory `to`, with one writer at a time under an exclusive lock. Beside the table's files lies .kmq/.
             Readers ignore it (Spark, pandas, pyarrow, Delta: because of the dot; as a glob: to/*=*/**/*.parquet):
@@ -19,7 +19,7 @@ Invariant   A reader finds only rows of committed batches, each row at most once
             belongs to a sealed batch, and one rename is the commit point. While the files of a batch are moved one by
             one, a reader may see some of them, never other rows. Delta: the table is what its log names, and the entry
             of a batch holds the batch's number and offsets. Iceberg: the table is what its snapshot names, and number
-            and offsets are in the same commit. A batch that comes again is skipped if it has the same number and the
+            and offsets are in the same commit. A batch that Spark repeats is skipped if it has the same number and the
             same offsets; with other offsets it is an error (base.py).
 Crash       before the seal      making/ is deleted, and the batch is written again under another id; tasks that outlive
                                  their driver on a cluster write to a directory that nothing reads
@@ -30,7 +30,8 @@ Crash       before the seal      making/ is deleted, and the batch is written ag
             Power                the files, their names and the stream's own note of the batch's content are synced
                                  before the seal, in this order. (On a cluster this holds as far as the shared file
                                  system keeps its promises to the driver.)
-            Another checkpoint would number its batches anew, so it is refused, as is an old checkpoint for a new table.
+            Another checkpoint would number its batches from 0 again, so it is refused. So is an old checkpoint for a
+            new table.
 Not covered Readers that read names with a leading dot or underscore. Two first starts on one S3 prefix in the
             same second from two checkpoints, because a store has no lock.
 """
@@ -40,6 +41,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmq.errors import ConfigError, quotation
+from kmq.spark.paths import directory_here, local_path, scheme
 from kmq.spark.tables import base
 from kmq.spark.tables.base import Table, TableContent
 from kmq.spark.tables.formats import Delta, Parquet
@@ -68,7 +70,7 @@ class TableSpec(NamedTuple):
     to: str  # directory, here or on a shared volume, or s3://bucket/prefix
     format: str = PARQUET
     partition_by: Sequence[str] = ()
-    catalog: str = ""  # of Iceberg: see iceberg.py
+    catalog: str = ""  # for Iceberg: see iceberg.py
 
     def open(self, checkpoint: str = "") -> "Table":
         """Return the table as a context that owns it; see open_table."""
@@ -85,29 +87,20 @@ def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str =
         raise ConfigError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
     if catalog and format != "iceberg":
         raise ConfigError(f"--catalog {catalog!r}: applies to --format iceberg only")
-    path, state = to.removeprefix("file://"), ""
-    if path.startswith(("s3://", "s3a://")):
-        where = checkpoint.removeprefix("file://")
-        if not where or "://" in where:
+    if scheme(to) in ("s3", "s3a"):
+        if not (where := local_path(checkpoint)):
             raise ConfigError(f"--to {quotation(to)}: needs --checkpoint, a directory here or on a shared volume")
-        path, state = path.replace("s3a:", "s3:", 1), f"{os.path.abspath(where)}/.kmq"
-    elif "://" in path:
-        raise ConfigError(
-            f"--to {quotation(to)}: must be a directory, here or on a shared volume, or s3://bucket/prefix"
-        )
+        path, state = f"s3:{to.partition(':')[2]}", f"{os.path.abspath(where)}/.kmq"
     else:
-        path = os.path.abspath(path)
+        path, state = os.path.abspath(directory_here(to, "--to", ", or s3://bucket/prefix")), ""
     if format == "iceberg":
         return Iceberg(path, partition_by, state, catalog)
     return (Delta if format == "delta" else Parquet)(path, partition_by, state)
 
 
 def snapshot(path: str, catalog: str = "") -> TableContent:
-    """Return what a table has now. Its writer may run. `catalog`: as for the writer. Raises ConfigError."""
-    root = path.removeprefix("file://")
-    if "://" in root:
-        raise ConfigError(f"{quotation(path)}: must be a directory, here or on a shared volume")
-    root = os.path.abspath(root)
+    """Return the table's content now. Its writer may run. `catalog`: as for the writer. Raises ConfigError."""
+    root = os.path.abspath(directory_here(path))
     if not os.path.isfile(f"{root}/.kmq/query"):
         raise ConfigError(f"{path}: is no table that a pipeline has written a batch to")
     if os.path.isdir(f"{root}/{base.MARKS[base.ICEBERG]}"):

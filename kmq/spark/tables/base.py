@@ -1,16 +1,18 @@
 """What tables of every format share: one writer, and batches that are staged, sealed, published and committed.
 
+    Spark's files → making/<id>/ → rename → sealed/ → the files' places → _record (Delta, Iceberg) → `batch`
+
 A format adds how files in their places become part of the table (_record), the columns of the table (known_columns,
-create), and how small files are merged (merge). The promises of tables are in the package; here is how they are kept.
+create), and how small files are merged (merge). The package states the promises of tables; this module keeps them.
 
 Before      a stream starts, its table and its checkpoint are checked: a wrong directory gives an error of one line, not
             a stack trace in a batch.
-Batches     are known by number and offsets: a checkpoint that was restored from an older copy uses the numbers again
-            for other records. Batches that a release before the offsets has committed are known by number: only the
-            last can come again.
+Batches     are known by number and offsets, because a checkpoint that was restored from an older copy uses the numbers
+            again for other records. Batches that were committed by a release without offsets are known by number:
+            Spark can repeat only the last of them.
 Invariant   A batch is never skipped unless the table has a batch with this number and these offsets. A batch is sealed
             by one rename, and never before all its files and the manifest are synced. Readers of the table never see
-            a batch that is made or sealed.
+            files in making/ or sealed/.
 Crash       Before the seal the next start deletes `making/`. After the seal it finds `sealed/` and resumes.
 """
 
@@ -27,6 +29,7 @@ from uuid import uuid4
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.files import FULL, replace_file, sync_directory, sync_file
 from kmq.links.ownership import FileLock, describe
+from kmq.spark.paths import local_path
 from kmq.spark.pinned import pinned
 from kmq.spark.tables import stores
 from kmq.spark.tables.stores import S3, TableDirectory, TableStore
@@ -117,7 +120,7 @@ def format_is(wanted: str, to: str, state: str, store: TableStore) -> None:
 
 
 def same_partitions(to: str, table: Sequence[str], wanted: Sequence[str]) -> None:
-    """Raise ConfigError if a table is partitioned by other columns."""
+    """Raise ConfigError if a table is partitioned by columns other than `wanted`."""
     if list(table) != list(wanted):
         had, have = (", ".join(names) or "nothing" for names in (table, wanted))
         raise ConfigError(f"--to {to}: the table is partitioned by {had}, not by {have}; name another --to")
@@ -162,30 +165,30 @@ class BoundStream:
             raise ConfigError(f"--to {self._to}: {why}; give each table a checkpoint of its own")
 
     def offsets(self, batch_id: int) -> Offsets | None:
-        """Return the offsets of a committed batch; None if they are not kept, or not any more."""
-        version, *lines = stores.read(f"{self._state}/offsets/{batch_id}").splitlines() or [""]
+        """Return the offsets of a committed batch; None if they were never kept, or no longer are."""
+        version, *lines = stores.read(f"{self._state}/offsets/{batch_id}").split("\n")
         if version not in ("", _VERSION):
             raise ConfigError(f"{self._state}/offsets/{batch_id}: unknown format {version!r}; expected {_VERSION}")
         return lines if version else None
 
     def committed(self, batch_id: int, offsets: Offsets | None) -> None:
-        """Note the last batch. Its offsets come first: without them its number alone would decide."""
+        """Note the last batch. Its offsets are written first: without them its number alone would decide."""
         if offsets is not None:
             directory = f"{self._state}/offsets"
             os.makedirs(directory, exist_ok=True)
             replace_file(f"{directory}/{batch_id}", "\n".join((_VERSION, *offsets)).encode())
             for name in os.listdir(directory):
-                if name.isdecimal() and 0 < int(name) <= batch_id - KEEP:  # 0 says where the table begins
+                if name.isdecimal() and 0 < int(name) <= batch_id - KEEP:  # keep 0: where the table begins
                     os.unlink(f"{directory}/{name}")
         replace_file(f"{self._state}/batch", b"%d" % batch_id)
 
     def check_same(self, batch_id: int, offsets: Offsets | None, taken: Offsets | None, last: int) -> None:
-        """Raise ConfigError if the batch is not the one that the table took under this number.
+        """Raise ConfigError if the batch is not the one that the table has under this number.
 
-        `taken`: the offsets of that batch; `last`: the number of the table's last batch.
+        `taken`: the offsets of the table's batch; `last`: the number of the table's last batch.
         """
         if offsets is None or (taken is None and batch_id == last):
-            return  # the stream's checkpoint cannot be read here, or an earlier release took the batch: by number
+            return  # by number only: the checkpoint cannot be read here, or an earlier release committed the batch
         if taken is None:
             why = f"took a batch of this number long ago, and is at batch {last}"
         elif differing := _differing(offsets, taken):
@@ -200,8 +203,9 @@ class BoundStream:
 
     def check_checkpoint(self, path: str) -> None:
         """Raise an error if a stream's checkpoint cannot be used, or belongs to another table."""
-        if "://" in path:  # Spark checks these
+        if (local := local_path(path)) is None:  # Spark checks these
             return
+        path = local
         usable("--checkpoint", path)
         query, found = self.query, _query_id(path)
         advice = "give each table a checkpoint of its own"
@@ -284,13 +288,15 @@ class Staging:
         return self._attempt
 
     def begin_parts(self) -> str:
-        """Return a new directory for the parts of a batch, which exists. A part that is left over loses it."""
+        """Create and return a new directory for the parts of a batch. A part left over from another attempt has
+        another one.
+        """
         parts = f"{self.begin()}/{_PARTS}"
         os.makedirs(parts)
         return parts
 
     def accept(self, part: str) -> None:
-        """Make the files of a part files of the batch, except those whose names begin with an underscore."""
+        """Add the files of a part to the batch, except those whose names begin with an underscore."""
         for name in stores.parquet_files(f"{self._attempt}/{_PARTS}/{part}"):
             directory, file = os.path.split(name)
             os.makedirs(f"{self._attempt}/{directory}", exist_ok=True)
@@ -319,7 +325,7 @@ class Staging:
         return files
 
     def manifest(self) -> tuple[int, Offsets | None, list[File]]:
-        """Return (number, offsets, files) of the sealed batch. Earlier releases have sealed it without offsets."""
+        """Return (number, offsets, files) of the sealed batch. Earlier releases sealed batches without offsets."""
         with open(f"{self.sealed}/manifest.json", "rb") as file:
             manifest = json.load(file)
         return manifest["batch"], manifest.get("offsets"), manifest["files"]
@@ -339,8 +345,8 @@ class TableContent(NamedTuple):
 
     path: str
     format: str
-    offsets: Offsets | None  # where the last batch ends; None: not kept
-    first: Offsets | None  # where batch 0 ends, which says where it begins; None: not kept
+    offsets: Offsets | None  # where the last batch ends; None if that was not kept
+    first: Offsets | None  # where batch 0 ends, which tells where it begins; None if that was not kept
     files: list[str]
     columns: dict[str, str]  # name → SQL type
     partition_by: list[str]
@@ -359,7 +365,7 @@ class Table:
     keeps_partitions = False  # files also have the columns that name their directories
 
     def __init__(self, path: str, partition_by: Sequence[str], state: str = "") -> None:
-        """`state`: the directory of what is kept between two starts, for s3://…; a directory `path` has its own."""
+        """`state`: for s3://…, a directory for what is kept between two starts; a local `path` has its own."""
         self.path, self.partition_by = path, list(partition_by)
         self.state = state or f"{path}/.kmq"
         self._option = "--checkpoint" if state else "--to"
@@ -407,7 +413,7 @@ class Table:
 
         `prepare(batch, query)`: stages the batch; `query`: id of the stream. `offsets`: where the batch ends, from the
         stream's checkpoint; None if that cannot be read. `sync`: see commit. Raises ConfigError if the table belongs to
-        another stream, or took other records under this number; RetryError if the disk is full.
+        another stream, or has other records under this number; RetryError if the disk is full.
         """
         query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
         self.stream.bind(query, batch_id)
@@ -422,7 +428,7 @@ class Table:
             raise explained("--to", self.path, err) from err
 
     def has(self, batch_id: int, offsets: Offsets | None = None) -> bool:
-        """Return True if the batch was added before. Raises ConfigError if another one was, with this number."""
+        """Return True if the batch was added before. Raises ConfigError if another batch was, with this number."""
         recorded, recorded_offsets = self._recorded(batch_id)
         last = max(self.stream.last_batch, recorded)
         if batch_id > last:
@@ -431,8 +437,11 @@ class Table:
         return True
 
     def _recorded(self, batch_id: int) -> tuple[int, Offsets | None]:
-        """Return the number of the last batch of the stream in the format's own commits, -1 if there is none, and the
-        offsets of `batch_id` there, if it has them. The state of a table may have been restored without its table.
+        """Return, from the format's own commits, the number of the stream's last batch, or -1, and the offsets of
+        `batch_id`.
+
+        The offsets are None if they are not there. Needed because a table's state may have been restored without its
+        table.
         """
         return -1, None
 
@@ -486,7 +495,7 @@ class Table:
             laid_out.write.option("compression", "zstd").partitionBy(*names).parquet(to)
 
     def _laid_out(self, rows: "DataFrame") -> "tuple[DataFrame, list[str]]":
-        """Return the rows as files have them, and the columns that name directories."""
+        """Return the rows with the columns that files have, and the columns that name directories."""
         return rows, self.partition_by
 
     @contextmanager
@@ -520,7 +529,7 @@ class Table:
         self.staging.finish()
 
     def _resume(self) -> None:
-        """Finish a sealed batch whose writer died. Raises ConfigError if the table took another one meanwhile."""
+        """Finish a sealed batch whose writer died. Raises ConfigError if the table got another batch meanwhile."""
         batch_id, offsets, _ = self.staging.manifest()
         if not self.has(batch_id, offsets):
             self._publish()
@@ -529,13 +538,13 @@ class Table:
         self.staging.finish()
 
     def _record(self, batch_id: int, offsets: Offsets | None, files: list[dict[str, Any]]) -> None:
-        """Make files that are in their places part of the table, where the format needs a commit of its own.
+        """Make files that are in their places part of the table, if the format needs a commit of its own.
 
         Raises RetryError if the format's last commit has this batch, or a later one.
         """
 
     def _settle(self) -> None:
-        """Finish what a writer that died after its commit has left undone."""
+        """Finish the work of a writer that died after its commit."""
 
     # --- small files -------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Delta(Table):
 
     @property
     def _options(self) -> dict[str, str] | None:
-        """Storage options that deltalake does not take from the environment itself."""
+        """Return the storage options that deltalake does not read from the environment itself."""
         return {"AWS_ALLOW_HTTP": "true"} if isinstance(self.store, S3) and endpoint().startswith("http:") else None
 
     def known_columns(self) -> dict[str, str] | None:
@@ -90,7 +90,7 @@ class Delta(Table):
         return last, self._entered(table, batch_id)
 
     def _entered(self, table: "DeltaTable", batch_id: int) -> Offsets | None:
-        """Return the offsets of a batch as its entry has them."""
+        """Return the offsets of a batch from its entry in the table's log."""
         wanted = {_QUERY: self.stream.query, _BATCH: str(batch_id)}.items()
         entry: dict[str, Any] = next((entry for entry in table.history() if wanted <= entry.items()), {})
         offsets: Offsets | None = json.loads(entry.get(_OFFSETS, "null"))
@@ -157,11 +157,11 @@ class Delta(Table):
 
 # --- Parquet ---------------------------------------------------------------------------------------------------------
 
-_LAST = "_kmq/batch.json"  # of a table in an object store: number and offsets of the last batch
+_LAST = "_kmq/batch.json"  # in an object store: number and offsets of the table's last batch
 _NAME = re.compile(
     r"(?:^|/)(?P<batch>\d{10})-\d+(?P<merged>(?:\+\d+)?)\.parquet$"
 )  # merged: of this batch and older ones
-_LOOKS = 10  # at a table whose files are merged meanwhile
+_LOOKS = 10  # most attempts to list a table whose files are being merged
 
 
 class Parquet(Table):
@@ -248,7 +248,7 @@ class Parquet(Table):
 
 
 def _merged(directory: str, sources: list[str]) -> list[str]:
-    """Merge the files of a task into one, below a directory; return its path. None has a row: no file.
+    """Merge the files of a task into one, below a directory; return its path. Without rows there is no file.
 
     Each attempt has a directory of its own: Spark may run a task twice at a time, and kill one of the two.
     """

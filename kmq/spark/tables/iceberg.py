@@ -32,6 +32,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kmq.errors import ConfigError, RetryError, pip_install
+from kmq.spark.paths import local_path
 from kmq.spark.tables import base, stores
 from kmq.spark.tables.base import Offsets, Table, TableContent
 from kmq.spark.tables.stores import S3, endpoint, region
@@ -149,7 +150,7 @@ class Iceberg(Table):
             raise ConfigError(
                 f"{self.path}: rows were deleted by files of deletes, which are not read here; rewrite it"
             )
-        files = sorted(task.file.file_path.removeprefix("file://") for task in tasks)
+        files = sorted(local_path(found := task.file.file_path) or found for task in tasks)
         offsets, columns = self._offsets(table, self._last_batch(table)), self._describe(table.schema().as_arrow())
         names = [table.schema().find_column_name(field.source_id) or "" for field in table.spec().fields]
         return TableContent(self.path, self.format, offsets, self.stream.offsets(0), files, columns, names)
@@ -166,7 +167,7 @@ class Iceberg(Table):
         table = self.table()
         if table is None:
             return None
-        if (location := table.location().rstrip("/").removeprefix("file://")) != self.path:
+        if (location := local_path(found := table.location().rstrip("/")) or found) != self.path:
             raise ConfigError(
                 f"--catalog {self._name}: its table {self._identifier} is at {location}; use that as --to"
             )

@@ -6,7 +6,7 @@
 
 Invariant   A file is complete and synced before `close` or `merge` returns.
             A merged file always has all rows and all columns of its sources, and Spark's note of the columns if a
-            source has one: by that note Spark knows its own types, such as a variant.
+            source has one. Spark needs that note to know its own types, such as a variant.
 Memory      At most GROUP_BYTES of rows of a file, and one batch.
 """
 
@@ -23,7 +23,7 @@ from kmq.files import sync_file
 
 GROUP_BYTES = 64 << 20  # of a row group, in Arrow's memory
 _LEVEL = 3  # of zstd, as Spark has it
-_RISING = ("offset", "seq", "recv_ts")  # columns of which differences are stored
+_RISING = ("offset", "seq", "recv_ts")  # columns that are stored as differences
 _SPARK = b"org.apache.spark.sql.parquet.row.metadata"  # Spark's note of the columns, in the files that it writes
 _ROWS = 16_384  # of a batch of a file that is merged, at most
 
@@ -40,7 +40,7 @@ class ParquetFiles:
         self._group_bytes = 0
 
     def add(self, rows: pa.RecordBatch, directory: str) -> None:
-        """Add rows to the file in a directory; another directory ends the file."""
+        """Add rows to the file in a directory. Another directory than before ends the previous file."""
         if directory != self._directory:
             self._finish()
             os.makedirs(directory, exist_ok=True)
@@ -67,7 +67,7 @@ class ParquetFiles:
                 compression_level=_LEVEL,
                 use_dictionary=[leaf for leaf in leaves if leaf not in _RISING],
                 column_encoding={leaf: "DELTA_BINARY_PACKED" for leaf in leaves if leaf in _RISING},
-                store_schema=False,  # Spark's files have none either
+                store_schema=False,  # Spark's files have no such schema either
             )
             if self._notes:
                 self._writer.add_key_value_metadata(self._notes)
@@ -141,6 +141,6 @@ def _columns_of(sources: Sequence[str]) -> tuple[pa.Schema, dict[bytes, str]]:
 
 
 def _of_today(column: pa.Field) -> pa.Field:
-    """Return the column as files have it today. Spark's own form of a timestamp, INT96, is read as nanoseconds."""
+    """Return the column with its current type. Spark's own form of a timestamp, INT96, is read as nanoseconds."""
     is_int96 = pa.types.is_timestamp(column.type) and column.type.unit == "ns"
     return column.with_type(pa.timestamp("us", "UTC")) if is_int96 else column

@@ -1,4 +1,6 @@
-"""Where the files of a table are: a directory, or a prefix in an S3 object store; and what files and columns are there.
+"""Where the files of a table lie: in a directory, or under a prefix in an S3 object store; lists files and columns.
+
+    store.adopt(".kmq/sealed", files)   # <sealed>/topic=orders/rows-000.parquet → <table>/topic=orders/…
 
 Invariant   The files of a sealed batch can be adopted again until that succeeds, with the same result: each file is
             there once, complete, under its name in the manifest. A directory renames the file. S3 stores the same bytes
@@ -70,14 +72,14 @@ def parquet_files(path: str) -> list[str]:
 
 
 def for_spark(path: str) -> str:
-    """Return a path as Spark takes it: without patterns."""
+    """Return a path that Spark does not read as a pattern."""
     return re.sub(r"([\\*?\[\]{}])", r"\\\1", path)
 
 
 def live_files(root: str, below: str = "") -> Iterator[str]:
     """Yield the names of a table's Parquet files, with their directories, while its writer may exchange directories.
 
-    A directory is listed again if another one has its name by then: the writer deletes the one that was listed.
+    A directory is listed again if it was replaced meanwhile: the writer deletes the one that was listed.
     """
     path = os.path.join(root, below)
     while True:
@@ -157,7 +159,7 @@ class TableStore(Protocol):
     url: str
 
     def has(self, directory: str) -> bool:
-        """Return True if the directory exists, or in a store holds anything."""
+        """Return True if the directory exists, or if a store has any object below it."""
         ...
 
     def adopt(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
@@ -223,7 +225,7 @@ class S3:
         return str(self.note(_OWNER).get("query", ""))
 
     def note(self, name: str) -> dict[str, Any]:
-        """Return what a small file of JSON says; empty if there is none. Raises KmqError if it cannot be read."""
+        """Return the content of a small JSON file; empty if it does not exist. Raises KmqError if it cannot be read."""
         try:
             with self._fs.open_input_stream(f"{self._prefix}/{name}") as file:
                 return dict(json.loads(file.read()))

@@ -1,6 +1,6 @@
-"""Writes Iceberg's metadata files so that they are on disk when they are closed.
+"""A PyArrowFileIO that writes Iceberg's metadata files so that they are on disk when they are closed.
 
-The catalog's pointer to them is durable, so the files must be durable before it is written.
+The catalog's pointer to these files is durable, so the files must be durable before the pointer is written.
 """
 
 import io
